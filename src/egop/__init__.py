@@ -1,0 +1,28 @@
+"""Optimization in the right coordinates: run any torch optimizer in the EGOP eigenbasis."""
+
+from egop.distributions import Ball, Distribution, Gaussian, Initialization, Recentered
+from egop.estimate import estimate
+from egop.objective import Objective
+from egop.optimizer import ReparameterizedOptimizer
+from egop.reparameterization import Reparameterization
+from egop.spectrum import Spectrum
+from egop.structures import ChangeOfBasis, Full, Identity, Structure
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Ball",
+    "ChangeOfBasis",
+    "Distribution",
+    "Full",
+    "Gaussian",
+    "Identity",
+    "Initialization",
+    "Objective",
+    "Recentered",
+    "Reparameterization",
+    "ReparameterizedOptimizer",
+    "Spectrum",
+    "Structure",
+    "estimate",
+]

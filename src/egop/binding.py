@@ -1,0 +1,234 @@
+"""Blocks bound to live parameters: their coordinates, and how the two are kept in step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egop.objective import plain_name
+from egop.reparameterization import Reparameterization
+from egop.structures import ChangeOfBasis
+
+
+class BoundBlock:
+    """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps."""
+
+    def __init__(self, change: ChangeOfBasis, parameters: Sequence[Tensor]) -> None:
+        self.change = change.to(parameters[0].device, change.block.dtype)
+        self.parameters = list(parameters)
+        self.coordinates = [
+            torch.empty(shape, dtype=change.block.dtype, device=parameters[0].device)
+            for shape in change.coordinate_shapes()
+        ]
+        self._seen: list[Any] = []
+        self._write(self.encode(self.parameters))
+        self._note()
+        for coordinate in self.coordinates:
+            coordinate.requires_grad_()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any of its parameters got a gradient; without one there is no step."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients in the precision of the basis; zero for a parameter of the block that got none."""
+        found = []
+        for name, parameter in zip(self.change.block.parameters, self.parameters, strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"Parameter '{name}' has a sparse gradient, which cannot be rotated. Use sparse=False in the "
+                    "embedding, or estimate the basis with a partition that leaves it out."
+                )
+            found.append(gradient.to(self.change.block.dtype))
+        return found
+
+    def encode(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Coordinates of tensors in the parameters' precision."""
+        return self.change.encode([tensor.detach().to(self.change.block.dtype) for tensor in tensors])
+
+    def follow(self) -> None:
+        """If a parameter was changed from outside, take its new value into the coordinates."""
+        if self._seen == [_look(parameter) for parameter in self.parameters]:
+            return
+        # The coordinates hold more than the parameters do (rounding, and the bits below half precision): they are kept
+        # when they still stand for the parameters, as after loading a checkpoint in whatever order.
+        decoded = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
+        pairs = zip(self.parameters, decoded, strict=True)
+        if not all(torch.equal(parameter, value.to(parameter.dtype)) for parameter, value in pairs):
+            self._write(self.encode(self.parameters))
+        self._note()
+
+    def accept(self, tensors: Sequence[Tensor]) -> None:
+        """Write decoded tensors into the parameters."""
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.copy_(tensor)
+        self._note()
+
+    def restore(self, coordinates: Sequence[Tensor]) -> None:
+        """Take saved coordinates; at the next step they are compared with the parameters."""
+        self._write(coordinates)
+        self.forget()
+
+    def forget(self) -> None:
+        """Look at the parameters anew at the next step."""
+        self._seen = []
+
+    def _write(self, coordinates: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for own, new in zip(self.coordinates, coordinates, strict=True):
+                own.copy_(new)
+
+    def _note(self) -> None:
+        self._seen = [_look(parameter) for parameter in self.parameters]
+
+
+class Batch:
+    """Blocks of one kind and shape, which go through one product."""
+
+    def __init__(self, blocks: list[BoundBlock]) -> None:
+        self.blocks = blocks
+        self._stacked: ChangeOfBasis | None = None
+        if len(blocks) > 1 and blocks[0].change.tensors:
+            change = type(blocks[0].change)
+            self._stacked = change.stack([block.change for block in blocks])
+            for index, block in enumerate(blocks):  # views, so that every basis is held once
+                own = {name: tensor[index] for name, tensor in self._stacked.tensors.items()}
+                block.change = change(block.change.block, own)
+        self._active: list[BoundBlock] = []
+
+    def encode_gradients(self) -> None:
+        """Give the coordinates of every block that has a gradient theirs."""
+        self._active = [block for block in self.blocks if block.has_gradient]
+        for block in self._active:
+            block.follow()
+        gradients = [block.gradients() for block in self._active]
+        for block, encoded in zip(self._active, self._apply("encode", gradients), strict=True):
+            for coordinate, gradient in zip(block.coordinates, encoded, strict=True):
+                coordinate.grad = gradient
+
+    def decode_coordinates(self) -> None:
+        """Write the stepped coordinates back to the parameters, and drop their gradients."""
+        coordinates = [[coordinate.detach() for coordinate in block.coordinates] for block in self._active]
+        for block, decoded in zip(self._active, self._apply("decode", coordinates), strict=True):
+            block.accept(decoded)
+            for coordinate in block.coordinates:
+                coordinate.grad = None
+        self._active = []
+
+    def _apply(self, method: str, values: list[list[Tensor]]) -> Iterable[Sequence[Tensor]]:
+        if self._stacked is None or len(self._active) < len(self.blocks):
+            return [getattr(block.change, method)(each) for block, each in zip(self._active, values, strict=True)]
+        together = getattr(self._stacked, method)([torch.stack(group) for group in zip(*values, strict=True)])
+        return zip(*(tensor.unbind() for tensor in together), strict=True)
+
+
+def bind(
+    basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
+) -> list[BoundBlock]:
+    """Bind each block of a basis to the parameters of its names, which must all be in one group."""
+    found = {
+        plain_name(name): (index, parameter)
+        for index, group in enumerate(groups, first_group)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    blocks = []
+    for name, change in (basis or {}).items():
+        members = [found.get(key) or _with_or_without_module(key, found) for key in change.block.parameters]
+        for key, shape, member in zip(change.block.parameters, change.block.shapes, members, strict=True):
+            if member is None:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for the parameter '{key}', which the optimizer was not given. "
+                    f"It has: {', '.join(found)}. Was the basis estimated for another model?"
+                )
+            if member[1].shape != shape:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
+                    f"but the optimizer's has {tuple(member[1].shape)}."
+                )
+        if len({member[0] for member in members if member}) > 1:
+            where = ", ".join(f"'{key}' in group {m[0]}" for key, m in zip(change.block.parameters, members) if m)
+            raise ValueError(
+                f"Block '{name}' crosses parameter groups ({where}). Put its parameters into one group, or estimate "
+                "the basis with a finer partition."
+            )
+        blocks.append(BoundBlock(change, [member[1] for member in members if member]))
+    return blocks
+
+
+def gather(blocks: Sequence[BoundBlock]) -> list[Batch]:
+    """The blocks by kind and shape."""
+    alike: dict[Any, list[BoundBlock]] = {}
+    for block in blocks:
+        alike.setdefault(block.change.signature, []).append(block)
+    return [Batch(members) for members in alike.values()]
+
+
+def named_groups(params: Any) -> list[dict[str, Any]]:
+    """Parameter groups with ``params`` and ``param_names``, from all that an optimizer may be given."""
+    if isinstance(params, nn.Module):
+        params = params.named_parameters()
+    if isinstance(params, (Tensor, Mapping)):
+        raise TypeError(_names_wanted(params))
+    groups = list(params)
+    if not groups:
+        raise ValueError("The optimizer got an empty parameter list.")
+    if not isinstance(groups[0], Mapping):
+        groups = [{"params": groups}]
+    names: set[str] = set()
+    checked = []
+    for group in groups:
+        members = _members(group)
+        for name, parameter in members.items():
+            if name in names:
+                raise ValueError(f"The parameter name '{name}' is given twice. Names must be unique.")
+            names.add(name)
+            if isinstance(parameter, Tensor) and parameter.is_complex():
+                raise TypeError(f"Parameter '{name}' is complex; egop works with real floating-point parameters.")
+        checked.append({**group, "params": list(members.values()), "param_names": list(members)})
+    return checked
+
+
+def _members(group: Mapping[str, Any]) -> dict[str, Any]:
+    given = group["params"]
+    given = list(given.named_parameters() if isinstance(given, nn.Module) else given)
+    if "param_names" in group:
+        given = list(zip(group["param_names"], given, strict=True))
+    members: dict[str, Any] = {}
+    for member in given:
+        if not (isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)):
+            raise TypeError(_names_wanted(member))
+        if member[0] in members:
+            raise ValueError(f"The parameter name '{member[0]}' is given twice. Names must be unique.")
+        members[member[0]] = member[1]
+    return members
+
+
+def _names_wanted(given: Any) -> str:
+    return (
+        f"Parameters must come with their names, got {type(given).__name__}. Pass the model itself, "
+        "model.named_parameters() instead of model.parameters(), or groups of named parameters such as "
+        "[{'params': list(model.named_parameters()), 'lr': 1e-3}]."
+    )
+
+
+def _with_or_without_module(name: str, found: Mapping[str, Any]) -> Any:
+    """DistributedDataParallel puts ``module.`` before every name."""
+    return found.get(f"module.{name}") or found.get(name.removeprefix("module."))
+
+
+def _look(parameter: Tensor) -> tuple[Any, ...]:
+    """What would differ if someone else had written to the parameter.
+
+    ``_version`` is torch's counter of in-place writes (a private name; a test notices when it changes). It misses
+    writes through ``.data``; on the CPU a hash and a sum of the values cost little and show those too.
+    """
+    counter = parameter._version, parameter.data_ptr()
+    if parameter.device.type != "cpu":
+        return counter
+    values = parameter.detach()
+    return *counter, torch.hash_tensor(values).view(torch.int64).item(), values.sum().item()

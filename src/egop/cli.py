@@ -1,0 +1,128 @@
+"""The command line, ``egop``. Heavy imports happen inside the commands, so that help and first words come quickly."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+_EXTRAS = ("matplotlib", "rich", "typer")
+_MISSING = "The egop command needs the package {name!r}, which is not installed. Run: pip install 'egop[experiments]'"
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(_MISSING.format(name=error.name))
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from egop.experiments.demo import Demo
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """What the console script ``egop`` calls."""
+    app(prog_name="egop")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn what a user can cause or repair into one line on standard error; let everything else through."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("Interrupted.", status=130)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
+            raise
+        _fail(_MISSING.format(name=error.name))
+    except OSError as error:
+        _fail(str(error))
+
+
+def _fail(message: str, status: int = 1) -> None:
+    typer.echo(message, err=True)
+    raise typer.Exit(status) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"egop {version('egop')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run any torch optimizer in the eigenbasis of the expected gradient outer product."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for demo.svg and demo.json.")] = Path("egop-demo"),
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training set in each run.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the start, the batches and the sampled gradients.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
+) -> None:
+    """Train the paper's digits network in original and in EGOP coordinates, and compare."""
+    with _one_line_errors():
+        typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, {epochs} epochs a run, six runs.")
+        import torch
+        from rich.console import Console
+
+        from egop import plotting
+        from egop.experiments import demo as experiment
+        from egop.experiments.records import write_json
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        found = experiment.run(epochs=epochs, seed=seed, show=lambda basis: typer.echo(f"\n{basis}\n"))
+        closing = experiment.summary(found)
+        console = Console()
+        console.print()
+        console.print(_table(found))
+        console.print(f"The basis took {found.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
+        plotting.save(plotting.loss_and_spectra(found.runs, found.spectra), out / "demo.svg")
+        write_json(out / "demo.json", {**asdict(found), "summary": closing})
+        typer.echo(f"\nSaved {out / 'demo.svg'} (the picture) and {out / 'demo.json'} (the numbers).")
+
+
+def _table(found: Demo) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"After {found.epochs} epochs, from equivalent starts", title_justify="left")
+    table.caption = "epochs to same loss: until the loss is at most the final one in original coordinates"
+    table.caption_justify = "left"
+    table.add_column("optimizer")
+    table.add_column("coordinates")
+    for heading in ("lr", "final loss", "test\naccuracy", "epochs to\nsame loss", "seconds"):
+        table.add_column(heading, justify="right")
+    for original, reparameterized in found.pairs():
+        for run in (original, reparameterized):
+            curve = run.curve
+            reached = curve.epochs_to(original.curve.final)
+            table.add_row(
+                run.optimizer,
+                run.coordinates,
+                f"{run.lr:g}",
+                "diverged" if curve.diverged else f"{curve.final:.2e}",
+                f"{curve.metrics['test accuracy'][-1]:.1%}",
+                "not reached" if reached is None else str(reached),
+                f"{curve.seconds:.1f}",
+                end_section=run is reparameterized,
+            )
+    return table
+
+
+if __name__ == "__main__":
+    main()

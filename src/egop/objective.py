@@ -1,0 +1,267 @@
+"""Objective: a loss of named parameters, and the batches it sees."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+# What torch.compile puts into parameter names; the user never wrote it.
+_COMPILED = "_orig_mod."
+
+
+def plain_name(name: str) -> str:
+    """The name a parameter has in the model as its author wrote it, without what ``torch.compile`` adds."""
+    return name.replace(_COMPILED, "")
+
+
+class Objective:
+    """A loss of named parameters, and the batches it sees.
+
+    Args:
+        model: the module that is going to be trained.
+        loss_fn: ``loss_fn(model, batch)``, the scalar loss of one batch.
+        batches: any iterable of batches (a ``DataLoader``, a list). It is gone through again and again; what
+            reshuffles on every pass, as a ``DataLoader`` does, keeps doing so.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> batches = [(torch.ones(8, 3), torch.zeros(8, 1))]
+        >>> objective = Objective(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batches)
+        >>> sorted(objective.parameters)
+        ['bias', 'weight']
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, batches: Iterable[Any]) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model must be a torch.nn.Module, got {type(model).__name__}. "
+                "For a plain function of tensors use egop.Objective.from_function(f, {'name': tensor})."
+            )
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function loss_fn(model, batch), got {type(loss_fn).__name__}.")
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}.")
+        self.module: nn.Module | None = model
+        self.parameters: dict[str, Tensor] = {
+            plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self._loss = loss_fn
+        self._bound = _LossModule(model, loss_fn)
+        self._batches = batches
+        self._kept: dict[str, Tensor] | None = None
+        _check_parameters(self.parameters)
+
+    @classmethod
+    def from_function(
+        cls, function: Callable[..., Tensor], tensors: Mapping[str, Tensor], batches: Iterable[Any] | None = None
+    ) -> Objective:
+        """The objective of any differentiable function of named tensors.
+
+        Args:
+            function: called with the tensors as keyword arguments, ``function(theta=...)``; with ``batches``, the batch
+                comes first, ``function(batch, theta=...)``. Returns the scalar loss.
+            tensors: the parameters by name. They are read where a distribution is centred on them, never written.
+            batches: any iterable of batches; none for a function of the parameters alone.
+
+        Example:
+            >>> theta = torch.zeros(2)
+            >>> objective = Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
+        """
+        if not callable(function):
+            raise TypeError(f"function must be callable, got {type(function).__name__}.")
+        if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise TypeError("tensors must be a mapping of names to tensors, such as {'theta': torch.zeros(10)}.")
+        _check_parameters(tensors)
+        _check_signature(function, list(tensors), batches is not None)
+        objective = cls.__new__(cls)
+        objective.module = None
+        objective.parameters = dict(tensors)
+        objective._function = function if batches is not None else lambda _, **values: function(**values)
+        objective._batches = [None] if batches is None else batches
+        objective._kept = None
+        return objective
+
+    _function: Callable[..., Tensor]
+
+    def batches(self) -> Iterator[Any]:
+        """Batches without end: the iterable is started again whenever it is through."""
+        passes = 0
+        while True:
+            batch_seen = False
+            for batch in self._batches:
+                batch_seen = True
+                yield batch
+            if not batch_seen and passes == 0:
+                raise ValueError("The batches are empty: the objective needs at least one batch.")
+            if not batch_seen:
+                raise ValueError(
+                    f"The batches could be gone through only {passes} time(s): an iterator or generator is used up "
+                    "after one pass. Give a list or a DataLoader, which can be iterated again."
+                )
+            passes += 1
+
+    @property
+    def current(self) -> dict[str, Tensor]:
+        """The parameters' values where training stands, also while sampling has written other ones into the model."""
+        if self._kept is not None:
+            return self._kept
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def loss(self, values: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """The loss at ``values``, as a pure function of them: what ``torch.func`` can differentiate and batch."""
+        if self.module is None:
+            return _scalar(self._function(batch, **values))
+        named = {f"model.{name}": value for name, value in self._as_registered(values).items()}
+        return _scalar(torch.func.functional_call(self._bound, named, (batch,)))
+
+    def gradients(self, values: Mapping[str, Tensor], batch: Any, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
+        """The loss at ``values`` and its gradients by the named parameters, by plain reverse mode.
+
+        For a module the values are written into its own parameters, which works for every model, whatever it does
+        with them; so this is only to be called inside :meth:`preserved`.
+        """
+        if self.module is None:
+            live = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
+            with torch.enable_grad():
+                loss = _scalar(self._function(batch, **live))
+        else:
+            live = self.parameters
+            self.write(values)
+            with torch.enable_grad():
+                loss = _scalar(self._loss(self.module, batch))
+        wanted = [live[name] for name in names]
+        if not loss.requires_grad:
+            raise ValueError(
+                "The loss does not depend on the parameters: it has no gradient. "
+                "Check that the loss function uses the model it is given and does not detach or use no_grad."
+            )
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return loss.detach(), [
+            torch.zeros_like(live[name]) if gradient is None else _dense(name, gradient)
+            for name, gradient in zip(names, gradients, strict=True)
+        ]
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Copy the values into the module's parameters; only inside :meth:`preserved`."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
+
+    @contextlib.contextmanager
+    def preserved(self, seed: int | None = None) -> Iterator[None]:
+        """Whatever happens inside, afterwards the model and the random state are exactly as before.
+
+        Parameters, buffers, train/eval modes and the global random states of torch, numpy and ``random`` are put back,
+        also when the loss raises or the user interrupts. Inside, the random states start from ``seed``.
+        """
+        if self._kept is not None:
+            yield
+            return
+        devices = {tensor.device for tensor in self.parameters.values() if tensor.device.type == "cuda"}
+        states = random.getstate(), np.random.get_state()
+        restore = _remember(self.module) if self.module is not None else lambda: None
+        self._kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            with torch.random.fork_rng(devices=[device.index for device in devices]):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                    random.seed(seed)
+                    np.random.seed(seed % 2**32)
+                yield
+        finally:
+            restore()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            self._kept = None
+
+    def _as_registered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values under the names the module itself uses."""
+        assert self.module is not None
+        return {
+            name: values[plain_name(name)] for name, _ in self.module.named_parameters() if plain_name(name) in values
+        }
+
+
+class _LossModule(nn.Module):
+    """The loss as a module, so that ``functional_call`` reaches every use of the parameters in ``loss_fn``."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._loss_fn(self.model, batch)
+
+
+def _remember(module: nn.Module) -> Callable[[], None]:
+    """Take note of all that sampling may change in a module; the function returned puts it back."""
+    parameters = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+    modes = [(each, each.training) for each in module.modules()]
+    buffers = [
+        (each, name, buffer, buffer.clone())
+        for each in module.modules()
+        for name, buffer in each.named_buffers(recurse=False)
+    ]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for parameter, value in parameters:
+                parameter.copy_(value)
+            for each, name, buffer, value in buffers:
+                buffer.copy_(value)
+                setattr(each, name, buffer)  # a forward pass may also have put another tensor in its place
+        for each, training in modes:
+            each.training = training
+
+    return restore
+
+
+def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    if not parameters:
+        raise ValueError("The objective has no parameters to sample: none of them requires a gradient.")
+    for name, parameter in parameters.items():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"Parameter '{name}' is not initialised yet (a lazy module). Run one forward pass first.")
+        if not parameter.is_floating_point():
+            raise TypeError(f"Parameter '{name}' is {parameter.dtype}; egop works with real floating-point parameters.")
+
+
+def _check_signature(function: Callable[..., Tensor], names: list[str], batched: bool) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*([None] if batched else []), **dict.fromkeys(names))
+    except TypeError as error:
+        call = ", ".join((["batch"] if batched else []) + [f"{name}=..." for name in names])
+        raise TypeError(f"The function must accept the call f({call}), but its signature is f{signature}.") from error
+
+
+def _dense(name: str, gradient: Tensor) -> Tensor:
+    if gradient.layout is not torch.strided:
+        raise TypeError(
+            f"Parameter '{name}' has a sparse gradient, which cannot be rotated. "
+            "Use sparse=False in the embedding, or leave the parameter out of the partition."
+        )
+    return gradient
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"The loss function must return a scalar tensor, got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"The loss function must return a scalar, got a tensor of shape {tuple(loss.shape)}. Take its mean or sum."
+        )
+    return loss.reshape(())

@@ -1,0 +1,225 @@
+"""ReparameterizedOptimizer: any coordinate-wise torch optimizer, run in another basis."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from egop.binding import BoundBlock, bind, gather, named_groups
+from egop.objective import plain_name
+from egop.reparameterization import Reparameterization
+from egop.structures import rebuild
+
+STATE_VERSION = 1
+
+
+class ReparameterizedOptimizer(Optimizer):
+    r"""Runs an optimizer on :math:`f \circ V` while the model keeps its own parameters.
+
+    Every step encodes the gradients (:math:`V^\top g`), lets the inner optimizer step in coordinates and writes the
+    decoded coordinates (:math:`V \tilde\theta`) back: exactly the inner optimizer on the reparameterised objective.
+
+    The ``param_groups`` hold the model's own parameters and own the hyper-parameters, so schedulers, gradient clipping,
+    ``GradScaler`` and hooks work as with any optimizer. Parameters outside every block are stepped as they are.
+    Parameters in half precision have float32 coordinates, which serve as master weights.
+
+    A parameter that is changed from outside between steps (loaded, averaged, clipped) is noticed by its version counter
+    and encoded again. Writes through ``parameter.data`` bypass that counter: they are noticed on the CPU, where looking
+    at the values is cheap; on other devices write under ``torch.no_grad()`` to the parameter itself.
+
+    Args:
+        params: a module, ``model.named_parameters()``, or parameter groups of named parameters.
+        optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
+        basis: the change of basis of each block; without one the optimizer does what ``optimizer_class`` does, until
+            a state dict with a basis is loaded.
+        **hyperparameters: handed to ``optimizer_class``.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> batches = [(torch.randn(8, 4), torch.randn(8, 2))]
+        >>> objective = egop.Objective(model, lambda m, batch: (m(batch[0]) - batch[1]).square().mean(), batches)
+        >>> basis = egop.estimate(objective, progress=False)
+        >>> optimizer = egop.ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        optimizer_class: type[Optimizer],
+        basis: Reparameterization | None = None,
+        **hyperparameters: Any,
+    ) -> None:
+        _check_class(optimizer_class)
+        if basis is not None and not isinstance(basis, Reparameterization):
+            raise TypeError(f"basis must be an egop.Reparameterization, got {type(basis).__name__}.")
+        groups = named_groups(params)
+        # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
+        template = optimizer_class([torch.zeros(1, requires_grad=True)], **hyperparameters)
+        self._class = optimizer_class
+        self._hyperparameters = hyperparameters
+        self._inner: Optimizer | None = None
+        self._blocks: list[BoundBlock] = []
+        super().__init__(groups, dict(template.defaults))
+        self._blocks = bind(basis, self.param_groups)
+        self._build()
+
+    @property
+    def basis(self) -> Reparameterization:
+        """The change of basis of each block as it is now."""
+        return Reparameterization([block.change for block in self._blocks])
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that runs on the coordinates (and on the parameters outside every block)."""
+        assert self._inner is not None
+        return self._inner
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis."""
+        if self._inner is None:  # called by Optimizer.__init__, with groups that are already checked
+            super().add_param_group(param_group)
+            return
+        (group,) = named_groups([param_group])
+        blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
+        super().add_param_group(group)
+        self._blocks += blocks
+        self.inner.add_param_group(self._inner_group(len(self.param_groups) - 1))
+        self._batches = gather(self._blocks)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the inner optimizer in coordinates.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        for batch in self._batches:
+            batch.encode_gradients()
+        self.inner.step()
+        for batch in self._batches:
+            batch.decode_coordinates()
+        # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates."""
+        state = super().state_dict()
+        state["state"] = self.inner.state_dict()["state"]
+        state["egop"] = {
+            "version": STATE_VERSION,
+            "optimizer": self._class.__name__,
+            "shapes": _shapes(self.param_groups),
+            "blocks": [
+                block.change.describe() | {"tensors": dict(block.change.tensors), "coordinates": block.coordinates}
+                for block in self._blocks
+            ],
+        }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
+        saved = self._check_state(state_dict)
+        changes = [rebuild(each, _cloned(each["tensors"])) for each in saved["blocks"]]
+        blocks = bind(Reparameterization(changes), self.param_groups)
+        for block, each in zip(blocks, saved["blocks"], strict=True):
+            block.restore(each["coordinates"])
+        super().load_state_dict({**state_dict, "state": {}})
+        self._blocks = blocks
+        self._build()
+        groups = self.inner.state_dict()["param_groups"]
+        self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in ("_class", "_hyperparameters", "_inner", "_blocks")}
+        return super().__getstate__() | own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for block in self._blocks:
+            block.forget()  # what was noted of the parameters is not true of their copies
+        self._batches = gather(self._blocks)
+
+    def _build(self) -> None:
+        """Make the inner optimizer over the coordinates and the parameters outside every block."""
+        groups = [self._inner_group(index) for index in range(len(self.param_groups))]
+        self._inner = self._class(groups, **self._hyperparameters)
+        self._batches = gather(self._blocks)
+
+    def _inner_group(self, index: int) -> dict[str, Any]:
+        group = {key: value for key, value in self.param_groups[index].items() if key != "param_names"}
+        blocks = {id(parameter): block for block in self._blocks for parameter in block.parameters}
+        members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
+        for parameter in group["params"]:
+            inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [parameter]
+            members |= {id(tensor): tensor for tensor in inside}
+        return group | {"params": list(members.values())}
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        saved = state_dict.get("egop")
+        if saved is None:
+            raise ValueError(
+                "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. "
+                "Moments of another coordinate system cannot be loaded."
+            )
+        if saved["version"] != STATE_VERSION:
+            raise ValueError(f"The state dict has version {saved['version']}; this egop reads {STATE_VERSION}.")
+        if saved["optimizer"] != self._class.__name__:
+            raise ValueError(f"The state dict is of {saved['optimizer']}, this optimizer runs {self._class.__name__}.")
+        own, others = _shapes(self.param_groups), saved["shapes"]
+        if len(own) != len(others):
+            raise ValueError(f"The state dict has {len(others)} parameter group(s), the optimizer {len(own)}.")
+        for here, there in zip(own, others, strict=True):
+            if here.keys() != there.keys():
+                raise ValueError(
+                    f"The state dict is of another model: only it has {sorted(there.keys() - here.keys())}, "
+                    f"only the optimizer has {sorted(here.keys() - there.keys())}."
+                )
+            for name, shape in here.items():
+                if shape != there[name]:
+                    raise ValueError(
+                        f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
+                    )
+        return saved
+
+
+def _check_class(optimizer_class: Any) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        given = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
+        raise TypeError(
+            f"optimizer_class must be a torch.optim.Optimizer class, got {given.__name__}. Pass the class and its "
+            "arguments: ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)."
+        )
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{optimizer_class.__name__} evaluates the loss several times within a step, which egop does not support. "
+            "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
+        )
+
+
+def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for one, other in zip(source, target, strict=True):
+        other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
+
+
+def _shapes(groups: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
+    return [
+        {plain_name(name): list(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)}
+        for group in groups
+    ]
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,0 +1,128 @@
+"""Pictures of records, in one style: logarithmic axes, one colour an optimizer, dashed for EGOP coordinates.
+
+Figures are made without ``pyplot``, so nothing global changes and no display is needed. The same records give the same
+bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from egop.experiments.records import Run, replacing
+
+__all__ = ["COLORS", "STYLE", "loss_and_spectra", "plot_losses", "plot_spectra", "save"]
+
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#666666",
+    "axes.grid": True,
+    "axes.grid.which": "major",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same everywhere
+    "font.size": 10,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 2.4,
+    "svg.hashsalt": "egop",  # element ids do not change from run to run
+}
+
+# Okabe and Ito's palette, told apart by colour-blind readers too.
+COLORS = {"Adam": "#0072b2", "Adagrad": "#d55e00", "SGD": "#7f7f7f", "AdamW": "#009e73"}
+_MORE_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# Smaller eigenvalues, relative to the largest, are rounding; drawn, they would squeeze everything else.
+_ROUNDING = 1e-10
+_BLOCK_COLORS = ("#4b2991", "#c0369d", "#fa7876", "#edd9a3")
+
+
+def plot_losses(axes: Axes, runs: Sequence[Run], *, title: str = "Training loss") -> None:
+    """Loss by epoch: a colour for each optimizer, dashed in EGOP coordinates."""
+    colors = _colors(runs)
+    for run in runs:
+        transformed = run.coordinates == "EGOP"
+        axes.plot(
+            run.curve.loss,
+            color=colors[run.optimizer],
+            # The solid line is wide and pale, so that a dashed one on top of it still shows both.
+            linestyle=(0, (3, 1.2)) if transformed else "solid",
+            linewidth=1.6 if transformed else 2.6,
+            alpha=1.0 if transformed else 0.5,
+            zorder=3 if transformed else 2,
+        )
+    axes.set_yscale("log")
+    axes.set(title=title, xlabel="epoch", ylabel="loss")
+    axes.margins(x=0.01)
+    axes.legend(handles=_loss_legend(runs, colors), ncols=2, loc="best")
+
+
+def plot_spectra(axes: Axes, spectra: Mapping[str, Sequence[float]], *, title: str = "EGOP eigenvalues") -> None:
+    """Eigenvalues of each block relative to the largest one, by index; a block's line ends at its numerical rank."""
+    for index, (name, eigenvalues) in enumerate(spectra.items()):
+        relative = [value / eigenvalues[0] for value in eigenvalues if value > _ROUNDING * eigenvalues[0]]
+        label = f"{name} ({len(eigenvalues)})"
+        axes.plot(
+            range(1, len(relative) + 1),
+            relative,
+            color=_BLOCK_COLORS[index % len(_BLOCK_COLORS)],
+            linewidth=1.8,
+            label=label,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set(title=title, xlabel="k", ylabel="λₖ / λ₁")
+    axes.legend(title="block (size)", loc="lower left", alignment="left")
+
+
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]  # a plain dict of settings
+def loss_and_spectra(runs: Sequence[Run], spectra: Mapping[str, Sequence[float]]) -> Figure:
+    """Two panels: loss by epoch on the left, the spectrum of every block on the right."""
+    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1.0))
+    plot_losses(left, runs)
+    plot_spectra(right, spectra)
+    return figure
+
+
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure, whole or not at all; the ending of the name says how (``.svg``, ``.png``, ``.pdf``)."""
+    path = Path(path)
+    kind = path.suffix.removeprefix(".")
+    # A date would make every file different; only these two formats write one.
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    with replacing(path) as beside:
+        figure.savefig(beside, format=kind, metadata=metadata, dpi=150, facecolor="white")
+
+
+def _colors(runs: Sequence[Run]) -> dict[str, str]:
+    names = dict.fromkeys(run.optimizer for run in runs)
+    unknown = [name for name in names if name not in COLORS]
+    return COLORS | {name: _MORE_COLORS[index % len(_MORE_COLORS)] for index, name in enumerate(unknown)}
+
+
+def _loss_legend(runs: Sequence[Run], colors: Mapping[str, str]) -> list[Line2D]:
+    optimizers = dict.fromkeys(run.optimizer for run in runs)
+    coordinates = dict.fromkeys(run.coordinates for run in runs)
+    by_color = [Line2D([], [], color=colors[name], linewidth=4, label=name) for name in optimizers]
+    by_dash = [
+        Line2D(
+            [],
+            [],
+            color="#444444",
+            linestyle=(0, (3, 1.2)) if name == "EGOP" else "solid",
+            linewidth=1.6 if name == "EGOP" else 2.6,
+            alpha=1.0 if name == "EGOP" else 0.5,
+            label=f"{name} coordinates",
+        )
+        for name in coordinates
+    ]
+    return by_color + by_dash

@@ -1,0 +1,165 @@
+"""All blocks together: encode, decode, save, load, print."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from egop.spectrum import Spectrum
+from egop.structures import ChangeOfBasis, rebuild
+from egop.structures.base import Coordinates, as_tuple
+from egop.units import format_bytes, format_count, format_table
+
+FORMAT_VERSION = 1
+
+
+class Reparameterization(Mapping[str, ChangeOfBasis]):
+    """One change of basis per block, by block name.
+
+    Args:
+        changes: the changes of basis; each knows its block.
+        spectrum: the spectra of the blocks that have one, by block name.
+        left: why weights were left in original coordinates, by name.
+
+    Example:
+        >>> basis = egop.estimate(objective)                                  # doctest: +SKIP
+        >>> coordinates = basis.encode(dict(model.named_parameters()))        # doctest: +SKIP
+        >>> basis.save("basis.safetensors")                                   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        changes: Sequence[ChangeOfBasis],
+        spectrum: Mapping[str, Spectrum] | None = None,
+        left: Mapping[str, str] | None = None,
+    ) -> None:
+        self._changes = {change.block.name: change for change in changes}
+        self.spectrum = dict(spectrum or {})
+        self.left = dict(left or {})
+        if len(self._changes) < len(changes):
+            raise ValueError(f"Two blocks have one name among {[change.block.name for change in changes]}.")
+        owner: dict[str, str] = {}
+        for change in changes:
+            for parameter in change.block.parameters:
+                if parameter in owner:
+                    raise ValueError(
+                        f"Parameter '{parameter}' is in two blocks, '{owner[parameter]}' and '{change.block.name}'."
+                    )
+                owner[parameter] = change.block.name
+
+    def __getitem__(self, block: str) -> ChangeOfBasis:
+        """The change of basis of one block."""
+        if block not in self._changes:
+            raise KeyError(f"There is no block '{block}'. There are: {', '.join(self._changes)}.")
+        return self._changes[block]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the blocks."""
+        return iter(self._changes)
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return len(self._changes)
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Coordinates]:
+        """Parameters (or gradients) by name to coordinates by block; names outside every block are not looked at."""
+        encoded = {}
+        for name, change in self.items():
+            if missing := [parameter for parameter in change.block.parameters if parameter not in tensors]:
+                raise KeyError(f"Block '{name}' needs {missing}, which are not among the given tensors.")
+            encoded[name] = change.encode([tensors[parameter] for parameter in change.block.parameters])
+        return encoded
+
+    def decode(self, coordinates: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Coordinates by block to parameters by name."""
+        decoded: dict[str, Tensor] = {}
+        for name, values in coordinates.items():
+            change = self[name]
+            decoded |= zip(change.block.parameters, change.decode(as_tuple(values)), strict=True)
+        return decoded
+
+    def to(self, device: torch.device | str) -> Reparameterization:
+        """The same on another device."""
+        return Reparameterization([change.to(device) for change in self.values()], self.spectrum, self.left)
+
+    def __str__(self) -> str:
+        """A table of the blocks: what they are, what they cost, what their spectra say."""
+        rows = [self._row(name, change) for name, change in self.items()]
+        rows += [[name, reason, "", "", "", ""] for name, reason in self.left.items()]
+        flops = sum(change.cost_per_step for change in self.values())
+        total = format_bytes(sum(change.nbytes for change in self.values()))
+        rows.append(["total", "", "", total, f"{format_count(flops)}flop", ""])
+        return format_table(["block", "structure", "size", "bytes", "cost per step", "stable rank"], rows)
+
+    def _row(self, name: str, change: ChangeOfBasis) -> list[str]:
+        spectrum = self.spectrum.get(name)
+        return [
+            name,
+            change.kind,
+            " + ".join(" x ".join(map(str, shape)) or "1" for shape in change.block.shapes),
+            format_bytes(change.nbytes),
+            f"{format_count(change.cost_per_step)}flop",
+            f"{spectrum.stable_rank:.1f} of {len(spectrum.eigenvalues)}" if spectrum else "",
+        ]
+
+    __repr__ = __str__
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to one safetensors file; written beside and renamed, so never half."""
+        tensors, blocks = {}, []
+        for name, change in self.items():
+            description = change.describe()
+            for key, tensor in change.tensors.items():
+                tensors[f"{name}/{key}"] = tensor.detach().cpu().contiguous()
+            if name in self.spectrum:
+                spectrum = self.spectrum[name]
+                description["samples"] = spectrum.samples
+                tensors[f"{name}/spectrum/eigenvalues"] = spectrum.eigenvalues.cpu().contiguous()
+                tensors[f"{name}/spectrum/density"] = spectrum.density.cpu().contiguous()
+            blocks.append(description)
+        metadata = {"egop": json.dumps({"version": FORMAT_VERSION, "blocks": blocks, "left": self.left})}
+        target = Path(path)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as beside:
+            part = Path(beside) / "part"
+            save_file(tensors, part, metadata=metadata)
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            part.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Reparameterization:
+        """Read what :meth:`save` wrote."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file '{os.fspath(path)}'.")
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                header = (file.metadata() or {}).get("egop")
+                tensors = {name: file.get_tensor(name) for name in file.keys()} if header else {}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"'{os.fspath(path)}' is not a whole safetensors file: {error}") from error
+        if header is None:
+            raise ValueError(f"'{os.fspath(path)}' is a safetensors file, but not one that egop saved.")
+        content = json.loads(header)
+        if content["version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"'{os.fspath(path)}' has format version {content['version']}; this egop reads {FORMAT_VERSION}."
+            )
+        changes, spectra = [], {}
+        for description in content["blocks"]:
+            name = description["name"]
+            own = {key.removeprefix(f"{name}/"): tensors[key] for key in tensors if key.startswith(f"{name}/")}
+            values, density = own.pop("spectrum/eigenvalues", None), own.pop("spectrum/density", None)
+            if values is not None and density is not None:
+                spectra[name] = Spectrum(values, density, description["samples"])
+            changes.append(rebuild(description, own))
+            if not changes[-1].round_trip_error() < 1e-3:
+                raise ValueError(f"'{os.fspath(path)}': the basis of block '{name}' is not orthonormal.")
+        return cls(changes, spectra, content["left"])

@@ -1,0 +1,232 @@
+"""Gradients at drawn points: one at a time (the reference) or many at once with ``torch.func``, in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from egop.distributions import Distribution
+from egop.objective import Objective
+
+logger = logging.getLogger("egop")
+
+Method = Literal["auto", "loop", "vmap"]
+
+# What one chunk of points may hold in values, gradients and activations.
+CHUNK_BYTES = 256 * 2**20
+# Beyond this many points at once the products are large enough to fill any machine.
+CHUNK_POINTS = 256
+
+
+def sample_gradients(
+    objective: Objective,
+    rho: Distribution,
+    samples: int,
+    *,
+    names: Sequence[str] | None = None,
+    generator: torch.Generator,
+    method: Method = "auto",
+    progress: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[dict[str, Tensor]]:
+    """Draw ``samples`` points from rho and yield the gradients there, a chunk of points at a time.
+
+    Each point has a seed and a batch of its own, so the result does not depend on how the points are chunked.
+
+    Args:
+        objective: the loss and its batches.
+        rho: where the points are drawn.
+        samples: how many points.
+        names: the parameters whose gradients are wanted; all by default.
+        generator: the source of all randomness.
+        method: ``"loop"`` works for every model, ``"vmap"`` takes many points at once, ``"auto"`` uses the second
+            where it gives the same gradients and falls back to the first elsewhere, with one log line.
+        progress: show a progress bar with the time left.
+        chunk_bytes: the memory one chunk may take.
+
+    Yields:
+        For each name the gradients stacked along a new first dimension, all checked to be finite.
+    """
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"Invalid samples value: {samples!r}. Must be a whole number of at least 1.")
+    if method not in ("auto", "loop", "vmap"):
+        raise ValueError(f"Invalid sampling method: {method!r}. Must be 'auto', 'loop' or 'vmap'.")
+    rho.check(objective)
+    wanted = list(objective.parameters) if names is None else list(names)
+    base = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
+    with objective.preserved(seed=base), tqdm(total=samples, desc="Sampling gradients", disable=not progress) as bar:
+        points = _draw(objective, rho, base)
+        first = next(points)
+        many, size = _choose(objective, wanted, first, method, chunk_bytes)
+        points = itertools.chain([first], points)
+        done = 0
+        while done < samples:
+            chunk = list(itertools.islice(points, min(size, samples - done)))
+            losses, gradients = (_vmapped if many else _looped)(objective, wanted, chunk)
+            _check_finite(wanted, losses, gradients, first_draw=done)
+            yield dict(zip(wanted, gradients, strict=True))
+            done += len(chunk)
+            bar.update(len(chunk))
+
+
+class _Point(NamedTuple):
+    seed: int
+    values: dict[str, Tensor]
+    batch: Any
+
+
+Gradients = tuple[Tensor, list[Tensor]]  # the losses of the points, and for each name the stacked gradients
+
+
+def _draw(objective: Objective, rho: Distribution, base: int) -> Iterator[_Point]:
+    device = next(iter(objective.parameters.values())).device
+    generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
+    for seed, batch in zip(itertools.count(base), objective.batches(), strict=False):
+        yield _Point(seed, rho.draw(objective, generator.manual_seed(seed)), batch)
+
+
+def _looped(objective: Objective, names: Sequence[str], points: Sequence[_Point]) -> Gradients:
+    losses, gradients = [], []
+    for point in points:
+        torch.manual_seed(point.seed)  # dropout and the like
+        loss, found = objective.gradients(point.values, point.batch, names)
+        losses.append(loss)
+        gradients.append(found)
+    return torch.stack(losses), [torch.stack(stack) for stack in zip(*gradients, strict=True)]
+
+
+def _vmapped(objective: Objective, names: Sequence[str], points: Sequence[_Point]) -> Gradients:
+    """The same as the loop; neighbours with batches of one shape go through one vmapped call."""
+    flat: list[list[Tensor]] = []
+    skeletons = [_skeleton(point.batch, flat) for point in points]
+    parts, start = [], 0
+    for end in range(1, len(points) + 1):
+        if end == len(points) or skeletons[end] != skeletons[start]:
+            parts.append(_vmapped_alike(objective, names, points[start:end], flat[start:end], skeletons[start]))
+            start = end
+    losses, gradients = zip(*parts, strict=True)
+    return torch.cat(losses), [torch.cat(pieces) for pieces in zip(*gradients, strict=True)]
+
+
+def _vmapped_alike(
+    objective: Objective, names: Sequence[str], points: Sequence[_Point], flat: list[list[Tensor]], skeleton: Any
+) -> Gradients:
+    def loss(moving: dict[str, Tensor], still: dict[str, Tensor], leaves: list[Tensor]) -> Tensor:
+        return objective.loss(moving | still, _map(skeleton, _Slot, lambda slot: leaves[slot.index]))
+
+    stacked = {name: torch.stack([point.values[name] for point in points]) for name in points[0].values}
+    moving = {name: stacked.pop(name) for name in names}
+    one_batch = all(point.batch is points[0].batch for point in points)
+    leaves = flat[0] if one_batch else [torch.stack(group) for group in zip(*flat, strict=True)]
+    in_dims = (0, 0, None if one_batch else 0)
+    torch.manual_seed(points[0].seed)
+    function = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=in_dims, randomness="different")
+    gradients, losses = function(moving, stacked, leaves)
+    return losses.detach(), [gradients[name].detach() for name in names]
+
+
+def _choose(
+    objective: Objective, names: Sequence[str], point: _Point, method: Method, chunk_bytes: int
+) -> tuple[bool, int]:
+    """Whether to take points many at a time, and how many."""
+    saved: dict[int, int] = {}
+
+    def measure(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(measure, lambda tensor: tensor):
+        plain = _looped(objective, names, [point])
+    held = sum(value.nbytes for value in point.values.values())
+    looped = False, max(1, min(CHUNK_POINTS, chunk_bytes // (2 * held + 1)))
+    if method == "loop":
+        return looped
+    reason = _in_place_statistics(objective.module)
+    if reason is None:
+        try:
+            vmapped = _vmapped(objective, names, [point, point])
+        except Exception as error:  # vmap refuses in many ways; the loop then shows whether the model is at fault
+            if method == "vmap":
+                raise
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        else:
+            if _agree(plain, vmapped) or not _agree(plain, _looped(objective, names, [point._replace(seed=0)])):
+                # The same gradients; or a model that draws random numbers, which no two runs share.
+                return True, max(1, min(CHUNK_POINTS, chunk_bytes // (3 * held + 2 * sum(saved.values()) + 1)))
+            reason = "it does not give this model's gradients"
+    if method == "vmap":
+        raise RuntimeError(f"Gradients cannot be sampled with torch.func.vmap: {reason}. Use sampling='auto'.")
+    logger.warning("egop samples gradients one at a time: torch.func.vmap cannot be used here (%s).", reason)
+    return looped
+
+
+def _agree(one: Gradients, other: Gradients) -> bool:
+    """Whether the first point's gradients are the same up to rounding."""
+    pairs = zip(one[1], other[1], strict=True)
+    return all(
+        torch.linalg.vector_norm(a[0] - b[0]) <= torch.finfo(a.dtype).eps ** 0.5 * torch.linalg.vector_norm(a[0])
+        for a, b in pairs
+    )
+
+
+def _in_place_statistics(module: nn.Module | None) -> str | None:
+    """BatchNorm in training mode writes its running statistics in place, which vmap cannot do."""
+    for name, part in module.named_modules() if module is not None else ():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats:
+            return f"'{name}' is a {type(part).__name__} in training mode, which updates its statistics in place"
+    return None
+
+
+def _check_finite(names: Sequence[str], losses: Tensor, gradients: Sequence[Tensor], first_draw: int) -> None:
+    checks = [("The loss", losses)] + [
+        (f"The gradient of '{name}'", gradient) for name, gradient in zip(names, gradients, strict=True)
+    ]
+    for what, stacked in checks:
+        finite = torch.isfinite(stacked).flatten(1).all(1) if stacked.dim() > 1 else torch.isfinite(stacked)
+        if not finite.all():
+            draw = first_draw + int(finite.logical_not().nonzero()[0])
+            raise FloatingPointError(
+                f"{what} is not finite at draw {draw}. The points may lie too far out: use a rho of smaller scale, "
+                "or check the loss for overflow, log(0) and division by zero."
+            )
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of one tensor in a batch."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _skeleton(batch: Any, flat: list[list[Tensor]]) -> Any:
+    """The batch with its tensors replaced by slots; the tensors are appended to ``flat`` as one list."""
+    leaves: list[Tensor] = []
+    flat.append(leaves)
+
+    def take(tensor: Tensor) -> _Slot:
+        leaves.append(tensor)
+        return _Slot(len(leaves) - 1, tensor.shape, tensor.dtype, tensor.device)
+
+    return _map(batch, Tensor, take)
+
+
+def _map(structure: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to everything of one kind in nested lists, tuples and mappings."""
+    if isinstance(structure, kind):
+        return function(structure)
+    if isinstance(structure, Mapping):
+        return type(structure)({key: _map(value, kind, function) for key, value in structure.items()})  # type: ignore[call-arg]
+    if isinstance(structure, (list, tuple)):
+        items = [_map(value, kind, function) for value in structure]
+        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
+    return structure

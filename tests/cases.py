@@ -1,0 +1,166 @@
+"""The models, objectives, structures and optimizers that the tests run over, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import egop
+
+
+@dataclass(frozen=True)
+class OptimizerCase:
+    """An optimizer class with hyper-parameters; the name is the test id."""
+
+    name: str
+    kind: type[torch.optim.Optimizer]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _plain_and_decayed(name: str, kind: type[torch.optim.Optimizer], **arguments: Any) -> list[OptimizerCase]:
+    return [
+        OptimizerCase(name, kind, arguments | {"weight_decay": 0.0}),
+        OptimizerCase(f"{name}-decay", kind, arguments | {"weight_decay": 0.05}),
+    ]
+
+
+OPTIMIZERS: list[OptimizerCase] = [
+    *_plain_and_decayed("SGD", torch.optim.SGD, lr=0.05),
+    *_plain_and_decayed("SGD-momentum", torch.optim.SGD, lr=0.02, momentum=0.9),
+    *_plain_and_decayed("SGD-nesterov", torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True),
+    *_plain_and_decayed("Adam", torch.optim.Adam, lr=0.01),
+    *_plain_and_decayed("AdamW", torch.optim.AdamW, lr=0.01),
+    *_plain_and_decayed("Adagrad", torch.optim.Adagrad, lr=0.05),
+    *_plain_and_decayed("RMSprop", torch.optim.RMSprop, lr=0.005),
+    *_plain_and_decayed("Adadelta", torch.optim.Adadelta, lr=0.5),
+    *_plain_and_decayed("Adamax", torch.optim.Adamax, lr=0.01),
+    *_plain_and_decayed("NAdam", torch.optim.NAdam, lr=0.01),
+    *_plain_and_decayed("RAdam", torch.optim.RAdam, lr=0.01),
+]
+
+# Small and varied enough for the crossed contract tests.
+FEW_OPTIMIZERS = [case for case in OPTIMIZERS if case.name in ("SGD-momentum", "AdamW-decay", "Adagrad")]
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model with data: ``build()`` gives the same model each time."""
+
+    name: str
+    module: Callable[[], nn.Module]
+    inputs: tuple[int, ...]
+    outputs: int
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(self) -> nn.Module:
+        """The model, with the same weights every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self.module().to(self.dtype)
+
+    def batches(self, count: int = 4, size: int = 16) -> list[tuple[Tensor, Tensor]]:
+        """The same batches every time."""
+        generator = torch.Generator().manual_seed(1)
+        return [
+            (
+                torch.randn(size, *self.inputs, generator=generator, dtype=torch.float64).to(self.dtype),
+                torch.randint(self.outputs, (size,), generator=generator),
+            )
+            for _ in range(count)
+        ]
+
+    def objective(self, model: nn.Module | None = None) -> egop.Objective:
+        """The cross-entropy of the model on the batches."""
+        return egop.Objective(self.build() if model is None else model, cross_entropy, self.batches())
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of every model here."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mlp() -> nn.Module:
+    """Two layers with biases; the weights are blocks, the biases are not."""
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def deep() -> nn.Module:
+    """Three equal hidden layers: blocks of one shape, which are batched."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(4, 3))
+
+
+def convolutional() -> nn.Module:
+    """Convolution, BatchNorm in training mode, a linear head."""
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(12, 3),
+    )  # fmt: skip
+
+
+class Recurrent(nn.Module):
+    """A GRU, which has two weights in one layer, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    """A transformer layer: fused attention weights, LayerNorm, feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=6, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+MODELS: list[ModelCase] = [
+    ModelCase("mlp", mlp, (6,), 3),
+    ModelCase("deep", deep, (4,), 3),
+    ModelCase("convolutional", convolutional, (2, 5, 5), 3),
+    ModelCase("recurrent", Recurrent, (5, 3), 3),
+    ModelCase("attention", Attention, (5, 4), 3),
+]
+MLP = MODELS[0]
+DEEP = MODELS[1]
+
+STRUCTURES: list[egop.Structure] = [egop.Identity(), egop.Full(), egop.Full(route="eigh"), egop.Full(route="svd")]
+
+PARTITIONS: list[Any] = ["layer", "parameter", "global", {"everything": ["*"]}]
+
+
+def estimate(objective: egop.Objective, **options: Any) -> egop.Reparameterization:
+    """A basis from few samples, without a progress bar."""
+    return egop.estimate(objective, **{"structure": egop.Full(), "samples": 40, "progress": False} | options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], steps: int) -> None:
+    """Plain training."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(model, batches[step % len(batches)]).backward()
+        optimizer.step()
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
