@@ -151,7 +151,8 @@ def bind(
                     f"but the optimizer's has {tuple(member[1].shape)}."
                 )
         if len({member[0] for member in members if member}) > 1:
-            where = ", ".join(f"'{key}' in group {m[0]}" for key, m in zip(change.block.parameters, members) if m)
+            places = zip(change.block.parameters, members, strict=True)
+            where = ", ".join(f"'{key}' in group {member[0]}" for key, member in places if member)
             raise ValueError(
                 f"Block '{name}' crosses parameter groups ({where}). Put its parameters into one group, or estimate "
                 "the basis with a finer partition."

@@ -101,7 +101,7 @@ def _table(found: Demo) -> Table:
     from rich.table import Table
 
     table = Table(title=f"After {found.epochs} epochs, from equivalent starts", title_justify="left")
-    table.caption = "epochs to same loss: until the loss is at most the final one in original coordinates"
+    table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
     table.caption_justify = "left"
     table.add_column("optimizer")
     table.add_column("coordinates")

@@ -35,8 +35,8 @@ def estimate(
 ) -> Reparameterization:
     r"""Estimate the EGOP eigenbasis of an objective, one basis per block.
 
-    Draws :math:`\theta_1, \dots, \theta_M \sim \rho`, forms
-    :math:`\hat P = \frac1M \sum_i \nabla f(\theta_i) \nabla f(\theta_i)^\top` for each block and takes its eigenvectors.
+    Draws :math:`\theta_1, \dots, \theta_M \sim \rho`, forms for each block
+    :math:`\hat P = \frac1M \sum_i \nabla f(\theta_i) \nabla f(\theta_i)^\top` and takes its eigenvectors.
 
     Args:
         objective: the loss, its parameters and the batches it sees.

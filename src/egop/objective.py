@@ -167,7 +167,8 @@ class Objective:
             yield
             return
         devices = {tensor.device for tensor in self.parameters.values() if tensor.device.type == "cuda"}
-        states = random.getstate(), np.random.get_state()
+        # Losses and data sets that use the legacy global generators must find them as they were.
+        states = random.getstate(), np.random.get_state()  # noqa: NPY002
         restore = _remember(self.module) if self.module is not None else lambda: None
         self._kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
@@ -175,12 +176,12 @@ class Objective:
                 if seed is not None:
                     torch.manual_seed(seed)
                     random.seed(seed)
-                    np.random.seed(seed % 2**32)
+                    np.random.seed(seed % 2**32)  # noqa: NPY002
                 yield
         finally:
             restore()
             random.setstate(states[0])
-            np.random.set_state(states[1])
+            np.random.set_state(states[1])  # noqa: NPY002
             self._kept = None
 
     def _as_registered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

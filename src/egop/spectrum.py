@@ -29,6 +29,6 @@ class Spectrum:
 
     @property
     def stable_rank(self) -> float:
-        """Σ √λ_k / √λ₁: about how many directions matter, from 1 up to the dimension (0 when all gradients were zero)."""
+        """Σ √λ_k / √λ₁: about how many directions matter, from 1 to d (0 when all gradients were zero)."""
         roots = self.eigenvalues.sqrt()
         return float(roots.sum() / roots[0]) if roots[0] > 0 else 0.0
