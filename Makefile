@@ -1,0 +1,47 @@
+# Everything runs inside .venv, which is built once from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Written last, and holds the path of this checkout: an interrupted install has no stamp, and an
+# environment that was copied along with the tree is not mistaken for this one.
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(shell rm -f $(STAMP))
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## the digits network in both coordinates: a table and a picture in egop-demo/ (options: ARGS="--epochs 20")
+	@echo "Starting the demo (about half a minute on two cores)"  # importing torch alone takes two seconds
+	@$(BIN)/egop demo $(ARGS)
+
+test: lint ## lint, then all tests on two processes (options: ARGS="-k optimizer")
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) egop-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo 'egop needs Python 3.11 or newer; "$(PYTHON)" is' "$$($(PYTHON) --version 2>&1 || true)."; \
+	  echo 'Name another one: make PYTHON=/path/to/python3.11 ...'; exit 1; } >&2
+	@test -f $@ || rm -rf $(VENV)
+	@rm -f $@
+	@echo "Making $(VENV) with $$($(PYTHON) --version) (a few minutes, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	  $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo '$(CURDIR)' > $@

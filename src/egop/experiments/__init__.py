@@ -1,0 +1,1 @@
+"""Experiments: data, models, the training loop and the runs that show what the method does and does not do."""

@@ -1,0 +1,134 @@
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+
+import pytest
+from typer.testing import CliRunner
+
+import egop
+from egop import cli
+from egop.experiments import demo
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "egop.cli", *arguments], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--out", str(tmp_path / "made")])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "seed 0, 1 epochs a run" in lines[0]
+    for heading in ("optimizer", "coordinates", "final loss", "accuracy", "same loss", "seconds"):
+        assert any(heading in line for line in lines), heading
+    for name in ("Adam", "Adagrad", "SGD"):
+        assert sum(f"│ {name} " in line for line in lines) == 2
+    assert "0.weight" in result.output
+    assert "SGD is the same in both coordinates" in " ".join(result.output.split())
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["demo.json", "demo.svg"]
+    numbers = json.loads((tmp_path / "made" / "demo.json").read_text())
+    assert [len(run["curve"]["loss"]) for run in numbers["runs"]] == [2] * 6
+    assert numbers["summary"].endswith("not how often.")
+
+
+def test_the_default_number_of_epochs_is_the_one_the_learning_rates_were_chosen_for():
+    assert inspect.signature(cli.demo).parameters["epochs"].default == demo.EPOCHS
+
+
+def test_help_lists_the_commands():
+    result = command("--help")
+    assert result.returncode == 0
+    assert "demo" in result.stdout
+
+
+def test_the_version_is_the_same_everywhere():
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"egop {version('egop')}\n"
+    assert version("egop") == egop.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["demo", "--epochs", "0"], "--epochs"),
+        (["demo", "--epochs", "many"], "--epochs"),
+        (["demo", "--nothing"], "--nothing"),
+        (["demo", "--threads", "0"], "--threads"),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["nothing"], "nothing"),
+    ],
+)
+def test_bad_options_exit_with_2_and_name_the_option(arguments, expected, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert expected in result.output
+
+
+def test_an_out_that_is_a_file_exits_with_2(tmp_path):
+    (tmp_path / "taken").write_text("")
+    result = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path / "taken")])
+    assert result.exit_code == 2
+
+
+def failing(error):
+    def run(**options):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted."),
+        (ModuleNotFoundError("no", name="matplotlib.figure"), 1, "pip install 'egop[experiments]'"),
+        (PermissionError(13, "Permission denied", "/nowhere"), 1, "Permission denied: '/nowhere'"),
+    ],
+)
+def test_what_a_user_can_repair_is_one_line(monkeypatch, error, status, line):
+    monkeypatch.setattr(demo, "run", failing(error))
+    result = CliRunner().invoke(cli.app, ["demo"])
+    assert result.exit_code == status
+    assert line in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_missing_module_that_no_extra_brings_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(demo, "run", failing(ModuleNotFoundError("no", name="torch")))
+    assert isinstance(CliRunner().invoke(cli.app, ["demo"]).exception, ModuleNotFoundError)
+
+
+def test_without_the_extras_one_line_says_what_to_install(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
+    result = command("demo", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1
+    assert result.stderr == (
+        "The egop command needs the package 'typer', which is not installed. Run: pip install 'egop[experiments]'\n"
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_exits_with_130_and_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "egop.cli", "demo", "--out", str(tmp_path / "made")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert "seed 0" in process.stdout.readline()
+    time.sleep(4)  # into the run
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.rstrip().splitlines()[-1] == "Interrupted."
+    assert "Traceback" not in errors
+    assert not (tmp_path / "made").exists()
