@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
+from egop.partition import Block
+from egop.sampling import sample_gradients
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,22 @@ DEEP = MODELS[1]
 
 STRUCTURES: list[egop.Structure] = [egop.Identity(), egop.Full(), egop.Full(route="eigh"), egop.Full(route="svd")]
 
+
+def block(name: str, **shapes: tuple[int, ...]) -> Block:
+    """A block of float64 tensors."""
+    return Block.of(name, {key: torch.zeros(shape, dtype=torch.float64) for key, shape in shapes.items()})
+
+
+BLOCKS: list[Block] = [
+    block("scalar", scalar=()),
+    block("vector", vector=(5,)),
+    block("matrix", matrix=(3, 4)),
+    block("kernel", kernel=(2, 3, 2, 2)),
+    block("one column", column=(4, 1)),
+    block("two tensors", weight=(3, 2), bias=(4,)),
+    block("three tensors", a=(), b=(2, 1, 2), c=(3,)),
+]
+
 PARTITIONS: list[Any] = ["layer", "parameter", "global", {"everything": ["*"]}]
 
 
@@ -164,3 +184,32 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def sample(
+    objective: egop.Objective, rho: egop.Distribution, samples: int, *, seed: int = 0, **options: Any
+) -> dict[str, Tensor]:
+    """The sampled gradients of all parameters, all chunks together."""
+    generator = torch.Generator().manual_seed(seed)
+    chunks = list(sample_gradients(objective, rho, samples, generator=generator, **options))
+    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that sampling must leave as it was: which tensors the model has, their bits, modes, global random states."""
+
+    def exactly(tensor: Tensor | None) -> Any:
+        return None if tensor is None else (id(tensor), tensor.dtype, tensor.tolist())
+
+    numpy_state = np.random.get_state()  # noqa: NPY002 - the global state is what is looked at
+    return {
+        "parameters": {name: exactly(parameter)[1:] for name, parameter in model.named_parameters()},
+        "objects": [id(parameter) for parameter in model.parameters()],
+        "gradients": {name: exactly(parameter.grad) for name, parameter in model.named_parameters()},
+        "frozen": {name: not parameter.requires_grad for name, parameter in model.named_parameters()},
+        "buffers": {(p, n): exactly(b) for p, part in model.named_modules() for n, b in part._buffers.items()},
+        "modes": {name: part.training for name, part in model.named_modules()},
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": (numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]),
+        "random": random.getstate(),
+    }

@@ -6,11 +6,22 @@ from egop.objective import Objective
 from egop.optimizer import ReparameterizedOptimizer
 from egop.reparameterization import Reparameterization
 from egop.spectrum import Spectrum
-from egop.structures import ChangeOfBasis, Full, Identity, Structure
+from egop.structures import (
+    Auxiliary,
+    ChangeOfBasis,
+    Full,
+    Identity,
+    Kronecker,
+    RandomRotation,
+    Reduced,
+    Shared,
+    Structure,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auxiliary",
     "Ball",
     "ChangeOfBasis",
     "Distribution",
@@ -18,10 +29,14 @@ __all__ = [
     "Gaussian",
     "Identity",
     "Initialization",
+    "Kronecker",
     "Objective",
+    "RandomRotation",
     "Recentered",
+    "Reduced",
     "Reparameterization",
     "ReparameterizedOptimizer",
+    "Shared",
     "Spectrum",
     "Structure",
     "estimate",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +20,15 @@ class BoundBlock:
     """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps."""
 
     def __init__(self, change: ChangeOfBasis, parameters: Sequence[Tensor]) -> None:
-        self.change = change.to(parameters[0].device, change.block.dtype)
+        # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
+        dtype = functools.reduce(torch.promote_types, [parameter.dtype for parameter in parameters], torch.float32)
+        self.change = change.to(parameters[0].device, dtype)
+        self.change.block = dataclasses.replace(change.block, dtype=dtype)
         self.parameters = list(parameters)
         self.coordinates = [
-            torch.empty(shape, dtype=change.block.dtype, device=parameters[0].device)
-            for shape in change.coordinate_shapes()
+            torch.empty(shape, dtype=dtype, device=parameters[0].device) for shape in change.coordinate_shapes()
         ]
-        self._seen: list[Any] = []
+        self._seen: list[_Look] = []
         self._write(self.encode(self.parameters))
         self._note()
         for coordinate in self.coordinates:
@@ -38,6 +43,12 @@ class BoundBlock:
         """The gradients in the precision of the basis; zero for a parameter of the block that got none."""
         found = []
         for name, parameter in zip(self.change.block.parameters, self.parameters, strict=True):
+            if parameter.grad is None and not parameter.requires_grad:
+                raise ValueError(
+                    f"Parameter '{name}' is frozen (requires_grad=False), but a step of its block "
+                    f"'{self.change.block.name}' would move it. Estimate the basis with the parameter frozen, or with "
+                    "a partition that has it in a block of its own."
+                )
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if gradient.layout is not torch.strided:
                 raise TypeError(
@@ -53,10 +64,12 @@ class BoundBlock:
 
     def follow(self) -> None:
         """If a parameter was changed from outside, take its new value into the coordinates."""
-        if self._seen == [_look(parameter) for parameter in self.parameters]:
+        if all(_as_seen(parameter, seen) for parameter, seen in zip(self.parameters, self._seen, strict=True)):
+            if isinstance(self._seen[0], str):
+                self._note()
             return
-        # The coordinates hold more than the parameters do (rounding, and the bits below half precision): they are kept
-        # when they still stand for the parameters, as after loading a checkpoint in whatever order.
+        # Where the values are not looked at, written may still mean unchanged. The coordinates hold more than the
+        # parameters do (rounding, and the bits below half precision): they are kept when they still stand for them.
         decoded = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
         pairs = zip(self.parameters, decoded, strict=True)
         if not all(torch.equal(parameter, value.to(parameter.dtype)) for parameter, value in pairs):
@@ -69,14 +82,29 @@ class BoundBlock:
             parameter.copy_(tensor)
         self._note()
 
-    def restore(self, coordinates: Sequence[Tensor]) -> None:
-        """Take saved coordinates; at the next step they are compared with the parameters."""
+    def restore(self, coordinates: Sequence[Tensor], stand_for: Sequence[str]) -> None:
+        """Take saved coordinates, which stand for the parameters with these digests."""
+        for own, saved in zip(self.coordinates, coordinates, strict=True):
+            if own.shape != saved.shape:
+                raise ValueError(
+                    f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
+                    f" but {tuple(own.shape)} here."
+                )
         self._write(coordinates)
-        self.forget()
+        self._seen = list(stand_for)
 
-    def forget(self) -> None:
-        """Look at the parameters anew at the next step."""
-        self._seen = []
+    def distrust(self) -> None:
+        """The coordinates may have changed without the parameters: the parameters are what holds."""
+        self._seen = [_UNKNOWN] * len(self.parameters)
+
+    def stand_for(self) -> list[str]:
+        """Digests of the parameters that the coordinates stand for: with them the coordinates can be restored."""
+        return [_digest_seen(parameter, seen) for parameter, seen in zip(self.parameters, self._seen, strict=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what was noted is not true of their parameters, and views would take the whole batch along."""
+        own = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
+        return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.replaced(own)}
 
     def _write(self, coordinates: Sequence[Tensor]) -> None:
         with torch.no_grad():
@@ -98,24 +126,28 @@ class Batch:
             self._stacked = change.stack([block.change for block in blocks])
             for index, block in enumerate(blocks):  # views, so that every basis is held once
                 own = {name: tensor[index] for name, tensor in self._stacked.tensors.items()}
-                block.change = change(block.change.block, own)
+                block.change = block.change.replaced(own)
         self._active: list[BoundBlock] = []
 
     def encode_gradients(self) -> None:
         """Give the coordinates of every block that has a gradient theirs."""
         self._active = [block for block in self.blocks if block.has_gradient]
+        gradients = [block.gradients() for block in self._active]
         for block in self._active:
             block.follow()
-        gradients = [block.gradients() for block in self._active]
         for block, encoded in zip(self._active, self._apply("encode", gradients), strict=True):
             for coordinate, gradient in zip(block.coordinates, encoded, strict=True):
                 coordinate.grad = gradient
 
     def decode_coordinates(self) -> None:
-        """Write the stepped coordinates back to the parameters, and drop their gradients."""
+        """Write the stepped coordinates back to the parameters."""
         coordinates = [[coordinate.detach() for coordinate in block.coordinates] for block in self._active]
         for block, decoded in zip(self._active, self._apply("decode", coordinates), strict=True):
             block.accept(decoded)
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient that a later step without one could take for its own."""
+        for block in self._active:
             for coordinate in block.coordinates:
                 coordinate.grad = None
         self._active = []
@@ -131,6 +163,8 @@ def bind(
     basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
 ) -> list[BoundBlock]:
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
+    if basis is not None and not isinstance(basis, Reparameterization):
+        raise TypeError(f"basis must be an egop.Reparameterization, got {type(basis).__name__}.")
     found = {
         plain_name(name): (index, parameter)
         for index, group in enumerate(groups, first_group)
@@ -169,8 +203,13 @@ def gather(blocks: Sequence[BoundBlock]) -> list[Batch]:
     return [Batch(members) for members in alike.values()]
 
 
-def named_groups(params: Any) -> list[dict[str, Any]]:
-    """Parameter groups with ``params`` and ``param_names``, from all that an optimizer may be given."""
+def named_groups(params: Any, taken: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Parameter groups with ``params`` and ``param_names``, from all that an optimizer may be given.
+
+    Args:
+        params: a module, named parameters, or groups of them.
+        taken: names that are already used.
+    """
     if isinstance(params, nn.Module):
         params = params.named_parameters()
     if isinstance(params, (Tensor, Mapping)):
@@ -180,32 +219,34 @@ def named_groups(params: Any) -> list[dict[str, Any]]:
         raise ValueError("The optimizer got an empty parameter list.")
     if not isinstance(groups[0], Mapping):
         groups = [{"params": groups}]
-    names: set[str] = set()
+    names = {plain_name(name) for name in taken}
     checked = []
     for group in groups:
         members = _members(group)
-        for name, parameter in members.items():
-            if name in names:
+        for name, parameter in members:
+            if plain_name(name) in names:
                 raise ValueError(f"The parameter name '{name}' is given twice. Names must be unique.")
-            names.add(name)
+            names.add(plain_name(name))
             if isinstance(parameter, Tensor) and parameter.is_complex():
                 raise TypeError(f"Parameter '{name}' is complex; egop works with real floating-point parameters.")
-        checked.append({**group, "params": list(members.values()), "param_names": list(members)})
+        params, param_names = [parameter for _, parameter in members], [name for name, _ in members]
+        checked.append({**group, "params": params, "param_names": param_names})
     return checked
 
 
-def _members(group: Mapping[str, Any]) -> dict[str, Any]:
+def _members(group: Any) -> list[tuple[str, Any]]:
+    if not isinstance(group, Mapping) or "params" not in group:
+        given = list(group) if isinstance(group, Mapping) else type(group).__name__
+        raise TypeError(f"A parameter group must be a dict with 'params', got {given}.")
     given = group["params"]
-    given = list(given.named_parameters() if isinstance(given, nn.Module) else given)
+    members = list(given.named_parameters() if isinstance(given, nn.Module) else given)
     if "param_names" in group:
-        given = list(zip(group["param_names"], given, strict=True))
-    members: dict[str, Any] = {}
-    for member in given:
+        if len(members) != len(group["param_names"]):
+            raise ValueError(f"A group has {len(members)} parameters, but {len(group['param_names'])} param_names.")
+        members = list(zip(group["param_names"], members, strict=True))
+    for member in members:
         if not (isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)):
             raise TypeError(_names_wanted(member))
-        if member[0] in members:
-            raise ValueError(f"The parameter name '{member[0]}' is given twice. Names must be unique.")
-        members[member[0]] = member[1]
     return members
 
 
@@ -222,14 +263,38 @@ def _with_or_without_module(name: str, found: Mapping[str, Any]) -> Any:
     return found.get(f"module.{name}") or found.get(name.removeprefix("module."))
 
 
-def _look(parameter: Tensor) -> tuple[Any, ...]:
+# What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.
+_Look = Tensor | tuple[int, int] | str
+_UNKNOWN = "unknown"  # the digest of nothing
+
+
+def _look(parameter: Tensor) -> _Look:
     """What would differ if someone else had written to the parameter.
 
     ``_version`` is torch's counter of in-place writes (a private name; a test notices when it changes). It misses
-    writes through ``.data``; on the CPU a hash and a sum of the values cost little and show those too.
+    writes through ``.data``; on the CPU a copy of the values costs little and shows those too.
     """
-    counter = parameter._version, parameter.data_ptr()
-    if parameter.device.type != "cpu":
-        return counter
-    values = parameter.detach()
-    return *counter, torch.hash_tensor(values).view(torch.int64).item(), values.sum().item()
+    if parameter.device.type == "cpu":
+        return parameter.detach().clone()
+    return parameter._version, parameter.data_ptr()
+
+
+def _as_seen(parameter: Tensor, seen: _Look) -> bool:
+    if isinstance(seen, str):
+        return _digest(parameter) == seen
+    if isinstance(seen, Tensor):
+        return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
+    return (parameter._version, parameter.data_ptr()) == seen
+
+
+def _digest_seen(parameter: Tensor, seen: _Look) -> str:
+    if isinstance(seen, str):
+        return seen
+    if isinstance(seen, Tensor):
+        return _digest(seen)
+    return _digest(parameter) if _as_seen(parameter, seen) else _UNKNOWN
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()

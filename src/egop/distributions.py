@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from egop.objective import Objective, plain_name
+from egop.objective import Objective, seed_everything
 
 logger = logging.getLogger("egop")
 
@@ -99,8 +99,8 @@ class Initialization(Distribution):
             )
         if self.init_fn is not None:
             return
-        drawn = set(_parameters_that_reset(objective.module))
-        left = [name for name in objective.parameters if name not in drawn]
+        drawn = {id(own) for part, _ in _initialisers(objective.module) for own in part.parameters(recurse=False)}
+        left = [name for name, parameter in objective.parameters.items() if id(parameter) not in drawn]
         if len(left) == len(objective.parameters):
             raise ValueError(
                 f"No submodule of {type(objective.module).__name__} has a reset_parameters() method to draw an "
@@ -119,11 +119,11 @@ class Initialization(Distribution):
         seed = torch.randint(2**62, (), generator=generator, device=generator.device).item()
         with objective.preserved(), torch.no_grad():
             objective.write(objective.current)  # what has no initialiser stays where training stands
-            torch.manual_seed(int(seed))
+            seed_everything(int(seed))
             if self.init_fn is not None:
                 self.init_fn(module)
             else:
-                for _, reset in _resets(module):
+                for _, reset in _initialisers(module):
                     reset()
             return {name: parameter.detach().clone() for name, parameter in objective.parameters.items()}
 
@@ -176,17 +176,11 @@ def _check_center(center: Mapping[str, Tensor] | None, objective: Objective) -> 
             )
 
 
-def _resets(module: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The initialisers of a module's parts, with the prefix of the parameters each one draws."""
-    for prefix, part in module.named_modules():
-        # MultiheadAttention and Transformer spell it with an underscore; a test notices should torch rename it.
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if callable(reset):
-            yield prefix, reset
-
-
-def _parameters_that_reset(module: nn.Module) -> Iterator[str]:
-    parts = dict(module.named_modules())
-    for prefix, _ in _resets(module):
-        for name, _ in parts[prefix].named_parameters(recurse=False):
-            yield plain_name(f"{prefix}.{name}" if prefix else name)
+def _initialisers(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
+    """The parts of a module that can initialise themselves; inner ones first, the order in which a module is built."""
+    for child in module.children():
+        yield from _initialisers(child)
+    # MultiheadAttention and Transformer spell it with an underscore; a test notices should torch rename it.
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        yield module, reset

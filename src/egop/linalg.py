@@ -48,10 +48,69 @@ def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     The basis is complete: directions that no row has come last, with eigenvalue zero.
     """
     rows = _finite(rows.double())
-    _, singular, vectors = torch.linalg.svd(rows, full_matrices=True)
+    try:  # only rows fewer than the dimension leave directions to complete
+        _, singular, vectors = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
+    except torch.linalg.LinAlgError:
+        return eigenbasis(rows.mT @ rows / len(rows))
     values = rows.new_zeros(rows.shape[1])
     values[: len(singular)] = singular.square() / len(rows)
     return values, _orthonormal(fix_signs(vectors.mT))
+
+
+class OuterProducts:
+    """The mean outer product of rows that come in chunks: kept as rows while they are few, then as the matrix.
+
+    Args:
+        dimension: the length of a row.
+        route: ``"eigh"`` adds up the matrix and decomposes it; ``"svd"`` keeps all rows and decomposes those;
+            ``"auto"`` takes the second while there are fewer rows than dimensions.
+    """
+
+    def __init__(self, dimension: int, route: str = "auto") -> None:
+        self.dimension = dimension
+        self.route = route
+        self.rows: list[Tensor] = []
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def add(self, rows: Tensor) -> None:
+        """Take in rows."""
+        self.rows.append(rows)
+        self.count += len(rows)
+        enough = self.route == "auto" and self.count >= self.dimension
+        if self.route == "eigh" or enough or self.total is not None:
+            self._fold()
+
+    def merge(self, other: OuterProducts) -> None:
+        """Take in all that another one has seen."""
+        count = self.count + other.count
+        for rows in other.rows:
+            self.add(rows)
+        if other.total is not None:
+            self._fold()
+            self.total = other.total.clone() if self.total is None else self.total + other.total
+        self.count = count
+
+    def eigenbasis(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the mean outer product."""
+        if self.total is None:
+            return eigenbasis_of_rows(torch.cat(self.rows))
+        return eigenbasis(self.total / self.count)
+
+    def _fold(self) -> None:
+        for rows in self.rows:
+            double = rows.double()
+            if self.total is None:
+                self.total = double.new_zeros(self.dimension, self.dimension)
+            self.total.addmm_(double.mT, double)
+        self.rows.clear()
+
+
+def random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal columns in a random direction (uniform by Haar measure), in float64."""
+    normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
+    vectors, triangle = torch.linalg.qr(normal)
+    return vectors * triangle.diagonal().sign()
 
 
 def orthonormality_error(vectors: Tensor) -> float:

@@ -160,29 +160,26 @@ class Objective:
     def preserved(self, seed: int | None = None) -> Iterator[None]:
         """Whatever happens inside, afterwards the model and the random state are exactly as before.
 
-        Parameters, buffers, train/eval modes and the global random states of torch, numpy and ``random`` are put back,
-        also when the loss raises or the user interrupts. Inside, the random states start from ``seed``.
+        Parameters, buffers, gradients, train/eval modes and the global random states of torch, numpy and ``random`` are
+        put back, also when the loss raises or the user interrupts. Inside, the random states start from ``seed``.
         """
-        if self._kept is not None:
-            yield
-            return
-        devices = {tensor.device for tensor in self.parameters.values() if tensor.device.type == "cuda"}
-        # Losses and data sets that use the legacy global generators must find them as they were.
+        outer = self._kept
+        # Seeding reaches every GPU, whether the model is on it or not.
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
         states = random.getstate(), np.random.get_state()  # noqa: NPY002
         restore = _remember(self.module) if self.module is not None else lambda: None
-        self._kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        if outer is None:
+            self._kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
-            with torch.random.fork_rng(devices=[device.index for device in devices]):
+            with torch.random.fork_rng(devices=devices):
                 if seed is not None:
-                    torch.manual_seed(seed)
-                    random.seed(seed)
-                    np.random.seed(seed % 2**32)  # noqa: NPY002
+                    seed_everything(seed)
                 yield
         finally:
             restore()
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
-            self._kept = None
+            self._kept = outer
 
     def _as_registered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values under the names the module itself uses."""
@@ -204,27 +201,46 @@ class _LossModule(nn.Module):
         return self._loss_fn(self.model, batch)
 
 
+def seed_everything(seed: int) -> None:
+    """Start the global random numbers of torch, numpy and ``random`` anew; only inside :meth:`Objective.preserved`."""
+    # torch.manual_seed would be slow where CUDA is not in use yet: it leaves a note with a stack trace for later.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
 def _remember(module: nn.Module) -> Callable[[], None]:
     """Take note of all that sampling may change in a module; the function returned puts it back."""
-    parameters = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
-    modes = [(each, each.training) for each in module.modules()]
+    parameters = [(each, each.detach().clone(), each.grad, _copy(each.grad)) for each in module.parameters()]
+    modes = [(part, part.training) for part in module.modules()]
     buffers = [
-        (each, name, buffer, buffer.clone())
-        for each in module.modules()
-        for name, buffer in each.named_buffers(recurse=False)
+        (part, {name: (buffer, _copy(buffer)) for name, buffer in part._buffers.items()}) for part in module.modules()
     ]
 
     def restore() -> None:
         with torch.no_grad():
-            for parameter, value in parameters:
+            for parameter, value, gradient, its_value in parameters:
                 parameter.copy_(value)
-            for each, name, buffer, value in buffers:
-                buffer.copy_(value)
-                setattr(each, name, buffer)  # a forward pass may also have put another tensor in its place
-        for each, training in modes:
-            each.training = training
+                parameter.grad = gradient
+                if gradient is not None and its_value is not None:
+                    gradient.copy_(its_value)
+            for part, own in buffers:
+                for name in set(part._buffers) - set(own):
+                    delattr(part, name)
+                for name, (buffer, its_value) in own.items():
+                    setattr(part, name, buffer)  # a forward pass may have put another tensor in its place
+                    if buffer is not None and its_value is not None:
+                        buffer.copy_(its_value)
+        for part, training in modes:
+            part.training = training
 
     return restore
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
 
 
 def _check_parameters(parameters: Mapping[str, Tensor]) -> None:

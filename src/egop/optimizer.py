@@ -55,9 +55,8 @@ class ReparameterizedOptimizer(Optimizer):
         **hyperparameters: Any,
     ) -> None:
         _check_class(optimizer_class)
-        if basis is not None and not isinstance(basis, Reparameterization):
-            raise TypeError(f"basis must be an egop.Reparameterization, got {type(basis).__name__}.")
         groups = named_groups(params)
+        bases = [group.pop("basis", None) for group in groups]
         # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **hyperparameters)
         self._class = optimizer_class
@@ -66,6 +65,9 @@ class ReparameterizedOptimizer(Optimizer):
         self._blocks: list[BoundBlock] = []
         super().__init__(groups, dict(template.defaults))
         self._blocks = bind(basis, self.param_groups)
+        for index, own in enumerate(bases):
+            self._blocks += bind(own, self.param_groups[index : index + 1], first_group=index)
+        Reparameterization([block.change for block in self._blocks])  # checks that no two blocks share a parameter
         self._build()
 
     @property
@@ -84,8 +86,11 @@ class ReparameterizedOptimizer(Optimizer):
         if self._inner is None:  # called by Optimizer.__init__, with groups that are already checked
             super().add_param_group(param_group)
             return
-        (group,) = named_groups([param_group])
+        (group,) = named_groups(
+            [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
+        )
         blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
+        Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
         self._blocks += blocks
         self.inner.add_param_group(self._inner_group(len(self.param_groups) - 1))
@@ -103,14 +108,26 @@ class ReparameterizedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        for batch in self._batches:
-            batch.encode_gradients()
-        self.inner.step()
-        for batch in self._batches:
-            batch.decode_coordinates()
+        try:
+            for batch in self._batches:
+                batch.encode_gradients()
+            self._step_coordinates()
+        finally:
+            for batch in self._batches:
+                batch.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         return loss
+
+    def _step_coordinates(self) -> None:
+        try:
+            self.inner.step()
+            for batch in self._batches:
+                batch.decode_coordinates()
+        except BaseException:  # some coordinates may have been stepped already
+            for block in self._blocks:
+                block.distrust()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates."""
@@ -120,8 +137,11 @@ class ReparameterizedOptimizer(Optimizer):
             "version": STATE_VERSION,
             "optimizer": self._class.__name__,
             "shapes": _shapes(self.param_groups),
+            "inner": self._inner_shapes(),
             "blocks": [
-                block.change.describe() | {"tensors": dict(block.change.tensors), "coordinates": block.coordinates}
+                block.change.describe()
+                | {"tensors": dict(block.change.tensors)}
+                | {"coordinates": block.coordinates, "stand_for": block.stand_for()}
                 for block in self._blocks
             ],
         }
@@ -130,16 +150,37 @@ class ReparameterizedOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
-        saved = self._check_state(state_dict)
-        changes = [rebuild(each, _cloned(each["tensors"])) for each in saved["blocks"]]
-        blocks = bind(Reparameterization(changes), self.param_groups)
+        kept = dict(self.__dict__)
+        try:
+            self._load(state_dict)
+        except Exception as error:
+            self.__dict__.update(kept)
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(
+                f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
+                "Load one as optimizer.state_dict() gave it."
+            ) from error
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        _check_state(state_dict, self.param_groups, self._class)
+        saved = state_dict["egop"]
+        basis = Reparameterization([rebuild(each, _cloned(each["tensors"])) for each in saved["blocks"]])
+        blocks = bind(basis, self.param_groups)
         for block, each in zip(blocks, saved["blocks"], strict=True):
-            block.restore(each["coordinates"])
+            block.restore(each["coordinates"], each["stand_for"])
         super().load_state_dict({**state_dict, "state": {}})
         self._blocks = blocks
         self._build()
+        if self._inner_shapes() != saved["inner"]:  # state goes by position
+            raise ValueError("The state dict is incomplete or damaged: its blocks are not those that it has state of.")
         groups = self.inner.state_dict()["param_groups"]
         self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups})
+        # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
+        tensors = [tensor for group in self.inner.param_groups for tensor in group["params"]]
+        for index, state in state_dict["state"].items():
+            own = self.inner.state[tensors[index]]
+            own.update({key: value.to(own[key].device) for key, value in state.items() if _is_number(value)})
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self.__dict__[name] for name in ("_class", "_hyperparameters", "_inner", "_blocks")}
@@ -147,15 +188,17 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for block in self._blocks:
-            block.forget()  # what was noted of the parameters is not true of their copies
-        self._batches = gather(self._blocks)
+        if "_blocks" in state:  # a copy; torch also comes here while it loads parameter groups
+            self._batches = gather(self._blocks)
 
     def _build(self) -> None:
         """Make the inner optimizer over the coordinates and the parameters outside every block."""
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
         self._inner = self._class(groups, **self._hyperparameters)
         self._batches = gather(self._blocks)
+
+    def _inner_shapes(self) -> list[list[int]]:
+        return [list(tensor.shape) for group in self.inner.param_groups for tensor in group["params"]]
 
     def _inner_group(self, index: int) -> dict[str, Any]:
         group = {key: value for key, value in self.param_groups[index].items() if key != "param_names"}
@@ -165,33 +208,6 @@ class ReparameterizedOptimizer(Optimizer):
             inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [parameter]
             members |= {id(tensor): tensor for tensor in inside}
         return group | {"params": list(members.values())}
-
-    def _check_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        saved = state_dict.get("egop")
-        if saved is None:
-            raise ValueError(
-                "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. "
-                "Moments of another coordinate system cannot be loaded."
-            )
-        if saved["version"] != STATE_VERSION:
-            raise ValueError(f"The state dict has version {saved['version']}; this egop reads {STATE_VERSION}.")
-        if saved["optimizer"] != self._class.__name__:
-            raise ValueError(f"The state dict is of {saved['optimizer']}, this optimizer runs {self._class.__name__}.")
-        own, others = _shapes(self.param_groups), saved["shapes"]
-        if len(own) != len(others):
-            raise ValueError(f"The state dict has {len(others)} parameter group(s), the optimizer {len(own)}.")
-        for here, there in zip(own, others, strict=True):
-            if here.keys() != there.keys():
-                raise ValueError(
-                    f"The state dict is of another model: only it has {sorted(there.keys() - here.keys())}, "
-                    f"only the optimizer has {sorted(here.keys() - there.keys())}."
-                )
-            for name, shape in here.items():
-                if shape != there[name]:
-                    raise ValueError(
-                        f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
-                    )
-        return saved
 
 
 def _check_class(optimizer_class: Any) -> None:
@@ -207,6 +223,45 @@ def _check_class(optimizer_class: Any) -> None:
             f"{optimizer_class.__name__} evaluates the loss several times within a step, which egop does not support. "
             "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
         )
+
+
+def _check_state(state_dict: Any, groups: list[dict[str, Any]], optimizer_class: type[Optimizer]) -> None:
+    """Raise an error that says so when a state dict is not of this kind of optimizer over these parameters."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
+    saved = state_dict.get("egop")
+    if saved is None:
+        raise ValueError(
+            "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
+            "coordinate system cannot be loaded: load the model's weights alone, and start with a new optimizer."
+        )
+    if saved["version"] != STATE_VERSION:
+        raise ValueError(f"The state dict has version {saved['version']}; this egop reads {STATE_VERSION}.")
+    if saved["optimizer"] != optimizer_class.__name__:
+        raise ValueError(f"The state dict is of {saved['optimizer']}, this optimizer runs {optimizer_class.__name__}.")
+    own, others = _shapes(groups), saved["shapes"]
+    if len(own) != len(others):
+        raise ValueError(f"The state dict has {len(others)} parameter group(s), the optimizer {len(own)}.")
+    for here, there in zip(own, others, strict=True):
+        if here.keys() != there.keys():
+            raise ValueError(
+                f"The state dict is of another model: only it has {sorted(there.keys() - here.keys())}, "
+                f"only the optimizer has {sorted(here.keys() - there.keys())}."
+            )
+        for name, shape in here.items():
+            if shape != there[name]:
+                raise ValueError(
+                    f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
+                )
+        if list(here) != list(there):  # state goes by position
+            raise ValueError(
+                f"The state dict has the parameters in another order: {list(there)}, but here {list(here)}. "
+                "Give them to the optimizer in the order in which they were saved."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -6,12 +6,10 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from egop.objective import Objective
 
 Partition = Literal["global", "layer", "parameter"] | Mapping[str, str | Sequence[str]]
 
@@ -25,12 +23,18 @@ class Block:
         parameters: the names of its parameters, in order.
         shapes: their shapes.
         dtype: the precision of its basis and coordinates, at least float32.
+        transposed: for each parameter the number of groups of the transposed convolution it belongs to, else 0.
     """
 
     name: str
     parameters: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
+    transposed: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.transposed:
+            object.__setattr__(self, "transposed", (0,) * len(self.shapes))
 
     @property
     def size(self) -> int:
@@ -38,46 +42,89 @@ class Block:
         return sum(math.prod(shape) for shape in self.shapes)
 
     @classmethod
-    def of(cls, name: str, tensors: Mapping[str, Tensor]) -> Block:
+    def of(cls, name: str, tensors: Mapping[str, Tensor], transposed: tuple[int, ...] = ()) -> Block:
         """The block of these tensors, which must share one dtype and device."""
         kinds = {(tensor.dtype, tensor.device) for tensor in tensors.values()}
         if len(kinds) > 1:
             found = ", ".join(f"'{key}' is {tensor.dtype} on {tensor.device}" for key, tensor in tensors.items())
             raise ValueError(f"Block '{name}' mixes dtypes or devices: {found}. Put them into blocks of their own.")
         dtype = torch.promote_types(kinds.pop()[0], torch.float32)
-        return cls(name, tuple(tensors), tuple(tensor.shape for tensor in tensors.values()), dtype)
+        return cls(name, tuple(tensors), tuple(tensor.shape for tensor in tensors.values()), dtype, transposed)
+
+    def divided(self) -> list[Block]:
+        """Each of its tensors as a block of its own."""
+        members = zip(self.parameters, self.shapes, self.transposed, strict=True)
+        return [Block(name, (name,), (shape,), self.dtype, (groups,)) for name, shape, groups in members]
 
 
-def partition_parameters(objective: Objective, partition: Partition) -> list[Block]:
-    """Divide an objective's parameters into blocks.
+class Layer(NamedTuple):
+    """What is known of a parameter from the layer it belongs to."""
+
+    role: Literal["weight", "bias", "norm", "embedding", "head"]
+    transposed: int = 0  # the number of groups of a transposed convolution's weight
+
+
+def layers_of(parameters: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, Layer]:
+    """What each parameter is: read from the module, or by its dimensions where there is none.
+
+    The head is the last linear layer of a module that has other weights before it.
+    """
+    if module is None:
+        return {name: Layer("weight" if tensor.dim() >= 2 else "bias") for name, tensor in parameters.items()}
+    owners: dict[int, nn.Module] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(id(parameter), part)
+    layers = {name: _layer(tensor, owners.get(id(tensor))) for name, tensor in parameters.items()}
+    weights = [name for name, layer in layers.items() if layer.role == "weight"]
+    linear = [name for name in weights if isinstance(owners.get(id(parameters[name])), nn.Linear)]
+    if len(weights) > 1 and linear and linear[-1] == weights[-1]:
+        layers[linear[-1]] = Layer("head")
+    return layers
+
+
+def partition_parameters(
+    parameters: Mapping[str, Tensor], layers: Mapping[str, Layer], partition: Partition
+) -> list[Block]:
+    """Divide parameters into blocks.
 
     Args:
-        objective: its parameters and, where it has a module, the layers they belong to.
+        parameters: by name.
+        layers: what each of them is.
         partition: ``"layer"``, the weights of each layer together; ``"parameter"``, each weight by itself;
             ``"global"``, all weights together; or a mapping of block names to name patterns (``*`` and ``?`` as in
-            file names), which takes just what it names. In the first three, biases and norm layers are left alone: only
-            tensors of two or more dimensions outside norm layers are weights. (Of a function, every tensor is.)
+            file names), which takes just what it names. The first three leave biases and norm layers alone.
     """
-    parameters = objective.parameters
     if isinstance(partition, Mapping):
         groups = _by_patterns(partition, list(parameters))
     elif partition in ("global", "layer", "parameter"):
-        weights = _weights(objective)
+        weights = [name for name, layer in layers.items() if layer.role not in ("bias", "norm")]
         if not weights:
             raise ValueError(
                 "The model has no weights of two or more dimensions outside norm layers. "
                 "Name what to reparameterise: partition={'all': ['*']}."
             )
-        groups = _by_kind(partition, weights, objective.module is not None)
+        groups = _by_kind(partition, weights)
     else:
         raise ValueError(
             f"Invalid partition value: {partition!r}. Must be 'global', 'layer', 'parameter' or a mapping of block "
             "names to name patterns, such as {'first': ['0.*']}."
         )
-    return [
-        Block.of(name if len(members) > 1 else members[0], {member: parameters[member] for member in members})
+    blocks = [
+        Block.of(
+            name if len(members) > 1 else members[0],
+            {member: parameters[member] for member in members},
+            tuple(layers[member].transposed for member in members),
+        )
         for name, members in groups.items()
     ]
+    names = [block.name for block in blocks]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(
+            f"Two blocks are named {', '.join(map(repr, sorted(twice)))}: a block of one tensor has the tensor's name. "
+            "Give the other block another name."
+        )
+    return blocks
 
 
 def match(patterns: Sequence[str], names: Sequence[str], what: str) -> list[str]:
@@ -106,28 +153,24 @@ def _by_patterns(partition: Mapping[str, str | Sequence[str]], names: list[str])
     return groups
 
 
-def _by_kind(partition: str, weights: list[str], has_layers: bool) -> dict[str, list[str]]:
+def _by_kind(partition: str, weights: list[str]) -> dict[str, list[str]]:
     if partition == "global":
         return {"global": weights}
     groups: dict[str, list[str]] = {}
     for name in weights:
-        layer = name.rpartition(".")[0] or "root"
-        groups.setdefault(layer if partition == "layer" and has_layers else name, []).append(name)
+        layer, dot, _ = name.rpartition(".")
+        groups.setdefault(layer if partition == "layer" and dot else name, []).append(name)
     return groups
 
 
-def _weights(objective: Objective) -> list[str]:
-    if objective.module is None:
-        return list(objective.parameters)
-    norms = {
-        id(parameter)
-        for part in objective.module.modules()
-        if _is_norm(part)
-        for parameter in part.parameters(recurse=False)
-    }
-    return [name for name, p in objective.parameters.items() if p.dim() >= 2 and id(p) not in norms]
-
-
-def _is_norm(part: nn.Module) -> bool:
+def _layer(tensor: Tensor, owner: nn.Module | None) -> Layer:
     # LayerNorm, RMSNorm, BatchNorm2d, ... have no common base; custom ones are named alike.
-    return "norm" in type(part).__name__.lower()
+    if owner is not None and "norm" in type(owner).__name__.lower():
+        return Layer("norm")
+    if tensor.dim() < 2:
+        return Layer("bias")
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+        return Layer("embedding")
+    if isinstance(owner, nn.modules.conv._ConvTransposeNd):
+        return Layer("weight", owner.groups)
+    return Layer("weight")

@@ -75,15 +75,24 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         for name, change in self.items():
             if missing := [parameter for parameter in change.block.parameters if parameter not in tensors]:
                 raise KeyError(f"Block '{name}' needs {missing}, which are not among the given tensors.")
-            encoded[name] = change.encode([tensors[parameter] for parameter in change.block.parameters])
+            # half-precision tensors have single-precision coordinates, as in the optimizer
+            encoded[name] = change.encode([tensors[each].to(change.block.dtype) for each in change.block.parameters])
         return encoded
 
     def decode(self, coordinates: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, Tensor]:
         """Coordinates by block to parameters by name."""
         decoded: dict[str, Tensor] = {}
         for name, values in coordinates.items():
-            change = self[name]
-            decoded |= zip(change.block.parameters, change.decode(as_tuple(values)), strict=True)
+            change, given = self[name], as_tuple(values)
+            wanted = change.coordinate_shapes()
+            if len(given) != len(wanted) or any(
+                value.shape[value.dim() - len(shape) :] != shape for value, shape in zip(given, wanted, strict=True)
+            ):
+                raise ValueError(
+                    f"Block '{name}' has coordinates of shape {' and '.join(str(tuple(shape)) for shape in wanted)}, "
+                    f"got {' and '.join(str(tuple(value.shape)) for value in given)}."
+                )
+            decoded |= zip(change.block.parameters, change.decode(given), strict=True)
         return decoded
 
     def to(self, device: torch.device | str) -> Reparameterization:
@@ -114,17 +123,19 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one safetensors file; written beside and renamed, so never half."""
-        tensors, blocks = {}, []
+        tensors: dict[str, Tensor] = {}
+        blocks = []
         for name, change in self.items():
             description = change.describe()
-            for key, tensor in change.tensors.items():
-                tensors[f"{name}/{key}"] = tensor.detach().cpu().contiguous()
+            own = dict(change.tensors)
             if name in self.spectrum:
                 spectrum = self.spectrum[name]
                 description["samples"] = spectrum.samples
-                tensors[f"{name}/spectrum/eigenvalues"] = spectrum.eigenvalues.cpu().contiguous()
-                tensors[f"{name}/spectrum/density"] = spectrum.density.cpu().contiguous()
+                own |= {"spectrum/eigenvalues": spectrum.eigenvalues, "spectrum/density": spectrum.density}
+            description["tensors"] = list(own)
+            tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in own.items()}
             blocks.append(description)
+        _unshare(tensors)
         metadata = {"egop": json.dumps({"version": FORMAT_VERSION, "blocks": blocks, "left": self.left})}
         target = Path(path)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as beside:
@@ -155,7 +166,9 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         changes, spectra = [], {}
         for description in content["blocks"]:
             name = description["name"]
-            own = {key.removeprefix(f"{name}/"): tensors[key] for key in tensors if key.startswith(f"{name}/")}
+            if missing := [key for key in description["tensors"] if f"{name}/{key}" not in tensors]:
+                raise ValueError(f"'{os.fspath(path)}' lacks {missing} of block '{name}'.")
+            own = {key: tensors[f"{name}/{key}"] for key in description["tensors"]}
             values, density = own.pop("spectrum/eigenvalues", None), own.pop("spectrum/density", None)
             if values is not None and density is not None:
                 spectra[name] = Spectrum(values, density, description["samples"])
@@ -163,3 +176,12 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             if not changes[-1].round_trip_error() < 1e-3:
                 raise ValueError(f"'{os.fspath(path)}': the basis of block '{name}' is not orthonormal.")
         return cls(changes, spectra, content["left"])
+
+
+def _unshare(tensors: dict[str, Tensor]) -> None:
+    """Copy those that share their memory with one before, as two blocks with one basis do: safetensors refuses them."""
+    seen = set()
+    for name, tensor in tensors.items():
+        if (place := tensor.untyped_storage().data_ptr()) in seen:
+            tensors[name] = tensor.clone()
+        seen.add(place)

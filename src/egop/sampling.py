@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from egop.distributions import Distribution
-from egop.objective import Objective
+from egop.objective import Objective, seed_everything
 
 logger = logging.getLogger("egop")
 
@@ -38,7 +41,8 @@ def sample_gradients(
 ) -> Iterator[dict[str, Tensor]]:
     """Draw ``samples`` points from rho and yield the gradients there, a chunk of points at a time.
 
-    Each point has a seed and a batch of its own, so the result does not depend on how the points are chunked.
+    Each point has seeds and a batch of its own, so the result does not depend on how the points are chunked. (But the
+    masks of dropout, where points are vmapped: torch draws them for a chunk at once.)
 
     Args:
         objective: the loss and its batches.
@@ -54,8 +58,7 @@ def sample_gradients(
     Yields:
         For each name the gradients stacked along a new first dimension, all checked to be finite.
     """
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"Invalid samples value: {samples!r}. Must be a whole number of at least 1.")
+    check_samples(samples)
     if method not in ("auto", "loop", "vmap"):
         raise ValueError(f"Invalid sampling method: {method!r}. Must be 'auto', 'loop' or 'vmap'.")
     rho.check(objective)
@@ -63,17 +66,30 @@ def sample_gradients(
     base = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     with objective.preserved(seed=base), tqdm(total=samples, desc="Sampling gradients", disable=not progress) as bar:
         points = _draw(objective, rho, base)
-        first = next(points)
-        many, size = _choose(objective, wanted, first, method, chunk_bytes)
-        points = itertools.chain([first], points)
+        head = list(itertools.islice(points, min(2, samples)))
+        many, size = _choose(objective, wanted, head, method, chunk_bytes)
+        points = itertools.chain(head, points)
         done = 0
         while done < samples:
             chunk = list(itertools.islice(points, min(size, samples - done)))
-            losses, gradients = (_vmapped if many else _looped)(objective, wanted, chunk)
+            try:
+                losses, gradients = (_vmapped if many else _looped)(objective, wanted, chunk)
+            except Exception as error:  # as in _choose: a later batch may bring what vmap refuses
+                if not many or method == "vmap":
+                    raise
+                _say_why(_first_line(error))
+                many = False
+                losses, gradients = _looped(objective, wanted, chunk)
             _check_finite(wanted, losses, gradients, first_draw=done)
             yield dict(zip(wanted, gradients, strict=True))
             done += len(chunk)
             bar.update(len(chunk))
+
+
+def check_samples(samples: int) -> None:
+    """Raise an error when this is not a number of samples."""
+    if not isinstance(samples, Integral) or isinstance(samples, bool) or samples < 1:
+        raise ValueError(f"Invalid samples value: {samples!r}. Must be a whole number of at least 1.")
 
 
 class _Point(NamedTuple):
@@ -88,14 +104,20 @@ Gradients = tuple[Tensor, list[Tensor]]  # the losses of the points, and for eac
 def _draw(objective: Objective, rho: Distribution, base: int) -> Iterator[_Point]:
     device = next(iter(objective.parameters.values())).device
     generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
-    for seed, batch in zip(itertools.count(base), objective.batches(), strict=False):
-        yield _Point(seed, rho.draw(objective, generator.manual_seed(seed)), batch)
+    batches = objective.batches()
+    for first in itertools.count(base):
+        generator.manual_seed(first)
+        # Seeds of their own: with a common one, dropout masks would be made of the numbers that made the point.
+        for_batch, for_loss = torch.randint(2**62, (2,), generator=generator, device=generator.device).tolist()
+        seed_everything(for_batch)  # shuffling and augmentation
+        batch = next(batches)
+        yield _Point(for_loss, rho.draw(objective, generator), batch)
 
 
 def _looped(objective: Objective, names: Sequence[str], points: Sequence[_Point]) -> Gradients:
     losses, gradients = [], []
     for point in points:
-        torch.manual_seed(point.seed)  # dropout and the like
+        seed_everything(point.seed)  # dropout and the like
         loss, found = objective.gradients(point.values, point.batch, names)
         losses.append(loss)
         gradients.append(found)
@@ -108,7 +130,7 @@ def _vmapped(objective: Objective, names: Sequence[str], points: Sequence[_Point
     skeletons = [_skeleton(point.batch, flat) for point in points]
     parts, start = [], 0
     for end in range(1, len(points) + 1):
-        if end == len(points) or skeletons[end] != skeletons[start]:
+        if end == len(points) or not _equal(skeletons[end], skeletons[start]):
             parts.append(_vmapped_alike(objective, names, points[start:end], flat[start:end], skeletons[start]))
             start = end
     losses, gradients = zip(*parts, strict=True)
@@ -126,62 +148,106 @@ def _vmapped_alike(
     one_batch = all(point.batch is points[0].batch for point in points)
     leaves = flat[0] if one_batch else [torch.stack(group) for group in zip(*flat, strict=True)]
     in_dims = (0, 0, None if one_batch else 0)
-    torch.manual_seed(points[0].seed)
+    seed_everything(points[0].seed)
     function = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=in_dims, randomness="different")
     gradients, losses = function(moving, stacked, leaves)
     return losses.detach(), [gradients[name].detach() for name in names]
 
 
 def _choose(
-    objective: Objective, names: Sequence[str], point: _Point, method: Method, chunk_bytes: int
+    objective: Objective, names: Sequence[str], head: Sequence[_Point], method: Method, chunk_bytes: int
 ) -> tuple[bool, int]:
     """Whether to take points many at a time, and how many."""
-    saved: dict[int, int] = {}
+    point, saved = head[0], {}
 
     def measure(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    buffers = _buffers(objective.module)
     with torch.autograd.graph.saved_tensors_hooks(measure, lambda tensor: tensor):
         plain = _looped(objective, names, [point])
+    _check_finite(names, *plain, first_draw=0)
     held = sum(value.nbytes for value in point.values.values())
     looped = False, max(1, min(CHUNK_POINTS, chunk_bytes // (2 * held + 1)))
     if method == "loop":
         return looped
-    reason = _in_place_statistics(objective.module)
+    reason = _random_outside_torch(point.seed) or _written(objective.module, buffers)
     if reason is None:
         try:
-            vmapped = _vmapped(objective, names, [point, point])
+            if _vmap_is_right(objective, names, head, plain):
+                return True, max(1, min(CHUNK_POINTS, chunk_bytes // (3 * held + 2 * sum(saved.values()) + 1)))
+            reason = "it does not give this model's gradients"
         except Exception as error:  # vmap refuses in many ways; the loop then shows whether the model is at fault
             if method == "vmap":
                 raise
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        else:
-            if _agree(plain, vmapped) or not _agree(plain, _looped(objective, names, [point._replace(seed=0)])):
-                # The same gradients; or a model that draws random numbers, which no two runs share.
-                return True, max(1, min(CHUNK_POINTS, chunk_bytes // (3 * held + 2 * sum(saved.values()) + 1)))
-            reason = "it does not give this model's gradients"
+            reason = _first_line(error)
     if method == "vmap":
         raise RuntimeError(f"Gradients cannot be sampled with torch.func.vmap: {reason}. Use sampling='auto'.")
-    logger.warning("egop samples gradients one at a time: torch.func.vmap cannot be used here (%s).", reason)
+    _say_why(reason)
     return looped
 
 
+def _say_why(reason: str) -> None:
+    logger.warning("egop samples gradients one at a time: torch.func.vmap cannot be used here (%s).", reason)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def _vmap_is_right(objective: Objective, names: Sequence[str], head: Sequence[_Point], plain: Gradients) -> bool:
+    """Whether vmap gives the loop's gradients at the first point."""
+    point = head[0]
+    twin = point
+    if head[-1].batch is not point.batch:  # then batches are going to be stacked, which has to be tried too
+        twin = point._replace(batch=_map(point.batch, Tensor, Tensor.clone))
+    if objective.module is not None:
+        # What the loss reads past the model it is given keeps its own value under vmap, and must not look right.
+        objective.write({name: torch.zeros_like(value) for name, value in point.values.items()})
+    vmapped = _vmapped(objective, names, [point, twin])
+    if _agree(plain, vmapped):
+        return True
+    if _agree(plain, _looped(objective, names, [point._replace(seed=point.seed + 1)])):
+        return False
+    # A model that draws random numbers: loop and vmap share none, but two vmapped runs of one seed do. The second one
+    # has the point's own values in the model, where the loop has just written them.
+    return _agree(vmapped, _vmapped(objective, names, [point, twin]))
+
+
 def _agree(one: Gradients, other: Gradients) -> bool:
-    """Whether the first point's gradients are the same up to rounding."""
-    pairs = zip(one[1], other[1], strict=True)
+    """Whether the first point's loss and gradients are the same up to rounding."""
+    pairs = [(a[0], b[0]) for a, b in zip([one[0], *one[1]], [other[0], *other[1]], strict=True)]
+    norms = [torch.linalg.vector_norm(a).item() for a, _ in pairs]
     return all(
-        torch.linalg.vector_norm(a[0] - b[0]) <= torch.finfo(a.dtype).eps ** 0.5 * torch.linalg.vector_norm(a[0])
-        for a, b in pairs
+        # Rounding is relative to the whole: a gradient that should be zero is nothing but rounding.
+        torch.linalg.vector_norm(a - b).item() <= epsilon**0.5 * norm + 100 * epsilon * max(norms)
+        for (a, b), norm, epsilon in zip(pairs, norms, [torch.finfo(a.dtype).eps for a, _ in pairs], strict=True)
     )
 
 
-def _in_place_statistics(module: nn.Module | None) -> str | None:
-    """BatchNorm in training mode writes its running statistics in place, which vmap cannot do."""
-    for name, part in module.named_modules() if module is not None else ():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats:
-            return f"'{name}' is a {type(part).__name__} in training mode, which updates its statistics in place"
+def _buffers(module: nn.Module | None) -> dict[str, tuple[Tensor, int]]:
+    named = module.named_buffers() if module is not None else ()
+    return {name: (buffer, buffer._version) for name, buffer in named}
+
+
+def _written(module: nn.Module | None, before: dict[str, tuple[Tensor, int]]) -> str | None:
+    """BatchNorm in training mode, for one, updates its statistics, which vmap cannot do for many points at once."""
+    for name, (buffer, version) in _buffers(module).items():
+        if name not in before or before[name][0] is not buffer or before[name][1] != version:
+            assert module is not None
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            return f"the forward pass writes '{name}', a buffer of {kind}"
     return None
+
+
+def _random_outside_torch(seed: int) -> str | None:
+    """Whether what ran since ``seed_everything(seed)`` has drawn random numbers that vmap knows nothing about."""
+    after = random.random(), np.random.random()  # noqa: NPY002
+    seed_everything(seed)
+    if after == (random.random(), np.random.random()):  # noqa: NPY002
+        return None
+    return "the loss draws random numbers from Python or numpy, which all points would share"
 
 
 def _check_finite(names: Sequence[str], losses: Tensor, gradients: Sequence[Tensor], first_draw: int) -> None:
@@ -230,3 +296,10 @@ def _map(structure: Any, kind: type, function: Callable[[Any], Any]) -> Any:
         items = [_map(value, kind, function) for value in structure]
         return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
     return structure
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # arrays and the like have no single answer
+        return False

@@ -16,23 +16,25 @@ def parse_bytes(size: int | str) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
         if found and found[2] in _FACTORS:
             return int(float(found[1]) * _FACTORS[found[2]])
-    raise ValueError(f"Invalid memory value: {size!r}. Must be a number of bytes or a text such as '2GiB' or '500MB'.")
+    raise ValueError(
+        f"Invalid memory value: {size!r}. Must be a whole number of bytes or a text such as '2GiB' or '500MB'."
+    )
 
 
 def format_bytes(size: float) -> str:
     """``24586240000`` as ``"22.9 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
+        if round(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
 
 
 def format_count(count: float) -> str:
-    """``16777216`` as ``"16.8 M"``."""
+    """``16777216`` as ``"16.8 M"``, to be followed by what is counted; ``900`` as ``"900 "``."""
     for unit in ("", "k", "M", "G", "T"):
-        if count < 1000:
-            return f"{count:.0f}" if unit == "" else f"{count:.1f} {unit}"
+        if round(count, 1) < 1000:
+            return f"{count:.0f} " if unit == "" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} P"
 

@@ -10,9 +10,16 @@ from egop.partition import Block
 from egop.structures.base import Accumulator, ChangeOfBasis, Cost, Structure
 from egop.structures.full import Full, FullChange
 from egop.structures.identity import Identity, IdentityChange
+from egop.structures.kronecker import Kronecker, KroneckerChange
+from egop.structures.low_rank import Auxiliary, AuxiliaryChange, Reduced, ReducedChange
+from egop.structures.rotation import RandomRotation
+from egop.structures.shared import Shared, SharedChange
 
 # How a saved basis finds its class again.
-CHANGES: dict[str, type[ChangeOfBasis]] = {change.kind: change for change in (IdentityChange, FullChange)}
+CHANGES: dict[str, type[ChangeOfBasis]] = {
+    change.kind: change
+    for change in (IdentityChange, FullChange, SharedChange, KroneckerChange, AuxiliaryChange, ReducedChange)
+}
 
 
 def rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
@@ -25,8 +32,23 @@ def rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Ch
         parameters=tuple(description["parameters"]),
         shapes=tuple(torch.Size(shape) for shape in description["shapes"]),
         dtype=getattr(torch, description["dtype"]),
+        transposed=tuple(description["transposed"]),
     )
-    return CHANGES[description["structure"]](block, tensors)
+    return CHANGES[description["structure"]](block, tensors, description["settings"])
 
 
-__all__ = ["CHANGES", "Accumulator", "ChangeOfBasis", "Cost", "Full", "Identity", "Structure", "rebuild"]
+__all__ = [
+    "CHANGES",
+    "Accumulator",
+    "Auxiliary",
+    "ChangeOfBasis",
+    "Cost",
+    "Full",
+    "Identity",
+    "Kronecker",
+    "RandomRotation",
+    "Reduced",
+    "Shared",
+    "Structure",
+    "rebuild",
+]

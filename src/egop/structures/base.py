@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from egop.linalg import OuterProducts
 from egop.partition import Block
 from egop.spectrum import Spectrum
 
@@ -27,14 +28,25 @@ class ChangeOfBasis(abc.ABC):
     Args:
         block: the parameters it is for.
         tensors: what it consists of, by name: all there is to save, move or stack.
+        settings: plain values beside them, where the structure has any.
     """
 
     kind: ClassVar[str]
+    # Whether ``decode(encode(x)) == x`` for every x. If not, the optimizer keeps the rest of the starting point, or
+    # drops it, as the structure says.
+    complete: ClassVar[bool] = True
 
-    def __init__(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, block: Block, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> None:
         self.block = block
         self.tensors = dict(tensors)
-        self.check()
+        self.settings = dict(settings or {})
+        for name, shape in self.basis_shapes(block, self.settings).items():
+            if self.tensors[name].shape[-2:] != shape:
+                sizes = " and ".join(str(tuple(each)) for each in block.shapes)
+                raise ValueError(
+                    f"Block '{block.name}' of shape {sizes} needs a {name} of shape {shape}, "
+                    f"got {tuple(self.tensors[name].shape)}."
+                )
 
     @abc.abstractmethod
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
@@ -48,8 +60,26 @@ class ChangeOfBasis(abc.ABC):
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         """The shapes of what :meth:`encode` returns."""
 
-    def check(self) -> None:  # noqa: B027 - a structure without tensors has nothing to check
-        """Raise ``ValueError`` when the tensors do not fit the block."""
+    @classmethod
+    @abc.abstractmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """The shapes of its tensors on a block: matrices with orthonormal columns, all of them."""
+
+    @abc.abstractmethod
+    def structure(self) -> Structure:
+        """The structure that estimates another one of its kind."""
+
+    def grams(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
+        """For each of its tensors the matrix of one gradient whose eigenvectors it holds; None if not so built."""
+        return None
+
+    def squares_from(self, old: Self, squares: Coordinates) -> Coordinates:
+        """Squared moments in the old coordinates, carried into these by the squared rotation where that is affordable.
+
+        If independent coordinates have variances s, coordinates rotated by T have variances (T∘T) s. Kept as they are
+        where T would be too large.
+        """
+        return squares
 
     def dense(self) -> Tensor:
         """The matrix of :meth:`decode` in float64; for an orthonormal basis its columns are the basis vectors."""
@@ -79,14 +109,17 @@ class ChangeOfBasis(abc.ABC):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same change of basis on another device or in another precision."""
-        moved = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors.items()}
-        return type(self)(self.block, moved)
+        return self.replaced({name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors.items()})
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same kind of change with other tensors."""
+        return type(self)(self.block, tensors, self.settings)
 
     @classmethod
     def stack(cls, changes: Sequence[Self]) -> Self:
         """Several of one kind and shape as one, with a new leading dimension."""
-        names = changes[0].tensors
-        return cls(changes[0].block, {n: torch.stack([change.tensors[n] for change in changes]) for n in names})
+        first = changes[0]
+        return first.replaced({name: torch.stack([each.tensors[name] for each in changes]) for name in first.tensors})
 
     def describe(self) -> dict[str, Any]:
         """What it is for, in plain values; with :attr:`tensors` all that is needed to build it again."""
@@ -95,7 +128,9 @@ class ChangeOfBasis(abc.ABC):
             "structure": self.kind,
             "parameters": list(self.block.parameters),
             "shapes": [list(shape) for shape in self.block.shapes],
+            "transposed": list(self.block.transposed),
             "dtype": str(self.block.dtype).removeprefix("torch."),
+            "settings": self.settings,
         }
 
     def round_trip_error(self) -> float:
@@ -110,7 +145,8 @@ class ChangeOfBasis(abc.ABC):
     def signature(self) -> tuple[Any, ...]:
         """What two changes of basis must share to be stacked."""
         parts = sorted((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in self.tensors.items())
-        return type(self), self.block.shapes, self.block.dtype, tuple(parts)
+        settings = tuple(sorted(self.settings.items()))
+        return type(self), self.block.shapes, self.block.transposed, self.block.dtype, settings, tuple(parts)
 
 
 class Cost(NamedTuple):
@@ -136,21 +172,84 @@ class Accumulator(abc.ABC):
         """The spectrum (where the structure has one) and the change of basis."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Structure(abc.ABC):
     """How the basis of a block is built: configuration only."""
+
+    change_type: ClassVar[type[ChangeOfBasis]]
+    # Whether it takes a block of several tensors as one; otherwise such a block is divided into its tensors.
+    joint: ClassVar[bool] = True
 
     @abc.abstractmethod
     def samples(self, block: Block) -> int:
         """How many gradients this structure wants for a block."""
 
     @abc.abstractmethod
-    def cost(self, block: Block) -> Cost:
-        """What it costs on a block, without building it."""
-
-    @abc.abstractmethod
     def accumulator(self, block: Block) -> Accumulator:
         """An empty accumulator."""
+
+    def settings(self) -> dict[str, Any]:
+        """The plain values that its changes of basis carry beside their tensors."""
+        return {}
+
+    def change(self, block: Block, tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
+        """The change of basis of a block with these tensors."""
+        return self.change_type(block, tensors, self.settings())
+
+    def basis_shapes(self, block: Block) -> dict[str, tuple[int, int]]:
+        """The shapes of its tensors on a block."""
+        return self.change_type.basis_shapes(block, self.settings())
+
+    def check(self, block: Block) -> None:  # noqa: B027 - most structures fit every block
+        """Raise ``ValueError`` when the structure cannot be had on this block."""
+
+    def cost(self, block: Block) -> Cost:
+        """What it costs on a block, without building it."""
+        shapes = self.basis_shapes(block)
+        tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
+        change = self.change(block, tensors)
+        return Cost(bytes=change.nbytes, flops=change.cost_per_step)
+
+
+class EigenAccumulator(Accumulator):
+    """For structures whose basis is the eigenbasis of rows made from each gradient."""
+
+    def __init__(
+        self,
+        block: Block,
+        build: Callable[[Block, Mapping[str, Tensor]], ChangeOfBasis],
+        rows: Callable[[Sequence[Tensor], Block], Tensor],
+        products: OuterProducts,
+    ) -> None:
+        self.block, self.build, self.rows, self.products = block, build, rows, products
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Take in a stack of gradients."""
+        self.products.add(self.rows(gradients, self.block).detach().clone())
+
+    def merge(self, other: Self) -> None:
+        """Take in all that another accumulator has seen."""
+        self.products.merge(other.products)
+
+    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
+        """The spectrum and the change of basis."""
+        if self.products.count == 0:
+            raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
+        values, vectors = self.products.eigenbasis()
+        spectrum = Spectrum(values, density(vectors), self.products.count)
+        return spectrum, self.build(self.block, {"basis": vectors.to(self.block.dtype)})
+
+
+def density(vectors: Tensor) -> Tensor:
+    """β_k = ‖v_k‖₁² / d of each column, in float64."""
+    return vectors.abs().sum(0, dtype=torch.float64).square() / len(vectors)
+
+
+def rows_times(vector: Tensor, matrix: Tensor) -> Tensor:
+    """``vector @ matrix``, both with leading dimensions: many rows for one matrix, or a matrix for each row."""
+    if matrix.dim() == 2:
+        return vector @ matrix
+    return (vector.unsqueeze(-2) @ matrix).squeeze(-2)
 
 
 def as_tuple(tensors: Tensor | Sequence[Tensor]) -> Coordinates:
@@ -177,4 +276,50 @@ def flatten(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
 def unflatten(vector: Tensor, block: Block) -> Coordinates:
     """The reverse of :func:`flatten`."""
     parts = vector.split([math.prod(shape) for shape in block.shapes], dim=-1)
-    return tuple(part.reshape(*vector.shape[:-1], *shape) for part, shape in zip(parts, block.shapes, strict=True))
+    return tuple(part.reshape((*vector.shape[:-1], *shape)) for part, shape in zip(parts, block.shapes, strict=True))
+
+
+def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
+    """A block's one tensor as a matrix: a row for each output (unit, channel, embedded token), over all its inputs.
+
+    Weights of linear layers, convolutions and embeddings have their outputs first. Those of transposed convolutions are
+    stored (inputs, outputs / groups, kernel), the inputs group after group.
+    """
+    (tensor,) = as_tuple(tensors)
+    (shape,) = block.shapes
+    flatten(tensor, block)  # checks the shape
+    leading = tensor.shape[: tensor.dim() - len(shape)]
+    if groups := block.transposed[0]:
+        tensor = tensor.reshape(*leading, groups, shape[0] // groups, *shape[1:]).transpose(
+            len(leading) + 1, len(leading) + 2
+        )
+    rows, columns = matrix_shape(block)
+    return tensor.reshape(*leading, rows, columns)
+
+
+def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
+    """The reverse of :func:`as_matrix`."""
+    (shape,) = block.shapes
+    leading = matrix.shape[:-2]
+    if groups := block.transposed[0]:
+        matrix = matrix.reshape(*leading, groups, shape[1], shape[0] // groups, *shape[2:]).transpose(
+            len(leading) + 1, len(leading) + 2
+        )
+    return (matrix.reshape(*leading, *shape),)
+
+
+def matrix_shape(block: Block) -> tuple[int, int]:
+    """The numbers of rows and columns of :func:`as_matrix`."""
+    (shape,) = block.shapes
+    rows = block.transposed[0] * shape[1] if block.transposed[0] else shape[0]
+    return rows, block.size // rows
+
+
+def check_matrix(block: Block, structure: str) -> None:
+    """Raise an error for a block that is not one tensor of two or more dimensions."""
+    if len(block.shapes) != 1 or len(block.shapes[0]) < 2:
+        shapes = " and ".join(str(tuple(shape)) for shape in block.shapes)
+        raise ValueError(
+            f"egop.{structure} needs one tensor with rows, but block '{block.name}' has shape {shapes}. "
+            "Use egop.Full() for it, or leave it in original coordinates."
+        )

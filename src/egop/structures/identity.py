@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, Coordinates, Cost, Structure, as_tuple, flatten
+from egop.structures.base import Accumulator, ChangeOfBasis, Coordinates, Structure, as_tuple, flatten
 
 
 class IdentityChange(ChangeOfBasis):
@@ -25,23 +25,29 @@ class IdentityChange(ChangeOfBasis):
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
         return as_tuple(coordinates)
 
+    def structure(self) -> Structure:
+        return Identity()
+
     @property
     def cost_per_step(self) -> int:
         return 0
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        return {}
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         return self.block.shapes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Identity(Structure):
     """Leave the block in its original coordinates."""
 
+    change_type = IdentityChange
+
     def samples(self, block: Block) -> int:
         return 0
-
-    def cost(self, block: Block) -> Cost:
-        return Cost(bytes=0, flops=0)
 
     def accumulator(self, block: Block) -> Accumulator:
         return _Nothing(block)

@@ -1,0 +1,67 @@
+"""What becomes of an optimizer's moments when the basis changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from egop.structures import ChangeOfBasis
+
+Moments = Literal["rotate", "keep", "reset"]
+
+# The state of the optimizers in torch.optim, by how it follows a change of coordinates. Other optimizers mostly use the
+# same names for the same things; a name that is not here is an error, never a guess.
+LINEAR = {"exp_avg", "momentum_buffer", "grad_avg", "ax", "prev"}
+SQUARED = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta"}
+MAGNITUDES = {"exp_inf"}  # as squared ones, after squaring
+STEP_SIZES = {"step_size"}  # of Rprop: there is no way to rotate them; they are kept
+
+
+def check_moments(moments: str) -> None:
+    """Raise an error for an unknown policy."""
+    if moments not in ("rotate", "keep", "reset"):
+        raise ValueError(f"Invalid moments value: {moments!r}. Must be 'rotate', 'keep' or 'reset'.")
+
+
+def rotated(
+    states: Sequence[Mapping[str, Any]], shapes: Sequence[tuple[int, ...]], old: ChangeOfBasis, new: ChangeOfBasis
+) -> list[dict[str, Any]]:
+    """The state of a block's coordinates after a change of basis.
+
+    Moments that are linear in the gradient are rotated exactly: decoded in the old basis, encoded in the new one.
+    Squared moments are carried by the squared rotation where the structure can afford it (``Full``, ``Shared``,
+    ``Kronecker``) and kept elsewhere. Everything that is not of a coordinate's shape (step counters) stays.
+
+    Args:
+        states: the inner optimizer's state of each coordinate tensor of the block.
+        shapes: the shapes of these coordinates.
+        old: the basis that the states are in.
+        new: the basis that they are wanted in.
+    """
+    fresh = [dict(state) for state in states]
+    keys = {
+        key
+        for state, shape in zip(states, shapes, strict=True)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0
+    }
+    for key in sorted(keys):
+        if key in STEP_SIZES:
+            continue
+        values = tuple(state[key] for state in states)
+        if key in LINEAR:
+            moved = new.encode(old.decode(values))
+        elif key in SQUARED:
+            moved = new.squares_from(old, values)
+        elif key in MAGNITUDES:
+            moved = tuple(v.sqrt() for v in new.squares_from(old, tuple(value.square() for value in values)))
+        else:
+            raise ValueError(
+                f"The optimizer's state has '{key}', and it is not known how that follows a change of basis. "
+                "Use moments='reset' or moments='keep'."
+            )
+        for state, value in zip(fresh, moved, strict=True):
+            state[key] = value.clone()
+    return fresh

@@ -1,0 +1,113 @@
+"""Kronecker: a basis for each side of a weight matrix, as in Shampoo and SOAP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from egop.linalg import OuterProducts
+from egop.partition import Block
+from egop.spectrum import Spectrum
+from egop.structures.base import (
+    Accumulator,
+    ChangeOfBasis,
+    Coordinates,
+    Structure,
+    as_matrix,
+    as_tuple,
+    check_matrix,
+    density,
+    from_matrix,
+    matrix_shape,
+)
+from egop.structures.shared import ROWS_WANTED
+
+
+class KroneckerChange(ChangeOfBasis):
+    """``decode(C) = Q_L C Q_Rᵀ``."""
+
+    kind = "Kronecker"
+
+    def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
+        return (self.tensors["left"].mT @ as_matrix(tensors, self.block) @ self.tensors["right"],)
+
+    def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
+        (matrix,) = as_tuple(coordinates)
+        return from_matrix(self.tensors["left"] @ matrix @ self.tensors["right"].mT, self.block)
+
+    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        return (torch.Size(matrix_shape(self.block)),)
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        rows, columns = matrix_shape(block)
+        return {"left": (rows, rows), "right": (columns, columns)}
+
+    def structure(self) -> Structure:
+        return Kronecker()
+
+    @property
+    def cost_per_step(self) -> int:
+        rows, columns = matrix_shape(self.block)
+        return 4 * rows * columns * (rows + columns)
+
+    def grams(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        matrix = as_matrix(gradients, self.block)
+        return {"left": matrix @ matrix.mT, "right": matrix.mT @ matrix}
+
+    def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
+        left = self.tensors["left"].mT @ old.tensors["left"]
+        right = self.tensors["right"].mT @ old.tensors["right"]
+        return (left.square() @ squares[0] @ right.square().mT,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kronecker(Structure):
+    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G."""
+
+    change_type = KroneckerChange
+    joint = False
+
+    def check(self, block: Block) -> None:
+        check_matrix(block, "Kronecker()")
+
+    def samples(self, block: Block) -> int:
+        return math.ceil(ROWS_WANTED / min(matrix_shape(block)))
+
+    def accumulator(self, block: Block) -> Accumulator:
+        return _KroneckerAccumulator(block)
+
+
+class _KroneckerAccumulator(Accumulator):
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.left, self.right = (OuterProducts(size) for size in matrix_shape(block))
+        self.count = 0
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        matrices = as_matrix(gradients, self.block).detach().clone()
+        self.left.add(matrices.mT.flatten(0, -2))
+        self.right.add(matrices.flatten(0, -2))
+        self.count += len(matrices)
+
+    def merge(self, other: Self) -> None:
+        self.left.merge(other.left)
+        self.right.merge(other.right)
+        self.count += other.count
+
+    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
+        """The spectrum is that of the Kronecker product of both sides, scaled to the mean squared gradient."""
+        if self.count == 0:
+            raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
+        (left_values, left), (right_values, right) = self.left.eigenbasis(), self.right.eigenbasis()
+        trace = left_values.sum() * self.left.count / self.count  # the mean squared norm of a gradient
+        scale = trace / (left_values.sum() * right_values.sum()).clamp_min(torch.finfo(torch.float64).tiny)
+        values, order = (scale * torch.outer(left_values, right_values)).flatten().sort(descending=True, stable=True)
+        densities = torch.outer(density(left), density(right)).flatten()[order]
+        tensors = {"left": left.to(self.block.dtype), "right": right.to(self.block.dtype)}
+        return Spectrum(values, densities, self.count), KroneckerChange(self.block, tensors)

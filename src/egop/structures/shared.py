@@ -1,0 +1,90 @@
+"""Shared: one basis over the inputs, shared by all rows or kernels of a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from egop.linalg import OuterProducts
+from egop.partition import Block
+from egop.structures.base import (
+    Accumulator,
+    ChangeOfBasis,
+    Coordinates,
+    EigenAccumulator,
+    Structure,
+    as_matrix,
+    as_tuple,
+    check_matrix,
+    from_matrix,
+    matrix_shape,
+)
+
+# How many rows or kernels the paper's rule asks for in every layer.
+ROWS_WANTED = 1000
+
+
+class SharedChange(ChangeOfBasis):
+    """``decode(C) = C Vᵀ``: every row of the weight (kernel, embedded token) rotated by the same V."""
+
+    kind = "Shared"
+
+    def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
+        return (as_matrix(tensors, self.block) @ self.tensors["basis"],)
+
+    def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
+        (matrix,) = as_tuple(coordinates)
+        return from_matrix(matrix @ self.tensors["basis"].mT, self.block)
+
+    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        return (torch.Size(matrix_shape(self.block)),)
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        columns = matrix_shape(block)[1]
+        return {"basis": (columns, columns)}
+
+    def structure(self) -> Structure:
+        return Shared()
+
+    @property
+    def cost_per_step(self) -> int:
+        rows, columns = matrix_shape(self.block)
+        return 4 * rows * columns**2
+
+    def grams(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        matrix = as_matrix(gradients, self.block)
+        return {"basis": matrix.mT @ matrix}
+
+    def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
+        rotation = self.tensors["basis"].mT @ old.tensors["basis"]
+        return (squares[0] @ rotation.square().mT,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(Structure):
+    """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel.
+
+    Every row's gradient is a sample, so few passes are enough: as many as give every layer 1000 of them.
+    """
+
+    change_type = SharedChange
+    joint = False
+
+    def check(self, block: Block) -> None:
+        check_matrix(block, "Shared()")
+
+    def samples(self, block: Block) -> int:
+        return math.ceil(ROWS_WANTED / matrix_shape(block)[0])
+
+    def accumulator(self, block: Block) -> Accumulator:
+        return EigenAccumulator(block, self.change, _rows, OuterProducts(matrix_shape(block)[1]))
+
+
+def _rows(gradients: Sequence[Tensor], block: Block) -> Tensor:
+    return as_matrix(gradients, block).flatten(0, -2)

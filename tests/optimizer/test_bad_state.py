@@ -1,0 +1,187 @@
+"""State dicts that do not fit are refused, and everything stays as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+from cases import MLP, ModelCase, OptimizerCase
+from explicit import LAYOUTS, Wrapped, basis_of, case_and_basis, distance, identical, train
+
+ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
+
+
+def trained(case, optimizer=ADAMW, layout_basis=None, **options):
+    side = Wrapped(case.build(), layout_basis or basis_of(case), optimizer, **options)
+    train(side, case.batches(), 3)
+    return side
+
+
+def state_of_module(module, inputs=(6,)):
+    return trained(ModelCase("other", module, inputs, 3)).optimizer.state_dict()
+
+
+def plain():
+    model = MLP.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    cases.train(model, optimizer, MLP.batches(), 2)
+    return optimizer.state_dict()
+
+
+def own():
+    return copy.deepcopy(trained(MLP).optimizer.state_dict())
+
+
+def without(*path):
+    """A state dict of the right optimizer with something cut off."""
+    state = own()
+    place = state
+    for key in path[:-1]:
+        place = place[key]
+    del place[path[-1]]
+    return state
+
+
+def changed(value, *path):
+    """A state dict of the right optimizer with something else in a place."""
+    state = own()
+    place = state
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return state
+
+
+def wider():
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def renamed():
+    return nn.Sequential(nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def reordered():
+    names = ["2.weight", "2.bias", "0.weight", "0.bias"]
+    return trained(MLP, groups=[{"names": names}]).optimizer.state_dict()
+
+
+def in_groups():
+    groups = [{"names": ["0.weight", "0.bias"]}, {"names": ["2.weight", "2.bias"]}]
+    return trained(MLP, groups=groups).optimizer.state_dict()
+
+
+DAMAGED = "The state dict is incomplete or damaged"
+
+# A state dict that is loaded into an AdamW over the small network, and what the error says.
+REFUSED = {
+    "of other names": (
+        lambda: state_of_module(renamed),
+        (
+            r"The state dict is of another model: only it has \['1\.bias', '1\.weight', '3\.bias', '3\.weight'\], "
+            r"only the optimizer has \['0\.bias', '0\.weight', '2\.bias', '2\.weight'\]"
+        ),
+    ),
+    "of other shapes": (
+        lambda: state_of_module(wider),
+        r"Block '0\.weight' has shape \(7, 6\) in the state dict, but \(5, 6\) here",
+    ),
+    "of another order": (reordered, r"parameters in another order: \['2\.weight', .*\], but here \['0\.weight', .*\]"),
+    "of more groups": (in_groups, r"The state dict has 2 parameter group\(s\), the optimizer 1"),
+    "of a plain optimizer": (
+        plain,
+        (
+            "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
+            "coordinate system cannot be loaded: load the model's weights alone"
+        ),
+    ),
+    "of another optimizer": (
+        lambda: trained(MLP, OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1})).optimizer.state_dict(),
+        "The state dict is of SGD, this optimizer runs AdamW",
+    ),
+    "of a later version": (lambda: changed(99, "egop", "version"), "has version 99; this egop reads 1"),
+    "of an unknown structure": (
+        lambda: changed("Fancy", "egop", "blocks", 0, "structure"),
+        "Unknown structure 'Fancy'. This version of egop knows Identity, Full",
+    ),
+    "not a dict": (lambda: [1, 2], r"must be a dict as optimizer\.state_dict\(\) gives it, got \[1, 2\]"),
+    "empty": (dict, "not a state dict of egop.ReparameterizedOptimizer"),
+    "without state": (
+        lambda: without("state"),
+        rf"{DAMAGED} \(KeyError: 'state'\)\. Load one as optimizer\.state_dict",
+    ),
+    "without groups": (lambda: without("param_groups"), rf"{DAMAGED} \(KeyError: 'param_groups'\)"),
+    "without version": (lambda: without("egop", "version"), rf"{DAMAGED} \(KeyError: 'version'\)"),
+    "without blocks": (lambda: without("egop", "blocks"), rf"{DAMAGED} \(KeyError: 'blocks'\)"),
+    "without the second block": (lambda: without("egop", "blocks", 1), f"{DAMAGED}: its blocks are not those"),
+    "without coordinates": (lambda: without("egop", "blocks", 1, "coordinates"), rf"{DAMAGED} \(KeyError"),
+    "without a basis": (lambda: without("egop", "blocks", 0, "tensors", "basis"), rf"{DAMAGED} \(KeyError: 'basis'\)"),
+    "with a basis cut short": (
+        lambda: changed(torch.eye(7), "egop", "blocks", 0, "tensors", "basis"),
+        r"Block '0\.weight' .*needs a basis of shape \(30, 30\), got \(7, 7\)",
+    ),
+    "with coordinates cut short": (
+        lambda: changed([torch.ones(7)], "egop", "blocks", 0, "coordinates"),
+        r"Block '0\.weight' has coordinates of shape \(7,\) in the state dict, but \(30,\) here",
+    ),
+    "with state of nothing": (lambda: changed({"step": torch.tensor(1.0)}, "state", 99), rf"{DAMAGED} \(IndexError"),
+    "with state that is none": (lambda: changed(None, "state"), DAMAGED),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_state_dict_that_does_not_fit_changes_nothing(what):
+    make, message = REFUSED[what]
+    side, straight = (trained(MLP) for _ in range(2))
+    before, model_before = copy.deepcopy(side.optimizer.state_dict()), cases.state_of(side.model)
+    with pytest.raises(ValueError, match=message):
+        side.optimizer.load_state_dict(make())
+    assert cases.state_of(side.model) == model_before
+    assert equal(side.optimizer.state_dict(), before)
+    assert identical(*(train(each, MLP.batches(), 3) for each in (side, straight)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_after_a_failed_load_the_right_state_dict_still_loads(layout):
+    case, basis = case_and_basis(layout)
+    side, straight = (trained(case, layout_basis=basis) for _ in range(2))
+    state, weights = copy.deepcopy(side.optimizer.state_dict()), copy.deepcopy(side.model.state_dict())
+    train(side, case.batches(), 2)
+    with pytest.raises(ValueError, match=DAMAGED):
+        side.optimizer.load_state_dict({key: value for key, value in state.items() if key != "state"})
+    side.optimizer.load_state_dict(state)
+    side.model.load_state_dict(weights)
+    assert identical(*(train(each, case.batches(), 3) for each in (side, straight)))
+
+
+def test_a_scheduler_still_drives_the_optimizer_after_a_failed_load():
+    side = trained(MLP)
+    scheduler = torch.optim.lr_scheduler.StepLR(side.optimizer, 1, gamma=0.5)
+    with pytest.raises(ValueError, match=DAMAGED):
+        side.optimizer.load_state_dict(without("state"))
+    train(side, MLP.batches(), 1)
+    scheduler.step()
+    assert side.optimizer.param_groups[0]["lr"] == 0.005
+    before = side.weights()
+    side.optimizer.param_groups[0]["lr"] = 0.0
+    train(side, MLP.batches(), 1)
+    assert distance(side.weights(), before) < 1e-14
+
+
+def equal(one, other):
+    """Whether two state dicts hold the same, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def test_what_is_compared_here_can_differ():
+    state = own()
+    assert equal(state, copy.deepcopy(state))
+    assert not equal(state, without("state", 0))
+    assert not equal(state, changed([torch.zeros(30).double()], "egop", "blocks", 0, "coordinates"))

@@ -1,0 +1,381 @@
+"""The contract of every structure on every block it fits, and the dense eigenbasis itself."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import cases
+import egop
+from egop.structures import rebuild
+from egop.structures.base import flatten, unflatten
+
+
+def fits(structure, block):
+    try:
+        structure.check(block)
+    except ValueError:
+        return False
+    return True
+
+
+# A randomized decomposition depends a little on the order of the gradients; a chunk that is lost changes far more.
+ACCURACY = 1e-3
+
+CROSSED = [(structure, block) for structure in cases.STRUCTURES for block in cases.BLOCKS]
+FITTING = [pair for pair in CROSSED if fits(*pair)]
+
+
+def crossed(pairs):
+    return pytest.mark.parametrize(("structure", "block"), pairs, ids=[f"{each}-{block.name}" for each, block in pairs])
+
+
+def gradients_of(block, count=40, seed=0, dtype=torch.float64):
+    """Stacked gradients with well separated eigenvalues."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, block.size, generator=generator, dtype=torch.float64)
+    mixing = torch.linalg.qr(torch.randn(block.size, block.size, generator=generator, dtype=torch.float64))[0]
+    return unflatten((rows * 1.5 ** -torch.arange(block.size) @ mixing).to(dtype), block)
+
+
+def build(structure, block, gradients=None):
+    accumulator = structure.accumulator(block)
+    accumulator.add(gradients_of(block) if gradients is None else gradients)
+    return accumulator.finish()
+
+
+def vectors_of(shapes, *leading, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn((*leading, *shape), generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def flat(tensors, shapes):
+    """One row per point, by brute force."""
+    return torch.cat([each.reshape(-1, max(1, shape.numel())) for each, shape in zip(tensors, shapes, strict=True)], 1)
+
+
+# --- the contract ---
+
+
+@crossed(FITTING)
+def test_encode_and_decode_are_the_dense_matrix_and_its_transpose(structure, block):
+    _, change = build(structure, block)
+    matrix, shapes = change.dense(), change.coordinate_shapes()
+    assert matrix.dtype == torch.float64
+    x, c = vectors_of(block.shapes), vectors_of(shapes)
+    torch.testing.assert_close(flat(change.encode(x), shapes), flat(x, block.shapes) @ matrix, rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat(change.decode(c), block.shapes), flat(c, shapes) @ matrix.mT, rtol=0, atol=1e-12)
+    assert [each.shape for each in change.encode(x)] == list(shapes)
+    assert [each.shape for each in change.decode(c)] == list(block.shapes)
+
+
+@crossed(FITTING)
+def test_encode_is_the_adjoint_of_decode(structure, block):
+    _, change = build(structure, block)
+    x, c = vectors_of(block.shapes), vectors_of(change.coordinate_shapes())
+    left = sum((a * b).sum() for a, b in zip(change.decode(c), x, strict=True))
+    right = sum((a * b).sum() for a, b in zip(c, change.encode(x), strict=True))
+    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+
+
+@crossed(FITTING)
+def test_what_is_encoded_and_decoded_comes_back(structure, block):
+    _, change = build(structure, block)
+    matrix = change.dense()
+    if change.complete:
+        x = vectors_of(block.shapes)
+        torch.testing.assert_close(change.decode(change.encode(x)), x, rtol=0, atol=1e-12)
+        gram = matrix @ matrix.mT
+    else:  # only the span comes back
+        c = vectors_of(change.coordinate_shapes())
+        torch.testing.assert_close(change.encode(change.decode(c)), c, rtol=0, atol=1e-12)
+        gram = matrix.mT @ matrix
+    torch.testing.assert_close(gram, torch.eye(len(gram)).double(), rtol=0, atol=1e-12)
+    assert change.round_trip_error() < 1e-12
+
+
+@crossed(FITTING)
+def test_extra_leading_dimensions_are_points_of_their_own(structure, block):
+    _, change = build(structure, block)
+    x, c = vectors_of(block.shapes, 2, 3), vectors_of(change.coordinate_shapes(), 2, 3)
+    encoded, decoded = change.encode(x), change.decode(c)
+    for i in range(2):
+        for j in range(3):
+            for found, alone in (
+                (encoded, change.encode([each[i, j] for each in x])),
+                (decoded, change.decode([each[i, j] for each in c])),
+            ):
+                torch.testing.assert_close(tuple(each[i, j] for each in found), alone, rtol=0, atol=1e-12)
+
+
+@crossed(FITTING)
+def test_a_stack_of_changes_is_each_by_itself(structure, block):
+    changes = [build(structure, block, gradients_of(block, seed=seed))[1] for seed in range(3)]
+    assert len({change.signature for change in changes}) == 1
+    stacked = type(changes[0]).stack(changes)
+    x, c = vectors_of(block.shapes, 3), vectors_of(changes[0].coordinate_shapes(), 3)
+    encoded, decoded = stacked.encode(x), stacked.decode(c)
+    for i, change in enumerate(changes):
+        alone = change.encode([each[i] for each in x])
+        torch.testing.assert_close(tuple(each[i] for each in encoded), alone, rtol=0, atol=1e-12)
+        alone = change.decode([each[i] for each in c])
+        torch.testing.assert_close(tuple(each[i] for each in decoded), alone, rtol=0, atol=1e-12)
+
+
+@crossed(FITTING)
+def test_a_change_is_rebuilt_from_plain_values_and_its_tensors(structure, block):
+    _, change = build(structure, block)
+    again = rebuild(json.loads(json.dumps(change.describe())), change.tensors)
+    assert type(again) is type(change)
+    assert again.block == change.block
+    assert again.signature == change.signature
+    assert torch.equal(again.dense(), change.dense())
+
+
+@crossed(FITTING)
+def test_the_cost_that_is_announced_is_the_cost_that_comes(structure, block):
+    _, change = build(structure, block)
+    assert structure.cost(block) == (change.nbytes, change.cost_per_step)
+
+
+@crossed(FITTING)
+def test_another_precision_is_the_same_change_rounded(structure, block):
+    _, change = build(structure, block)
+    single = change.to(dtype=torch.float32)
+    assert {tensor.dtype for tensor in single.tensors.values()} <= {torch.float32}
+    torch.testing.assert_close(single.dense(), change.dense(), rtol=0, atol=1e-6)
+
+
+@crossed(FITTING)
+def test_neither_the_order_nor_the_chunks_of_the_gradients_matter(structure, block):
+    whole = gradients_of(block)
+    _, expected = build(structure, block)
+    chunked, backwards, alone, merged = (structure.accumulator(block) for _ in range(4))
+    for start, end in ((0, 1), (1, 25), (25, 40)):
+        chunked.add([each[start:end] for each in whole])
+    backwards.add([each.flip(0) for each in whole])
+    alone.add([each[:7] for each in whole])
+    merged.add([each[7:] for each in whole])
+    merged.merge(alone)
+    empty = structure.accumulator(block)
+    empty.merge(merged)
+    for accumulator in (chunked, backwards, merged, empty):
+        torch.testing.assert_close(accumulator.finish()[1].dense(), expected.dense(), rtol=0, atol=ACCURACY)
+
+
+@crossed(FITTING)
+def test_an_accumulator_that_was_merged_can_go_on_by_itself(structure, block):
+    whole = gradients_of(block)
+    one, other = structure.accumulator(block), structure.accumulator(block)
+    one.add([each[:30] for each in whole])
+    other.add([each[30:] for each in whole])
+    one.merge(other)
+    one.add(gradients_of(block, seed=9))
+    other.add([each[:30] for each in whole])
+    torch.testing.assert_close(other.finish()[1].dense(), build(structure, block)[1].dense(), rtol=0, atol=ACCURACY)
+
+
+@crossed(FITTING)
+def test_gradients_may_be_overwritten_once_they_are_added(structure, block):
+    gradients = gradients_of(block)
+    accumulator = structure.accumulator(block)
+    accumulator.add(gradients)
+    for gradient in gradients:
+        gradient.fill_(float("nan"))
+    torch.testing.assert_close(accumulator.finish()[1].dense(), build(structure, block)[1].dense(), rtol=0, atol=1e-12)
+
+
+@crossed(FITTING)
+def test_the_spectrum_is_descending_and_counts_its_samples(structure, block):
+    spectrum, change = build(structure, block)
+    if spectrum is None:
+        return
+    assert spectrum.eigenvalues.dtype == torch.float64
+    assert (spectrum.eigenvalues >= 0).all()
+    assert (spectrum.eigenvalues.diff() <= 0).all()
+    assert (spectrum.density <= 1 + 1e-12).all()
+    assert (spectrum.density >= 1 / block.size - 1e-12).all()
+    assert spectrum.samples >= 40
+    assert len(spectrum.eigenvalues) <= change.dense().shape[1]
+
+
+@crossed(FITTING)
+def test_the_number_of_samples_asked_for_is_a_whole_number(structure, block):
+    wanted = structure.samples(block)
+    assert isinstance(wanted, int)
+    assert wanted >= 0
+
+
+@crossed([(structure, block) for structure, block in FITTING if structure.samples(block)])
+def test_a_basis_of_no_gradients_is_refused(structure, block):
+    with pytest.raises(ValueError, match=f"Block '{block.name}' has seen no gradients"):
+        structure.accumulator(block).finish()
+
+
+@crossed(FITTING)
+def test_tensors_of_another_shape_or_number_are_refused(structure, block):
+    _, change = build(structure, block)
+    x = vectors_of(block.shapes)
+    with pytest.raises(ValueError, match=rf"(Block '{block.name}' has \d+ tensor|unpack)"):
+        change.encode([*x, *x])
+    if block.shapes[-1]:
+        wrong = [*x[:-1], x[-1].repeat_interleave(2, -1)]
+        with pytest.raises(
+            ValueError, match=f"Block '{block.name}': '{block.parameters[-1]}' has shape .*, got a tensor of"
+        ):
+            change.encode(wrong)
+
+
+def test_a_structure_names_the_block_it_does_not_fit():
+    for structure, block in CROSSED:
+        if not fits(structure, block):
+            with pytest.raises(ValueError, match=f"'{block.name}'"):
+                structure.check(block)
+
+
+def test_a_block_of_one_tensor_may_be_given_as_that_tensor():
+    (block,) = (each for each in cases.BLOCKS if each.name == "matrix")
+    for structure in cases.STRUCTURES:
+        if fits(structure, block):
+            _, change = build(structure, block)
+            (x,) = vectors_of(block.shapes)
+            assert torch.equal(change.encode(x)[0], change.encode([x])[0])
+
+
+def test_an_unknown_structure_is_refused_by_name():
+    _, change = build(egop.Full(), cases.BLOCKS[1])
+    description = change.describe() | {"structure": "Spiral"}
+    with pytest.raises(ValueError, match=r"Unknown structure 'Spiral'. This version of egop knows .*Full"):
+        rebuild(description, change.tensors)
+
+
+# --- Identity ---
+
+
+@pytest.mark.parametrize("block", cases.BLOCKS, ids=lambda block: block.name)
+def test_identity_gives_back_what_it_is_given(block):
+    spectrum, change = build(egop.Identity(), block)
+    x = vectors_of(block.shapes)
+    assert all(a is b for a, b in zip(change.encode(x), x, strict=True))
+    assert all(a is b for a, b in zip(change.decode(x), x, strict=True))
+    assert torch.equal(change.dense(), torch.eye(block.size).double())
+    assert spectrum is None
+    assert egop.Identity().cost(block) == (0, 0)
+    assert egop.Identity().samples(block) == 0
+
+
+# --- Full ---
+
+ROUTES = ["auto", "eigh", "svd"]
+
+
+def brute_force(block, gradients):
+    """P̂, one gradient at a time."""
+    P = np.zeros((block.size, block.size))
+    for i in range(len(gradients[0])):
+        g = np.concatenate([each[i].double().numpy().reshape(-1) for each in gradients])
+        P += np.outer(g, g)
+    return P / len(gradients[0])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("block", cases.BLOCKS, ids=lambda block: block.name)
+def test_full_is_the_eigenbasis_of_the_mean_outer_product(block, count, route):
+    gradients = gradients_of(block, count)
+    spectrum, change = build(egop.Full(route=route), block, gradients)
+    P, V = brute_force(block, gradients), change.dense().numpy()
+    np.testing.assert_allclose(V * spectrum.eigenvalues.numpy() @ V.T, P, rtol=0, atol=1e-12 * np.trace(P))
+    np.testing.assert_allclose(V.T @ V, np.eye(block.size), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        spectrum.eigenvalues, np.linalg.eigvalsh(P)[::-1].clip(0), rtol=0, atol=1e-12 * np.trace(P)
+    )
+    np.testing.assert_allclose(spectrum.density, np.abs(V).sum(0) ** 2 / block.size, rtol=1e-12)
+    assert spectrum.samples == count
+
+
+@pytest.mark.parametrize("count", [3, 12, 60])
+def test_the_routes_of_full_give_the_same_basis(count):
+    (block,) = (each for each in cases.BLOCKS if each.name == "matrix")
+    found = [build(egop.Full(route=route), block, gradients_of(block, count)) for route in ROUTES]
+    rank = min(count, block.size)
+    for spectrum, change in found[1:]:
+        torch.testing.assert_close(spectrum.eigenvalues, found[0][0].eigenvalues, rtol=1e-7, atol=1e-14)
+        leading, expected = change.dense()[:, :rank], found[0][1].dense()[:, :rank]
+        torch.testing.assert_close(leading, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_low_precision_are_summed_in_float64(route, dtype):
+    (block,) = (each for each in cases.BLOCKS if each.name == "matrix")
+    gradients = gradients_of(block, dtype=dtype)
+    spectrum, _ = build(egop.Full(route=route), block, gradients)
+    expected = np.linalg.eigvalsh(brute_force(block, gradients))[::-1]
+    np.testing.assert_allclose(spectrum.eigenvalues, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_that_are_all_zero_give_an_orthonormal_basis(route):
+    (block,) = (each for each in cases.BLOCKS if each.name == "matrix")
+    spectrum, change = build(egop.Full(route=route), block, unflatten(torch.zeros(5, block.size).double(), block))
+    assert spectrum.eigenvalues.tolist() == [0.0] * block.size
+    assert spectrum.stable_rank == 0
+    torch.testing.assert_close(change.dense().mT @ change.dense(), torch.eye(block.size).double())
+
+
+def test_a_single_precision_block_has_a_single_precision_basis():
+    block = egop.partition.Block.of("b", {"w": torch.zeros(3, 2)})
+    _, change = build(egop.Full(), block)
+    assert change.tensors["basis"].dtype == torch.float32
+    assert change.nbytes == 36 * 4
+    assert change.dense().dtype == torch.float64
+
+
+def held_bytes(holder):
+    """All tensors that an object holds, in whatever it consists of."""
+    if isinstance(holder, torch.Tensor):
+        return holder.untyped_storage().nbytes()
+    if isinstance(holder, dict):
+        return sum(map(held_bytes, holder.values()))
+    if isinstance(holder, (list, tuple)):
+        return sum(map(held_bytes, holder))
+    return held_bytes(vars(holder)) if type(holder).__module__.startswith("egop.") else 0
+
+
+@pytest.mark.parametrize("route", ["auto", "eigh"])
+def test_the_memory_of_full_does_not_grow_with_the_number_of_gradients(route):
+    block = cases.block("wide", w=(8, 8))
+    accumulator = egop.Full(route=route).accumulator(block)
+    held = []
+    for _ in range(20):
+        accumulator.add(gradients_of(block, 16))
+        held.append(held_bytes(accumulator))
+    assert held[0] > 0
+    assert max(held) <= 64 * 64 * 8
+    assert held[-1] == held[-2]
+
+
+def test_full_wants_as_many_samples_as_there_are_dimensions():
+    assert [egop.Full().samples(block) for block in cases.BLOCKS] == [block.size for block in cases.BLOCKS]
+
+
+def test_an_unknown_route_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid route value: 'qr'. Must be 'auto', 'eigh' or 'svd'"):
+        egop.Full(route="qr")
+
+
+def test_a_basis_of_another_size_is_refused():
+    block = cases.BLOCKS[1]
+    with pytest.raises(ValueError, match=r"Block 'vector' .*needs a basis of shape \(5, 5\), got \(4, 4\)"):
+        egop.structures.full.FullChange(block, {"basis": torch.eye(4)})
+
+
+def test_flatten_and_unflatten_are_inverse():
+    for block in cases.BLOCKS:
+        x = vectors_of(block.shapes, 2)
+        torch.testing.assert_close(unflatten(flatten(x, block), block), x, rtol=0, atol=0)
+        torch.testing.assert_close(flatten(x, block), flat(x, block.shapes), rtol=0, atol=0)

@@ -1,0 +1,342 @@
+"""rho: where parameter points are drawn."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+
+SHAPES = {"a": (3,), "b": (2, 2)}
+DIMENSION = 7
+DRAWS = 4000
+
+
+def function_objective(dtype=torch.float64):
+    tensors = {name: torch.full(shape, 0.5, dtype=dtype) for name, shape in SHAPES.items()}
+    return egop.Objective.from_function(lambda a, b: a.sum() + b.sum(), tensors)
+
+
+def draw(rho, objective, count=DRAWS, seed=0):
+    """The drawn points as rows."""
+    generator = torch.Generator().manual_seed(seed)
+    points = [rho.draw(objective, generator) for _ in range(count)]
+    return torch.stack([torch.cat([value.flatten() for value in point.values()]) for point in points])
+
+
+CENTER = {"a": torch.tensor([1.0, -2.0, 3.0]), "b": torch.tensor([[4.0, -5.0], [6.0, 7.0]])}
+CENTER_ROW = torch.cat([value.flatten() for value in CENTER.values()]).double()
+
+
+# --- Gaussian ---
+
+
+def test_gaussian_entries_are_independent_normal_around_the_center():
+    rows = (draw(egop.Gaussian(scale=2.0, center=CENTER), function_objective()) - CENTER_ROW) / 2
+    bound = 5 / DRAWS**0.5  # five standard errors
+    torch.testing.assert_close(rows.mean(0), torch.zeros(DIMENSION, dtype=torch.float64), rtol=0, atol=bound)
+    covariance = rows.mT @ rows / DRAWS
+    torch.testing.assert_close(covariance, torch.eye(DIMENSION, dtype=torch.float64), rtol=0, atol=2**0.5 * bound)
+    assert rows.pow(4).mean().item() == pytest.approx(3, abs=5 * (96 / DRAWS / DIMENSION) ** 0.5)
+
+
+def test_gaussian_is_standard_normal_at_the_origin_by_default():
+    rows = draw(egop.Gaussian(), function_objective())
+    assert rows.mean().abs().item() < 5 / (DRAWS * DIMENSION) ** 0.5
+    assert rows.square().mean().item() == pytest.approx(1, abs=5 * (2 / DRAWS / DIMENSION) ** 0.5)
+
+
+# --- Ball ---
+
+
+def test_a_ball_is_uniform_and_isotropic_inside_its_radius():
+    radius = 3.0
+    rows = draw(egop.Ball(radius, center=CENTER), function_objective()) - CENTER_ROW
+    lengths = rows.norm(dim=1)
+    assert lengths.max().item() <= radius
+    # the volume inside r is (r/R)^d, so these are uniform: Kolmogorov-Smirnov at the 0.1 % level
+    volumes = (lengths / radius).pow(DIMENSION).sort().values
+    steps = (torch.arange(DRAWS, dtype=torch.float64) + 0.5) / DRAWS
+    assert (volumes - steps).abs().max().item() < 1.95 / DRAWS**0.5
+    # E r² = R² d/(d+2), spread evenly over all directions
+    assert lengths.square().mean().item() == pytest.approx(radius**2 * DIMENSION / (DIMENSION + 2), rel=0.02)
+    second_moment = rows.mT @ rows / DRAWS
+    expected = radius**2 / (DIMENSION + 2) * torch.eye(DIMENSION, dtype=torch.float64)
+    torch.testing.assert_close(second_moment, expected, rtol=0, atol=5 * radius**2 / (DIMENSION + 2) / DRAWS**0.5 * 2)
+    torch.testing.assert_close(rows.mean(0), torch.zeros(DIMENSION, dtype=torch.float64), rtol=0, atol=5 / DRAWS**0.5)
+
+
+# --- Recentered ---
+
+
+def test_recentered_without_scale_is_exactly_the_current_point():
+    objective = cases.MLP.objective()
+    drawn = egop.Recentered().draw(objective, torch.Generator())
+    assert list(drawn) == list(objective.parameters)
+    for name, value in drawn.items():
+        assert torch.equal(value, objective.parameters[name])
+        assert value.data_ptr() != objective.parameters[name].data_ptr()
+
+
+def test_recentered_goes_where_training_goes():
+    objective = function_objective()
+    for value in (0.5, 20.0):
+        for tensor in objective.parameters.values():
+            tensor.fill_(value)
+        rows = draw(egop.Recentered(scale=0.1), objective, 1000)
+        noise = (rows - value) / 0.1
+        assert noise.mean().abs().item() < 5 / (1000 * DIMENSION) ** 0.5
+        assert noise.square().mean().item() == pytest.approx(1, abs=5 * (2 / 1000 / DIMENSION) ** 0.5)
+
+
+class Recorder(egop.Distribution):
+    """Another distribution, whose draws it keeps."""
+
+    def __init__(self, rho):
+        self.rho, self.points = rho, []
+
+    def check(self, objective):
+        self.rho.check(objective)
+
+    def draw(self, objective, generator):
+        self.points.append(self.rho.draw(objective, generator))
+        return self.points[-1]
+
+
+@pytest.mark.parametrize("method", ["loop", "vmap"])
+def test_recentered_stays_at_the_current_point_while_sampling_writes_other_values(method):
+    objective = cases.MLP.objective()
+    start = cases.parameters_of(objective.module)
+    near, exact = Recorder(egop.Recentered(scale=1e-3)), Recorder(egop.Recentered())
+    cases.sample(objective, near, 30, method=method, chunk_bytes=1)
+    cases.sample(objective, exact, 5, method=method, chunk_bytes=1)
+    # noise of scale 1e-3 each, not a random walk away from the start
+    assert max((point[n] - start[n]).abs().max().item() for point in near.points for n in start) < 6e-3
+    assert all(torch.equal(point[name], start[name]) for point in exact.points for name in start)
+
+
+# --- Initialization ---
+
+
+class Raw(nn.Module):
+    """A parameter without an initialiser of its own beside a layer with one."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), 7.0))
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(5, 4),
+    "convolution": lambda: nn.Conv2d(2, 3, 3),
+    "embedding": lambda: nn.Embedding(6, 3),
+    "recurrent": lambda: nn.GRU(3, 4),
+    "batch norm": lambda: nn.BatchNorm1d(3),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "attention": lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True),
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, dim_feedforward=6),
+    "transformer": lambda: nn.Transformer(4, 2, 1, 1, dim_feedforward=6, batch_first=True),
+    "network": cases.convolutional,
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_initialization_is_the_distribution_the_module_is_built_with(layer):
+    count = 200
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        built = [dict(LAYERS[layer]().named_parameters()) for _ in range(count)]
+        model = LAYERS[layer]()
+    objective = egop.Objective(model, lambda model, batch: 0, [])
+    generator = torch.Generator().manual_seed(2)
+    drawn = [egop.Initialization().draw(objective, generator) for _ in range(count)]
+    assert list(drawn[0]) == list(built[0])
+    for name in built[0]:
+        expected = torch.stack([each[name].detach() for each in built]).double()
+        found = torch.stack([each[name] for each in drawn]).double()
+        spread = expected.std().item()
+        if spread == 0:  # zeros and ones
+            assert torch.equal(found, expected), name
+            continue
+        assert found.std(0).min() > 0.5 * spread, name  # every entry is drawn again every time
+        assert found.mean().item() == pytest.approx(expected.mean().item(), abs=6 * spread / found.numel() ** 0.5), name
+        assert found.std().item() == pytest.approx(spread, rel=6 / found.numel() ** 0.5), name
+        if found.abs().max() < 2 * spread:  # uniform: the same bounds
+            assert found.abs().max().item() == pytest.approx(expected.abs().max().item(), rel=0.05), name
+
+
+def test_attention_has_an_initialiser_by_one_of_the_names_looked_for(caplog):
+    # torch keeps it private: should it be renamed, the attention weights would silently stay where they are
+    attention = nn.MultiheadAttention(4, 2)
+    assert callable(getattr(attention, "reset_parameters", None) or getattr(attention, "_reset_parameters", None))
+    assert callable(getattr(nn.Transformer, "_reset_parameters", None))
+    egop.Initialization().check(egop.Objective(attention, lambda model, batch: 0, []))
+    assert caplog.messages == []
+
+
+def test_an_init_function_draws_instead_of_the_module():
+    def init(model):
+        for parameter in model.parameters():
+            nn.init.uniform_(parameter, 5.0, 6.0)
+
+    objective = cases.MLP.objective()
+    rho = egop.Initialization(init_fn=init)
+    rho.check(objective)
+    rows = draw(rho, objective, 50)
+    assert rows.min() >= 5
+    assert rows.max() <= 6
+    assert (rows.std(0) > 0.15).all()
+
+
+def test_an_init_function_may_use_any_global_random_numbers_and_draws_repeat():
+    def init(model):
+        with torch.no_grad():
+            model.weight.fill_(np.random.rand() + random.random())  # noqa: NPY002
+
+    objective = egop.Objective(nn.Linear(1, 1), lambda model, batch: 0, [])
+    rho = egop.Initialization(init_fn=init)
+    assert torch.equal(draw(rho, objective, 3, seed=1), draw(rho, objective, 3, seed=1))
+    assert not torch.equal(draw(rho, objective, 3, seed=1), draw(rho, objective, 3, seed=2))
+
+
+def test_a_parameter_without_initialiser_stays_where_training_stands_and_one_line_says_so(caplog):
+    objective = egop.Objective(Raw(), lambda model, batch: model(batch).square().sum(), [torch.ones(4, 3)])
+    rho = Recorder(egop.Initialization())
+    with caplog.at_level(logging.DEBUG, logger="egop"):
+        cases.estimate(objective, rho=rho)
+    (line,) = caplog.messages
+    assert "leaves 'scale' where" in line
+    assert "init_fn" in line
+    assert "layer" not in line
+    assert all(point["scale"].tolist() == [7.0, 7.0] for point in rho.points)
+    assert len({point["layer.weight"][0, 0].item() for point in rho.points}) == len(rho.points)
+
+
+def test_a_tied_parameter_counts_as_drawn_whichever_of_its_modules_draws_it(caplog):
+    model = Raw()
+    model.scale = nn.Parameter(torch.ones(2, 3))
+    model.layer.weight = model.scale
+    objective = egop.Objective(model, lambda model, batch: 0, [])
+    egop.Initialization().check(objective)
+    assert caplog.messages == []
+    assert draw(egop.Initialization(), objective, 20).std(0).min() > 0
+
+
+def test_a_model_without_any_initialiser_is_refused_with_the_remedies():
+    model = nn.ParameterList([torch.zeros(2)])
+    objective = egop.Objective(model, lambda model, batch: 0, [])
+    with pytest.raises(ValueError, match=r"No submodule of ParameterList has a reset_parameters.*init_fn=.*Gaussian"):
+        egop.Initialization().check(objective)
+
+
+def test_initialization_needs_a_module():
+    with pytest.raises(
+        TypeError, match=r"needs a module.*made from a function. Use rho=egop.Gaussian\(scale\) or egop.Ball"
+    ):
+        cases.estimate(function_objective(), rho=egop.Initialization())
+    with pytest.raises(TypeError, match="needs a module"):
+        cases.estimate(function_objective())  # the default
+
+
+# --- all of them ---
+
+DISTRIBUTIONS = [
+    egop.Gaussian(),
+    egop.Ball(2.0),
+    egop.Initialization(),
+    egop.Initialization(init_fn=lambda model: nn.init.normal_(model[0].weight)),
+    egop.Recentered(),
+    egop.Recentered(0.1),
+]
+
+
+@pytest.mark.parametrize("rho", DISTRIBUTIONS)
+def test_a_draw_leaves_the_model_and_the_global_random_state_as_they_were(rho):
+    model = cases.convolutional()  # BatchNorm's reset_parameters also resets its running statistics
+    model(torch.randn(4, 2, 5, 5)).sum().backward()
+    model[1].eval()
+    objective = egop.Objective(model, cases.cross_entropy, [])
+    before = cases.state_of(model)
+    drawn = rho.draw(objective, torch.Generator().manual_seed(0))
+    assert cases.state_of(model) == before
+    assert {name: value.shape for name, value in drawn.items()} == {n: p.shape for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rho", [rho for rho in DISTRIBUTIONS if rho != egop.Recentered()])
+def test_the_same_seed_draws_the_same_point_and_another_seed_another(rho):
+    objective = cases.MLP.objective()
+    one, again, other = (draw(rho, objective, 2, seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one[0], one[1])
+
+
+@pytest.mark.parametrize("rho", DISTRIBUTIONS)
+@pytest.mark.parametrize("method", ["loop", "vmap"])
+def test_frozen_parameters_are_not_drawn_and_keep_their_values_during_sampling(rho, method):
+    model = cases.MLP.build()
+    model[2].requires_grad_(False)
+    frozen = model[2].weight.detach().clone()
+    seen = []
+
+    def loss(model, batch):
+        seen.append(torch.equal(model[2].weight, frozen))
+        return cases.cross_entropy(model, batch)
+
+    objective = egop.Objective(model, loss, cases.MLP.batches())
+    gradients = cases.sample(objective, rho, 6, method=method, chunk_bytes=3 * 6 * 8 * 100)
+    assert list(gradients) == ["0.weight", "0.bias"]
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.parametrize("rho", [egop.Gaussian(), egop.Ball(3.0), egop.Recentered(1.0)])
+def test_points_have_the_precision_of_the_parameters(rho):
+    drawn = rho.draw(function_objective(torch.bfloat16), torch.Generator().manual_seed(0))
+    assert {value.dtype for value in drawn.values()} == {torch.bfloat16}
+
+
+def test_the_noise_of_half_precision_is_drawn_in_single():
+    wide = egop.Objective.from_function(lambda a: a.sum(), {"a": torch.zeros(1000, dtype=torch.bfloat16)})
+    narrow = egop.Objective.from_function(lambda a: a.sum(), {"a": torch.zeros(1000, dtype=torch.float32)})
+    expected = draw(egop.Gaussian(), narrow, 1).bfloat16()
+    assert torch.equal(draw(egop.Gaussian(), wide, 1), expected)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: egop.Gaussian(scale=0), "Invalid scale value: 0. Must be a positive number"),
+        (lambda: egop.Gaussian(scale=-1.0), "Invalid scale value: -1.0"),
+        (lambda: egop.Gaussian(scale=float("nan")), "Invalid scale value: nan"),
+        (lambda: egop.Gaussian(scale=float("inf")), "Invalid scale value: inf"),
+        (lambda: egop.Ball(0.0), "Invalid radius value: 0.0. Must be a positive number"),
+        (lambda: egop.Ball(float("inf")), "Invalid radius value: inf"),
+        (lambda: egop.Recentered(-0.1), "Invalid scale value: -0.1. Must be zero or a positive number"),
+    ],
+)
+def test_a_size_out_of_range_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("make", [egop.Gaussian, lambda **options: egop.Ball(1.0, **options)])
+def test_a_center_must_fit_the_parameters(make):
+    objective = function_objective()
+    with pytest.raises(ValueError, match=r"no value for the parameters \['b'\]; it has \['a', 'c'\]"):
+        cases.sample(objective, make(center={"a": torch.zeros(3), "c": torch.zeros(3)}), 1)
+    with pytest.raises(ValueError, match=r"center of 'a' has shape \(4,\), the parameter \(3,\)"):
+        cases.sample(objective, make(center={"a": torch.zeros(4), "b": torch.zeros(2, 2)}), 1)

@@ -1,0 +1,299 @@
+"""The straight line from an objective to a basis."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cases
+import egop
+
+# --- least squares, where the EGOP matrix is known ---
+
+
+def least_squares(rows=8, columns=5):
+    generator = torch.Generator().manual_seed(4)
+    A = torch.randn(rows, columns, generator=generator, dtype=torch.float64) / rows**0.5
+    y = torch.randn(rows, generator=generator, dtype=torch.float64)
+    objective = egop.Objective.from_function(
+        lambda theta: (A @ theta - y).square().sum() / 2, {"theta": torch.full((columns,), 9.0, dtype=torch.float64)}
+    )
+    # the gradient is AᵀAθ − Aᵀy, and E θθᵀ = I
+    return objective, (A.mT @ A) @ (A.mT @ A) + torch.outer(A.mT @ y, A.mT @ y)
+
+
+def matrix_of(basis, block):
+    """P̂ back from its eigenvectors and eigenvalues."""
+    V = basis[block].dense()
+    return V * basis.spectrum[block].eigenvalues @ V.mT
+
+
+def relative_error(found, expected):
+    return (torch.linalg.matrix_norm(found - expected) / torch.linalg.matrix_norm(expected)).item()
+
+
+def estimated(objective, samples, seed, **options):
+    generator = torch.Generator().manual_seed(seed)
+    return cases.estimate(objective, rho=egop.Gaussian(), samples=samples, generator=generator, **options)
+
+
+@pytest.mark.parametrize("structure", [egop.Full(route="eigh"), egop.Full(route="svd")], ids=str)
+def test_on_least_squares_the_estimate_converges_to_the_closed_form_at_the_monte_carlo_rate(structure):
+    objective, P = least_squares()
+    numbers = np.array([64, 256, 1024, 4096])
+
+    def error(samples, seed):
+        return relative_error(matrix_of(estimated(objective, samples, seed, structure=structure), "theta"), P)
+
+    errors = [np.mean([error(int(samples), seed) for seed in range(6)]) for samples in numbers]
+    slope = np.polyfit(np.log(numbers), np.log(errors), 1)[0]
+    assert -0.6 < slope < -0.4
+    assert errors[-1] < 0.05
+
+
+def test_a_center_moves_the_closed_form():
+    objective, P = least_squares()
+    center = {"theta": torch.tensor([1.0, 0, -2, 0, 3]).double()}
+    theta = center["theta"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(objective.loss({"theta": theta}, None), theta)
+    # E ∇∇ᵀ = AᵀA Cov(θ) AᵀA + ∇f(c)∇f(c)ᵀ, whose first term is what the origin has beside (Aᵀy)(Aᵀy)ᵀ
+    zero = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    (at_zero,) = torch.autograd.grad(objective.loss({"theta": zero}, None), zero)
+    expected = P - torch.outer(at_zero, at_zero) + torch.outer(gradient, gradient)
+    basis = cases.estimate(objective, rho=egop.Gaussian(center=center), samples=4000)
+    assert relative_error(matrix_of(basis, "theta"), expected) < 0.05
+
+
+# --- the estimate is the mean outer product of the sampled gradients ---
+
+
+@pytest.mark.parametrize("partition", cases.PARTITIONS, ids=str)
+@pytest.mark.parametrize("case", cases.MODELS, ids=str)
+def test_each_block_has_the_eigenbasis_of_its_mean_gradient_outer_product(case, partition):
+    basis = cases.estimate(case.objective(), rho=egop.Gaussian(), partition=partition, samples=30)
+    gradients = cases.sample(case.objective(), egop.Gaussian(), 30, method="loop")
+    for name, change in basis.items():
+        P = torch.zeros(change.block.size, change.block.size, dtype=torch.float64)
+        for i in range(30):
+            g = torch.cat([gradients[each][i].flatten() for each in change.block.parameters])
+            P += torch.outer(g, g) / 30
+        torch.testing.assert_close(matrix_of(basis, name), P, rtol=0, atol=1e-10 * P.trace().item())
+        expected = torch.linalg.eigvalsh(P).flip(0).clamp_min(0)
+        torch.testing.assert_close(basis.spectrum[name].eigenvalues, expected, rtol=0, atol=1e-10 * P.trace().item())
+
+
+@pytest.mark.parametrize("samples", [10, 200])
+def test_both_routes_to_the_basis_span_the_same_spaces(samples):
+    by_eigen, by_svd = (
+        cases.estimate(cases.MLP.objective(), structure=egop.Full(route=route), samples=samples)
+        for route in ("eigh", "svd")
+    )
+    for name in by_eigen:
+        values, others = by_eigen.spectrum[name].eigenvalues, by_svd.spectrum[name].eigenvalues
+        torch.testing.assert_close(values, others, rtol=1e-6, atol=1e-12 * values[0].item())
+        V, W = by_eigen[name].dense(), by_svd[name].dense()
+        for k in range(1, len(values)):
+            if values[k - 1] - values[k] > 1e-4 * values[0]:  # a gap: the first k span a space of their own
+                torch.testing.assert_close(V[:, :k] @ V[:, :k].mT, W[:, :k] @ W[:, :k].mT, rtol=0, atol=1e-7)
+
+
+def test_loop_and_vmap_give_the_same_basis():
+    looped, vmapped = (cases.estimate(cases.MLP.objective(), sampling=method) for method in ("loop", "vmap"))
+    for name in looped:
+        torch.testing.assert_close(matrix_of(vmapped, name), matrix_of(looped, name), rtol=0, atol=1e-12)
+
+
+def test_the_same_generator_gives_the_same_basis_and_seed_zero_is_the_default():
+    default, zero, one = (
+        cases.estimate(cases.MLP.objective(), **options)
+        for options in (
+            {},
+            {"generator": torch.Generator().manual_seed(0)},
+            {"generator": torch.Generator().manual_seed(1)},
+        )
+    )
+    torch.testing.assert_close(default["0.weight"].dense(), zero["0.weight"].dense(), rtol=0, atol=1e-10)
+    assert (default["0.weight"].dense() - one["0.weight"].dense()).abs().max() > 0.1
+
+
+def test_the_network_initialisation_is_the_default_rho():
+    drawn = []
+
+    class Watched(nn.Linear):
+        def reset_parameters(self):
+            drawn.append(self)
+            super().reset_parameters()
+
+    model = Watched(6, 3).double()
+    drawn.clear()
+    cases.estimate(egop.Objective(model, cases.cross_entropy, cases.MLP.batches()), samples=5)
+    assert len(drawn) == 5
+
+
+def test_by_default_there_are_as_many_samples_as_the_largest_block_has_entries():
+    basis = egop.estimate(cases.MLP.objective(), structure=egop.Full(), progress=False)
+    assert {name: spectrum.samples for name, spectrum in basis.spectrum.items()} == {"0.weight": 30, "2.weight": 30}
+
+
+def test_the_precision_of_the_model_is_the_precision_of_the_basis():
+    model = cases.mlp()
+    batches = [(x.float(), y) for x, y in cases.MLP.batches()]
+    basis = cases.estimate(egop.Objective(model, cases.cross_entropy, batches))
+    assert basis["0.weight"].tensors["basis"].dtype == torch.float32
+    assert basis.spectrum["0.weight"].eigenvalues.dtype == torch.float64
+    # the basis is computed in float64 and rounded, not computed in float32
+    V = basis["0.weight"].dense()
+    torch.testing.assert_close(V.mT @ V, torch.eye(30).double(), rtol=0, atol=5e-7)
+
+
+def test_a_reshuffling_data_loader_and_many_passes_are_fine():
+    data = TensorDataset(*(torch.cat(each) for each in zip(*cases.MLP.batches(), strict=True)))
+    loader = DataLoader(data, batch_size=24, shuffle=True)
+    bases = [cases.estimate(egop.Objective(cases.MLP.build(), cases.cross_entropy, loader)) for _ in range(2)]
+    torch.testing.assert_close(bases[0]["0.weight"].dense(), bases[1]["0.weight"].dense(), rtol=0, atol=1e-8)
+
+
+# --- structures by block ---
+
+
+def test_structures_are_chosen_by_the_first_pattern_that_matches_and_others_are_left():
+    basis = cases.estimate(cases.DEEP.objective(), structure={"0.*": egop.Identity(), "[02].*": egop.Full()})
+    assert {name: change.kind for name, change in basis.items()} == {"0.weight": "Identity", "2.weight": "Full"}
+    assert list(basis.left) == ["4.weight", "6.weight"]
+    assert "no pattern names it" in str(basis)
+
+
+def test_identity_alone_needs_no_gradients():
+    calls = []
+    objective = egop.Objective(cases.mlp(), lambda model, batch: calls.append(batch), [1])
+    basis = egop.estimate(objective, structure=egop.Identity(), progress=False)
+    assert list(basis) == ["0.weight", "2.weight"]
+    assert calls == []
+
+
+def test_auto_builds_dense_bases_for_a_small_network_within_the_memory():
+    basis = cases.estimate(cases.DEEP.objective(), structure="auto")
+    assert basis["0.weight"].kind == "Full"
+    # three blocks of 16 x 16 in float64 take 2 KiB each
+    lean = cases.estimate(cases.DEEP.objective(), structure="auto", memory="5KiB")
+    assert 0 < sum(change.nbytes for change in lean.values()) <= 5 * 1024
+
+
+# --- what is said and what is left behind ---
+
+
+def test_progress_is_shown_by_default_and_can_be_turned_off(capsys):
+    egop.estimate(cases.MLP.objective(), structure=egop.Full(), samples=12)
+    assert "12/12" in capsys.readouterr().err
+    egop.estimate(cases.MLP.objective(), structure=egop.Full(), samples=12, progress=False)
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
+
+
+def test_a_fall_back_is_one_line_in_the_log(caplog):
+    with caplog.at_level(logging.DEBUG, logger="egop"):
+        cases.estimate(cases.MODELS[2].objective())
+    assert len(caplog.messages) == 1
+    assert "one at a time" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("case", cases.MODELS, ids=str)
+@pytest.mark.parametrize(
+    "rho", [None, egop.Gaussian(), egop.Ball(1.0), egop.Recentered(), egop.Recentered(0.1)], ids=str
+)
+def test_the_model_is_left_exactly_as_it_was(case, rho):
+    model = case.build()
+    cases.cross_entropy(model, case.batches()[0]).backward()
+    before = cases.state_of(model)
+    cases.estimate(case.objective(model), rho=rho, samples=5)
+    assert cases.state_of(model) == before
+
+
+def test_the_model_is_left_as_it_was_when_a_decomposition_fails(monkeypatch):
+    model = cases.MLP.build()
+    before = cases.state_of(model)
+
+    def fail(*arguments, **options):
+        raise torch.linalg.LinAlgError("no")
+
+    monkeypatch.setattr(torch.linalg, "svd", fail)
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    with pytest.raises(torch.linalg.LinAlgError):
+        cases.estimate(cases.MLP.objective(model))
+    assert cases.state_of(model) == before
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"rho": "normal"}, TypeError, r"rho must be a distribution such as egop.Gaussian\(\), got 'normal'"),
+        ({"rho": egop.Gaussian}, TypeError, r"rho must be a distribution such as egop.Gaussian\(\), got <class"),
+        ({"partition": "rows"}, ValueError, "Invalid partition value: 'rows'. Must be 'global', 'layer', 'parameter'"),
+        ({"partition": {"a": "9.*"}}, ValueError, r"Pattern '9.\*' matches no parameter. There are: 0.weight"),
+        ({"partition": {"a": "*", "b": "0.*"}}, ValueError, "'0.weight' is in two blocks, 'a' and 'b'"),
+        ({"structure": "full"}, TypeError, "Invalid structure value: 'full'. Must be 'auto', a structure such as"),
+        ({"structure": egop.Full}, TypeError, "Invalid structure value: <class"),
+        ({"structure": None}, TypeError, "Invalid structure value: None"),
+        ({"structure": {"9.*": egop.Full()}}, ValueError, r"Pattern '9.\*' matches no block. There are: 0.weight,"),
+        ({"structure": {"0.*": "full"}}, TypeError, r"structure such as egop.Full\(\), got 'full'"),
+        ({"samples": 0}, ValueError, "Invalid samples value: 0. Must be a whole number of at least 1"),
+        ({"samples": -3}, ValueError, "Invalid samples value: -3"),
+        ({"samples": 1.5}, ValueError, "Invalid samples value: 1.5"),
+        ({"samples": "all"}, ValueError, "Invalid samples value: 'all'"),
+        ({"memory": "plenty"}, ValueError, "Invalid memory value: 'plenty'. Must be .*such as '2GiB'"),
+        ({"memory": -1}, ValueError, "Invalid memory value: -1"),
+        ({"memory": "1KiB"}, MemoryError, r"'0.weight' needs a 30 x 30 basis \(7.0 KiB\), more than .*1.0 KiB.*"),
+        ({"memory": "8KiB"}, MemoryError, r"Block '.\.weight' needs a .* basis"),  # each fits, both together do not
+        ({"sampling": "fast"}, ValueError, "Invalid sampling method: 'fast'. Must be 'auto', 'loop' or 'vmap'"),
+        ({"generator": 0}, TypeError, r"must be a torch.Generator, got 0. Use torch.Generator\(\).manual_seed"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_be_is_refused_and_the_model_stays(options, error, message):
+    objective = cases.MLP.objective()
+    before = cases.state_of(objective.module)
+    with pytest.raises(error, match=message):
+        cases.estimate(objective, **options)
+    assert cases.state_of(objective.module) == before
+
+
+def test_what_is_not_an_objective_is_refused_with_the_call_to_make():
+    with pytest.raises(
+        TypeError, match=r"must be an egop.Objective, got Sequential. Use egop.Objective\(model, loss_fn, b"
+    ):
+        egop.estimate(cases.mlp())
+
+
+@pytest.mark.parametrize("batches", [[], DataLoader([])], ids=["list", "loader"])
+def test_an_empty_loader_is_refused_and_the_model_stays(batches):
+    model = cases.MLP.build()
+    before = cases.state_of(model)
+    with pytest.raises(ValueError, match="batches are empty: the objective needs at least one batch"):
+        cases.estimate(egop.Objective(model, cases.cross_entropy, batches))
+    assert cases.state_of(model) == before
+
+
+def test_a_generator_of_batches_that_runs_out_is_refused_and_the_model_stays():
+    model = cases.MLP.build()
+    before = cases.state_of(model)
+    objective = egop.Objective(model, cases.cross_entropy, (batch for batch in cases.MLP.batches()))
+    with pytest.raises(ValueError, match=r"used up after one pass. Give a list or a DataLoader"):
+        cases.estimate(objective)
+    assert cases.state_of(model) == before
+
+
+def test_points_too_far_out_are_named_and_the_model_stays():
+    objective = egop.Objective(cases.MLP.build(), lambda model, batch: model(batch[0]).exp().sum(), cases.MLP.batches())
+    before = cases.state_of(objective.module)
+    with pytest.raises(
+        FloatingPointError, match=r"The (loss|gradient of '.*') is not finite at draw \d+. .*smaller scale"
+    ):
+        cases.estimate(objective, rho=egop.Gaussian(scale=1e4))
+    assert cases.state_of(objective.module) == before

@@ -1,0 +1,211 @@
+"""Decompositions in float64 that survive bad input, with fixed signs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from egop import linalg
+
+few = settings(deadline=None, max_examples=30, derandomize=True)
+
+
+def rows_of(count, dimension, seed=0, dtype=torch.float64):
+    """Gradients whose outer products have well separated eigenvalues."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, dimension, generator=generator, dtype=torch.float64)
+    return (rows * 2.0 ** -torch.arange(dimension)).to(dtype)
+
+
+def outer(rows):
+    return rows.double().mT @ rows.double() / len(rows)
+
+
+def assert_is_eigenbasis(values, vectors, matrix):
+    scale = max(matrix.abs().max().item(), 1e-300)
+    assert values.dtype == vectors.dtype == torch.float64
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(len(matrix)).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(vectors * values @ vectors.mT / scale, matrix.double() / scale, rtol=0, atol=1e-12)
+    assert (values >= 0).all()
+    assert (values.diff() <= 0).all()
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    assert (largest > 0).all()
+
+
+# --- of a matrix ---
+
+
+@few
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 100), st.sampled_from([1e-12, 1.0, 1e12]))
+def test_the_eigenbasis_diagonalises_the_matrix(dimension, count, seed, scale):
+    matrix = scale * outer(rows_of(count, dimension, seed))
+    values, vectors = linalg.eigenbasis(matrix)
+    assert_is_eigenbasis(values, vectors, matrix)
+    expected = np.linalg.eigvalsh(matrix.numpy())[::-1].clip(0)
+    np.testing.assert_allclose(values.numpy(), expected, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_decomposed_in_float64(dtype):
+    matrix = outer(rows_of(10, 4)).to(dtype)
+    assert_is_eigenbasis(*linalg.eigenbasis(matrix), matrix)
+
+
+def test_the_zero_matrix_has_a_basis_with_eigenvalues_zero():
+    values, vectors = linalg.eigenbasis(torch.zeros(4, 4))
+    assert values.tolist() == [0.0] * 4
+    assert linalg.orthonormality_error(vectors) == 0
+
+
+def test_rounding_that_breaks_symmetry_or_positivity_does_no_harm():
+    matrix = outer(rows_of(2, 5))
+    matrix[0, 1] += 1e-15
+    values, vectors = linalg.eigenbasis(matrix - 1e-15 * torch.eye(5))
+    assert (values >= 0).all()
+    assert linalg.orthonormality_error(vectors) < 1e-12
+
+
+def failing(times, function):
+    """A solver that does not converge the first few times."""
+    calls = itertools.count(1)
+
+    def solver(*arguments, **options):
+        if next(calls) <= times:
+            raise torch.linalg.LinAlgError("did not converge")
+        return function(*arguments, **options)
+
+    return solver
+
+
+@pytest.mark.parametrize("times", [1, 2, 100], ids=["once", "twice", "always"])
+def test_a_solver_that_does_not_converge_changes_nothing(monkeypatch, times):
+    matrix = outer(rows_of(20, 6))
+    expected = linalg.eigenbasis(matrix)
+    monkeypatch.setattr(torch.linalg, "eigh", failing(times, torch.linalg.eigh))
+    found = linalg.eigenbasis(matrix)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert_is_eigenbasis(*found, matrix)
+
+
+def test_a_solver_that_never_converges_is_no_trouble_for_the_zero_matrix(monkeypatch):
+    monkeypatch.setattr(torch.linalg, "eigh", failing(100, torch.linalg.eigh))
+    values, vectors = linalg.eigenbasis(torch.zeros(3, 3))
+    assert values.tolist() == [0.0] * 3
+    assert linalg.orthonormality_error(vectors) < 1e-12
+
+
+def test_a_solver_that_gives_nonsense_is_noticed(monkeypatch):
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: (matrix.diagonal(), 2 * torch.eye(len(matrix)).double()))
+    with pytest.raises(torch.linalg.LinAlgError, match=r"not orthonormal \(error 3.0e\+00\).*likely causes"):
+        linalg.eigenbasis(torch.eye(3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("decompose", [linalg.eigenbasis, linalg.eigenbasis_of_rows])
+def test_entries_that_are_not_finite_are_refused(decompose, value):
+    matrix = torch.eye(3)
+    matrix[1, 1] = value
+    with pytest.raises(torch.linalg.LinAlgError, match="entries that are not finite"):
+        decompose(matrix)
+
+
+# --- of rows ---
+
+
+@few
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 100))
+def test_the_eigenbasis_of_rows_is_that_of_their_mean_outer_product(dimension, count, seed):
+    rows = rows_of(count, dimension, seed)
+    values, vectors = linalg.eigenbasis_of_rows(rows)
+    assert_is_eigenbasis(values, vectors, outer(rows))
+    assert values[count:].tolist() == [0.0] * max(0, dimension - count)
+
+
+@pytest.mark.parametrize("count", [2, 5, 30])
+def test_both_routes_span_the_same_spaces(count):
+    rows = rows_of(count, 5)
+    by_rows, by_matrix = linalg.eigenbasis_of_rows(rows), linalg.eigenbasis(outer(rows))
+    torch.testing.assert_close(by_rows[0], by_matrix[0], rtol=1e-8, atol=1e-15)
+    rank = min(count, 5)
+    torch.testing.assert_close(by_rows[1][:, :rank], by_matrix[1][:, :rank], rtol=0, atol=1e-6)
+    empty = [vectors[:, rank:] @ vectors[:, rank:].mT for _, vectors in (by_rows, by_matrix)]
+    torch.testing.assert_close(*empty, rtol=0, atol=1e-6)
+
+
+def test_small_singular_values_survive_that_squaring_would_lose():
+    rows = torch.diag(torch.tensor([1.0, 1e-6, 1e-12], dtype=torch.float64))
+    rotation = torch.linalg.qr(rows_of(3, 3, seed=5))[0]
+    values, vectors = linalg.eigenbasis_of_rows(rows @ rotation)
+    np.testing.assert_allclose(values.numpy(), [1 / 3, 1e-12 / 3, 1e-24 / 3], rtol=1e-3)
+    torch.testing.assert_close((vectors.mT @ rotation.mT).abs(), torch.eye(3).double(), rtol=0, atol=1e-3)
+
+
+def test_rows_whose_decomposition_fails_are_decomposed_through_their_outer_product(monkeypatch):
+    rows = rows_of(4, 6)
+    expected = linalg.eigenbasis_of_rows(rows)
+    monkeypatch.setattr(torch.linalg, "svd", failing(100, torch.linalg.svd))
+    values, vectors = linalg.eigenbasis_of_rows(rows)
+    torch.testing.assert_close(values, expected[0], rtol=1e-8, atol=1e-14)
+    torch.testing.assert_close(vectors[:, :4], expected[1][:, :4], rtol=0, atol=1e-6)
+
+
+def test_many_rows_do_not_need_memory_for_their_number_squared(monkeypatch):
+    sizes = []
+    real = torch.linalg.svd
+
+    def watched(matrix, **options):
+        result = real(matrix, **options)
+        sizes.append(max(each.numel() for each in result))
+        return result
+
+    monkeypatch.setattr(torch.linalg, "svd", watched)
+    rows = rows_of(500, 3)
+    assert_is_eigenbasis(*linalg.eigenbasis_of_rows(rows), outer(rows))
+    assert sizes == [rows.numel()]
+
+
+def test_rows_of_zeros_have_a_basis_with_eigenvalues_zero():
+    values, vectors = linalg.eigenbasis_of_rows(torch.zeros(2, 4))
+    assert values.tolist() == [0.0] * 4
+    assert linalg.orthonormality_error(vectors) < 1e-12
+
+
+# --- signs ---
+
+
+def test_the_largest_entry_of_each_column_becomes_positive():
+    vectors = torch.tensor([[0.5, -0.75, 2.0], [-0.75, -0.5, 1.0]])
+    assert linalg.fix_signs(vectors).tolist() == [[-0.5, 0.75, 2.0], [0.75, 0.5, 1.0]]
+
+
+def test_of_entries_equally_large_the_first_counts_whatever_the_rounding():
+    half = 0.5**0.5
+    for wobble in (0, 1e-9, -1e-9):
+        column = torch.tensor([[-half], [half + wobble]], dtype=torch.float64)
+        assert linalg.fix_signs(column)[0].item() > 0
+
+
+@few
+@given(st.integers(1, 6), st.integers(0, 100), st.integers(0, 63))
+def test_flipped_columns_come_out_the_same(dimension, seed, flips):
+    vectors = torch.linalg.qr(rows_of(dimension, dimension, seed))[0]
+    signs = torch.tensor([1.0 if flips >> i & 1 else -1.0 for i in range(dimension)]).double()
+    fixed = linalg.fix_signs(vectors)
+    assert torch.equal(linalg.fix_signs(vectors * signs), fixed)
+    assert torch.equal(linalg.fix_signs(fixed), fixed)
+    assert torch.equal(fixed.abs(), vectors.abs())
+
+
+def test_a_column_of_zeros_stays():
+    assert linalg.fix_signs(torch.zeros(3, 1)).tolist() == [[0.0]] * 3
+
+
+def test_the_orthonormality_error_is_the_largest_deviation_from_the_identity():
+    vectors = torch.tensor([[1.0, 0.25], [0.0, 1.0]])
+    assert linalg.orthonormality_error(vectors) == 0.25
+    assert linalg.orthonormality_error(torch.eye(4)[:, :2]) == 0

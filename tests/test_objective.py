@@ -1,0 +1,388 @@
+"""Objective: a loss of named parameters, and the batches it sees."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cases
+import egop
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def linear_objective(batches=None):
+    return egop.Objective(nn.Linear(3, 2), mean_square, [torch.ones(4, 3)] if batches is None else batches)
+
+
+class Recording(nn.Module):
+    """Buffers of every kind that a forward pass may change: in place, by another tensor, from None, or a new one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("written", torch.zeros(3))
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("filled", None)
+
+    def forward(self, x):
+        self.written += 1
+        self.replaced = self.replaced + 1
+        self.filled = torch.ones(2)
+        self.register_buffer("added", torch.ones(1), persistent=False)
+        return x * self.weight
+
+
+# --- parameters ---
+
+
+def test_the_parameters_are_those_that_train_by_their_names_in_the_module():
+    model = cases.mlp()
+    model[2].weight.requires_grad_(False)
+    objective = egop.Objective(model, cases.cross_entropy, [])
+    assert list(objective.parameters) == ["0.weight", "0.bias", "2.bias"]
+    assert objective.parameters["0.weight"] is model[0].weight
+
+
+def test_a_compiled_model_has_the_names_its_author_wrote():
+    model = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2))
+    objective = egop.Objective(torch.compile(model, backend="eager"), cases.cross_entropy, [])
+    assert list(objective.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_a_compiled_model_has_the_gradients_of_the_plain_one():
+    plain, compiled = cases.MLP.build(), torch.compile(cases.MLP.build(), backend="eager")
+    expected = cases.sample(cases.MLP.objective(plain), egop.Gaussian(), 4)
+    found = cases.sample(cases.MLP.objective(compiled), egop.Gaussian(), 4)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# --- batches ---
+
+
+def test_batches_come_around_without_end():
+    objective = linear_objective(["a", "b", "c"])
+    assert list(itertools.islice(objective.batches(), 7)) == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+def test_a_data_loader_reshuffles_on_every_pass():
+    loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=16, shuffle=True)
+    seen = [batch[0].tolist() for batch in itertools.islice(linear_objective(loader).batches(), 8)]
+    first, second = (list(itertools.chain(*each)) for each in (seen[:4], seen[4:]))
+    assert sorted(first) == sorted(second) == list(range(64))
+    assert first != second
+
+
+def test_no_batches_are_an_error():
+    with pytest.raises(ValueError, match="batches are empty: the objective needs at least one batch"):
+        next(linear_objective([]).batches())
+
+
+def test_an_iterator_that_is_used_up_is_an_error_that_says_what_to_give_instead():
+    objective = linear_objective(iter(["a", "b"]))
+    batches = objective.batches()
+    assert [next(batches), next(batches)] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"only 1 time\(s\).*used up.*Give a list or a DataLoader"):
+        next(batches)
+
+
+# --- loss and gradients ---
+
+
+@pytest.mark.parametrize("case", cases.MODELS, ids=str)
+def test_loss_and_gradients_at_given_values_are_those_of_a_model_that_has_these_values(case):
+    model, batch = case.build(), case.batches()[0]
+    objective = case.objective(model)
+    generator = torch.Generator().manual_seed(3)
+    values = {
+        name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in objective.parameters.items()
+    }
+    other = copy.deepcopy(model)
+    other.load_state_dict(other.state_dict() | values)
+    loss = cases.cross_entropy(other, batch)
+    loss.backward()
+    with objective.preserved():
+        found, gradients = objective.gradients(values, batch, list(values))
+        pure = objective.loss(values, batch)
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(pure.detach(), loss.detach(), rtol=1e-12, atol=0)
+    for name, gradient in zip(values, gradients, strict=True):
+        torch.testing.assert_close(gradient, other.get_parameter(name).grad, rtol=1e-12, atol=1e-15)
+
+
+def test_the_pure_loss_reaches_parameters_that_the_loss_function_reads_by_itself():
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    objective = egop.Objective(model, lambda model, batch: model.weight.square().sum() + batch, [0.0])
+    values = {"weight": torch.full((2, 3), 2.0), "bias": torch.zeros(2)}
+    assert objective.loss(values, 1.0).item() == 25.0
+
+
+def test_the_pure_loss_does_not_write_into_the_model():
+    objective = cases.MLP.objective()
+    before = cases.state_of(objective.module)
+    objective.loss({name: torch.zeros_like(p) for name, p in objective.parameters.items()}, cases.MLP.batches()[0])
+    assert cases.state_of(objective.module) == before
+
+
+def test_tied_weights_are_one_parameter_whose_gradient_is_the_sum_over_its_uses():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).double()
+    model[1].weight = model[0].weight
+    x = torch.arange(3.0, dtype=torch.float64)
+    objective = egop.Objective(model, lambda model, batch: model(batch).sum(), [x])
+    assert list(objective.parameters) == ["0.weight"]
+    W = torch.tensor([[1.0, 2, 0], [0, 1, 1], [2, 0, 1]], dtype=torch.float64)
+    # f = 1ᵀ W W x, whose gradient is 1 (W x)ᵀ + Wᵀ 1 xᵀ
+    one = torch.ones(3, dtype=torch.float64)
+    expected = torch.outer(one, W @ x) + torch.outer(W.mT @ one, x)
+    with objective.preserved():
+        _, (gradient,) = objective.gradients({"0.weight": W}, x, ["0.weight"])
+    torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(torch.func.grad(lambda W: objective.loss({"0.weight": W}, x))(W), expected)
+
+
+def test_a_parameter_the_loss_does_not_use_has_gradient_zero():
+    objective = egop.Objective(nn.Linear(3, 2), lambda model, batch: model.bias.sum(), [0])
+    with objective.preserved():
+        _, (gradient,) = objective.gradients(objective.current, 0, ["weight"])
+    assert torch.equal(gradient, torch.zeros(2, 3))
+
+
+def test_a_loss_of_one_entry_counts_as_a_scalar():
+    objective = egop.Objective(nn.Linear(3, 1), lambda model, batch: model(batch), [torch.ones(1, 3)])
+    assert objective.loss(objective.current, torch.ones(1, 3)).shape == ()
+
+
+def test_the_caller_may_be_inside_no_grad():
+    objective = linear_objective()
+    with torch.no_grad(), objective.preserved():
+        _, gradients = objective.gradients(objective.current, torch.ones(4, 3), ["weight"])
+    assert gradients[0].abs().sum() > 0
+
+
+# --- functions of named tensors ---
+
+
+def test_a_function_is_called_with_its_tensors_by_name():
+    objective = egop.Objective.from_function(
+        lambda a, b: (a * b).sum(), {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])}
+    )
+    loss, (a, b) = objective.gradients({"a": torch.tensor([5.0, 6.0]), "b": torch.ones(2)}, None, ["a", "b"])
+    assert loss.item() == 11.0
+    assert a.tolist() == [1.0, 1.0]
+    assert b.tolist() == [5.0, 6.0]
+    assert next(objective.batches()) is None
+
+
+def test_a_function_with_batches_gets_the_batch_first():
+    objective = egop.Objective.from_function(
+        lambda batch, theta: (batch * theta).sum(), {"theta": torch.ones(2)}, [3, 5]
+    )
+    gradients = [objective.gradients(objective.current, batch, ["theta"])[1][0].tolist() for batch in (3, 5)]
+    assert gradients == [[3.0, 3.0], [5.0, 5.0]]
+    assert list(itertools.islice(objective.batches(), 3)) == [3, 5, 3]
+
+
+def test_the_tensors_of_a_function_are_never_written():
+    theta = torch.ones(3, requires_grad=True)
+    objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
+    cases.sample(objective, egop.Gaussian(), 5)
+    assert theta.tolist() == [1.0, 1.0, 1.0]
+    assert theta.grad is None
+
+
+# --- preserved ---
+
+
+def disturb(model):
+    """All that a loss function could do to a model and to the world."""
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+            parameter.grad = torch.ones_like(parameter)
+        for buffer in model.buffers():
+            buffer.add_(1)
+    torch.rand(3), np.random.rand(3), random.random()  # noqa: NPY002
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)  # noqa: NPY002
+
+
+@pytest.mark.parametrize("interruption", [None, ValueError, KeyboardInterrupt, GeneratorExit])
+def test_preserved_puts_everything_back_whatever_happens_inside(interruption):
+    model = cases.MODELS[2].build()
+    model[0].weight.requires_grad_(False)
+    model[1].eval()
+    model[0].bias.grad = torch.full_like(model[0].bias, 7)
+    objective = cases.MODELS[2].objective(model)
+    before = cases.state_of(model)
+    try:
+        with objective.preserved(seed=5):
+            disturb(model)
+            assert cases.state_of(model) != before
+            if interruption is not None:
+                raise interruption
+    except (ValueError, KeyboardInterrupt, GeneratorExit):
+        pass
+    assert cases.state_of(model) == before
+
+
+def test_preserved_puts_back_buffers_that_were_replaced_filled_or_added():
+    model = Recording()
+    objective = egop.Objective(model, mean_square, [torch.ones(3)])
+    before = cases.state_of(model)
+    with objective.preserved():
+        model(torch.ones(3))
+        model(torch.ones(3))
+        assert len(list(model.buffers())) == 4
+    assert cases.state_of(model) == before
+    assert list(model.state_dict()) == ["weight", "written", "replaced"]
+
+
+def test_preserved_inside_preserved_goes_back_one_level_at_a_time():
+    model = nn.Linear(1, 1, bias=False)
+    objective = egop.Objective(model, mean_square, [torch.ones(1, 1)])
+    nn.init.constant_(model.weight, 1.0)
+    with objective.preserved():
+        objective.write({"weight": torch.full((1, 1), 2.0)})
+        with objective.preserved():
+            objective.write({"weight": torch.full((1, 1), 3.0)})
+            assert objective.current["weight"].item() == 1.0
+        assert model.weight.item() == 2.0
+        assert objective.current["weight"].item() == 1.0
+    assert model.weight.item() == 1.0
+
+
+def test_random_numbers_inside_preserved_follow_from_its_seed():
+    objective = linear_objective()
+
+    def numbers(seed):
+        with objective.preserved(seed=seed):
+            return torch.rand(1).item(), np.random.rand(), random.random()  # noqa: NPY002
+
+    assert numbers(1) == numbers(1)
+    assert all(a != b for a, b in zip(numbers(1), numbers(2), strict=True))
+    assert all(a != b for a, b in zip(numbers(1), numbers(2**40), strict=True))
+
+
+def test_current_is_where_training_stands_while_other_values_are_in_the_model():
+    objective = linear_objective()
+    start = objective.module.weight.detach().clone()
+    with objective.preserved():
+        objective.write({"weight": torch.zeros(2, 3)})
+        assert torch.equal(objective.current["weight"], start)
+    nn.init.zeros_(objective.module.weight)
+    assert torch.equal(objective.current["weight"], torch.zeros(2, 3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_random_states_of_gpus_are_put_back_for_a_model_on_the_cpu_too():
+    before = torch.cuda.get_rng_state_all()
+    with linear_objective().preserved(seed=1):
+        torch.rand(3, device="cuda")
+    assert all(map(torch.equal, torch.cuda.get_rng_state_all(), before))
+
+
+# --- bad input ---
+
+THETA = {"theta": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: egop.Objective(abs, mean_square, []), TypeError, "must be a torch.nn.Module, got builtin.*from_function"),
+        (lambda: egop.Objective(nn.Linear(1, 1), None, []), TypeError, r"loss_fn\(model, batch\), got NoneType"),
+        (lambda: egop.Objective(nn.Linear(1, 1), mean_square, 5), TypeError, "batches must be an iterable.*got int"),
+        (lambda: egop.Objective(nn.ReLU(), mean_square, []), ValueError, "no parameters.*none of them requires a grad"),
+        (
+            lambda: egop.Objective(nn.Linear(1, 1).requires_grad_(False), mean_square, []),
+            ValueError,
+            "no parameters.*none of them requires a gradient",
+        ),
+        (
+            lambda: egop.Objective(nn.Linear(1, 1, dtype=torch.complex64), mean_square, []),
+            TypeError,
+            "'weight' is torch.complex64.*real floating-point",
+        ),
+        (lambda: egop.Objective(nn.LazyLinear(1), mean_square, []), ValueError, "'weight' is not initialised.*Run one"),
+        (lambda: egop.Objective.from_function("f", THETA), TypeError, "function must be callable, got str"),
+        (lambda: egop.Objective.from_function(torch.sum, torch.zeros(2)), TypeError, "mapping of names to tensors"),
+        (lambda: egop.Objective.from_function(torch.sum, {"theta": 1.0}), TypeError, "mapping of names to tensors"),
+        (lambda: egop.Objective.from_function(lambda: 0, {}), ValueError, "no parameters"),
+        (
+            lambda: egop.Objective.from_function(lambda theta: theta.sum(), {"theta": torch.arange(3)}),
+            TypeError,
+            "'theta' is torch.int64",
+        ),
+        (
+            lambda: egop.Objective.from_function(lambda x: x.sum(), THETA),
+            TypeError,
+            r"must accept the call f\(theta=...\), but its signature is f\(x\)",
+        ),
+        (
+            lambda: egop.Objective.from_function(lambda theta: theta.sum(), THETA, [1]),
+            TypeError,
+            r"must accept the call f\(batch, theta=...\)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_an_objective_is_refused_with_a_reason(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "message"),
+    [
+        (lambda model, batch: model(batch), ValueError, r"must return a scalar, got a tensor of shape \(4, 2\).*mean"),
+        (lambda model, batch: model(batch).sum().item(), TypeError, "must return a scalar tensor, got float"),
+        (lambda model, batch: None, TypeError, "must return a scalar tensor, got NoneType"),
+        (lambda model, batch: model(batch).sum().detach(), ValueError, "does not depend on the parameters.*no_grad"),
+        (lambda model, batch: torch.tensor(1.0), ValueError, "does not depend on the parameters"),
+        (lambda model, batch: model(batch).sum().long(), ValueError, "does not depend on the parameters"),
+    ],
+)
+@pytest.mark.parametrize("method", ["auto", "loop", "vmap"])
+def test_a_loss_that_cannot_be_differentiated_is_refused_and_the_model_stays(loss_fn, error, message, method):
+    objective = egop.Objective(nn.Linear(3, 2), loss_fn, [torch.ones(4, 3)])
+    before = cases.state_of(objective.module)
+    with pytest.raises(error, match=message):
+        cases.sample(objective, egop.Gaussian(), 3, method=method)
+    assert cases.state_of(objective.module) == before
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+@pytest.mark.parametrize("method", ["auto", "loop", "vmap"])
+def test_a_sparse_gradient_is_refused_with_its_remedies(method):
+    objective = egop.Objective(Sparse(), mean_square, [torch.tensor([1, 2])])
+    before = cases.state_of(objective.module)
+    with pytest.raises(
+        TypeError, match=r"'embedding.weight' has a sparse gradient.*sparse=False.*leave the parameter out"
+    ):
+        cases.sample(objective, egop.Gaussian(), 3, method=method)
+    assert cases.state_of(objective.module) == before
+
+
+def test_a_sparse_embedding_left_out_of_the_partition_does_no_harm():
+    objective = egop.Objective(Sparse(), mean_square, [torch.tensor([1, 2])])
+    basis = cases.estimate(objective, partition={"head": ["head.*"]})
+    assert list(basis) == ["head"]
