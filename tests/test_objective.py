@@ -300,7 +300,7 @@ THETA = {"theta": torch.zeros(2)}
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: egop.Objective(abs, mean_square, []), TypeError, "must be a torch.nn.Module, got builtin.*from_function"),
+        (lambda: egop.Objective(abs, mean_square, []), TypeError, "must be a torch.nn.Module, got builtin.*from_fu"),
         (lambda: egop.Objective(nn.Linear(1, 1), None, []), TypeError, r"loss_fn\(model, batch\), got NoneType"),
         (lambda: egop.Objective(nn.Linear(1, 1), mean_square, 5), TypeError, "batches must be an iterable.*got int"),
         (lambda: egop.Objective(nn.ReLU(), mean_square, []), ValueError, "no parameters.*none of them requires a grad"),

@@ -184,7 +184,7 @@ def test_block_names_may_be_anything(tmp_path_factory, names):
 
 
 def test_blocks_may_share_the_memory_of_their_bases(tmp_path):
-    shared, stack = orthogonal(3), torch.stack([orthogonal(3, 1), orthogonal(3, 2)])
+    shared, stack = orthogonal(3).contiguous(), torch.stack([orthogonal(3, 1), orthogonal(3, 2)])
     bases = {"a": shared, "b": shared, "c": stack[0], "d": stack[1], "e": orthogonal(3).mT}
     changes = [FullChange(cases.block(name, **{name: (3,)}), {"basis": V}) for name, V in bases.items()]
     egop.Reparameterization(changes).save(tmp_path / "basis.safetensors")

@@ -4,7 +4,10 @@ from egop.distributions import Ball, Distribution, Gaussian, Initialization, Rec
 from egop.estimate import estimate
 from egop.objective import Objective
 from egop.optimizer import ReparameterizedOptimizer
+from egop.parametrize import merge, parametrize
+from egop.refresh import Every, Online, Refresh, WhenDrifted
 from egop.reparameterization import Reparameterization
+from egop.rotate import rotate_inputs
 from egop.spectrum import Spectrum
 from egop.structures import (
     Auxiliary,
@@ -25,19 +28,26 @@ __all__ = [
     "Ball",
     "ChangeOfBasis",
     "Distribution",
+    "Every",
     "Full",
     "Gaussian",
     "Identity",
     "Initialization",
     "Kronecker",
     "Objective",
+    "Online",
     "RandomRotation",
     "Recentered",
     "Reduced",
+    "Refresh",
     "Reparameterization",
     "ReparameterizedOptimizer",
     "Shared",
     "Spectrum",
     "Structure",
+    "WhenDrifted",
     "estimate",
+    "merge",
+    "parametrize",
+    "rotate_inputs",
 ]

@@ -28,8 +28,12 @@ class BoundBlock:
         self.coordinates = [
             torch.empty(shape, dtype=dtype, device=parameters[0].device) for shape in change.coordinate_shapes()
         ]
+        # What a basis that is not complete leaves out of the parameters, and the optimizer must not lose.
+        self.rest: list[Tensor] | None = None
         self._seen: list[_Look] = []
-        self._write(self.encode(self.parameters))
+        self.take(self.parameters)
+        if not self.change.complete and self.rest is None:
+            self.accept(self.values())  # what the basis leaves out is to be dropped
         self._note()
         for coordinate in self.coordinates:
             coordinate.requires_grad_()
@@ -58,32 +62,52 @@ class BoundBlock:
             found.append(gradient.to(self.change.block.dtype))
         return found
 
-    def encode(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Coordinates of tensors in the parameters' precision."""
-        return self.change.encode([tensor.detach().to(self.change.block.dtype) for tensor in tensors])
+    @torch.no_grad()
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Make the coordinates, and the rest where there is one, stand for these tensors."""
+        exact = [tensor.to(self.change.block.dtype) for tensor in tensors]
+        encoded = self.change.encode(exact)
+        self._write(encoded)
+        if not self.change.complete and self.change.settings["keep_rest"]:
+            inside = self.change.decode(encoded)
+            self.rest = [whole - part for whole, part in zip(exact, inside, strict=True)]
+
+    def whole(self, decoded: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Decoded tensors together with what the basis leaves out."""
+        if self.rest is None:
+            return decoded
+        return [part + rest for part, rest in zip(decoded, self.rest, strict=True)]
+
+    def values(self) -> Sequence[Tensor]:
+        """What the coordinates stand for, in their own precision."""
+        return self.whole(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
+
+    def rebase(self, change: ChangeOfBasis) -> None:
+        """Express the same point in another basis of the same kind."""
+        values = self.values()
+        self.change = self.change.taking(change)
+        self.take(values)
 
     def follow(self) -> None:
         """If a parameter was changed from outside, take its new value into the coordinates."""
         if all(_as_seen(parameter, seen) for parameter, seen in zip(self.parameters, self._seen, strict=True)):
-            if isinstance(self._seen[0], str):
-                self._note()
             return
         # Where the values are not looked at, written may still mean unchanged. The coordinates hold more than the
         # parameters do (rounding, and the bits below half precision): they are kept when they still stand for them.
-        decoded = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
-        pairs = zip(self.parameters, decoded, strict=True)
+        pairs = zip(self.parameters, self.values(), strict=True)
         if not all(torch.equal(parameter, value.to(parameter.dtype)) for parameter, value in pairs):
-            self._write(self.encode(self.parameters))
+            self.take(self.parameters)
         self._note()
 
+    @torch.no_grad()
     def accept(self, tensors: Sequence[Tensor]) -> None:
         """Write decoded tensors into the parameters."""
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+        for parameter, tensor in zip(self.parameters, self.whole(tensors), strict=True):
             parameter.copy_(tensor)
         self._note()
 
-    def restore(self, coordinates: Sequence[Tensor], stand_for: Sequence[str]) -> None:
-        """Take saved coordinates, which stand for the parameters with these digests."""
+    def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str]) -> None:
+        """Take saved coordinates (and rest), which stand for the parameters with these digests."""
         for own, saved in zip(self.coordinates, coordinates, strict=True):
             if own.shape != saved.shape:
                 raise ValueError(
@@ -91,6 +115,8 @@ class BoundBlock:
                     f" but {tuple(own.shape)} here."
                 )
         self._write(coordinates)
+        if self.rest is not None and rest is not None:
+            self.rest = [saved.to(own, copy=True) for own, saved in zip(self.rest, rest, strict=True)]
         self._seen = list(stand_for)
 
     def distrust(self) -> None:

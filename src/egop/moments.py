@@ -25,9 +25,7 @@ def check_moments(moments: str) -> None:
         raise ValueError(f"Invalid moments value: {moments!r}. Must be 'rotate', 'keep' or 'reset'.")
 
 
-def rotated(
-    states: Sequence[Mapping[str, Any]], shapes: Sequence[tuple[int, ...]], old: ChangeOfBasis, new: ChangeOfBasis
-) -> list[dict[str, Any]]:
+def rotated(states: Sequence[Mapping[str, Any]], old: ChangeOfBasis, new: ChangeOfBasis) -> list[dict[str, Any]]:
     """The state of a block's coordinates after a change of basis.
 
     Moments that are linear in the gradient are rotated exactly: decoded in the old basis, encoded in the new one.
@@ -36,16 +34,15 @@ def rotated(
 
     Args:
         states: the inner optimizer's state of each coordinate tensor of the block.
-        shapes: the shapes of these coordinates.
         old: the basis that the states are in.
         new: the basis that they are wanted in.
     """
     fresh = [dict(state) for state in states]
     keys = {
         key
-        for state, shape in zip(states, shapes, strict=True)
+        for state, shape in zip(states, old.coordinate_shapes(), strict=True)
         for key, value in state.items()
-        if isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0
+        if isinstance(value, Tensor) and value.shape == shape
     }
     for key in sorted(keys):
         if key in STEP_SIZES:

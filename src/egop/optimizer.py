@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egop.binding import BoundBlock, bind, gather, named_groups
+from egop.moments import Moments, check_moments, rotated
 from egop.objective import plain_name
+from egop.partition import layers_of
+from egop.refresh import Refresh, Refresher
 from egop.reparameterization import Reparameterization
-from egop.structures import rebuild
+from egop.structures import ChangeOfBasis, rebuild
 
 STATE_VERSION = 1
+_OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "layers", "refresher")
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -33,10 +37,13 @@ class ReparameterizedOptimizer(Optimizer):
     at the values is cheap; on other devices write under ``torch.no_grad()`` to the parameter itself.
 
     Args:
-        params: a module, ``model.named_parameters()``, or parameter groups of named parameters.
+        params: a module, ``model.named_parameters()``, or parameter groups of named parameters; a group may bring a
+            ``"basis"`` of its own.
         optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
-        basis: the change of basis of each block; without one the optimizer does what ``optimizer_class`` does, until
-            a state dict with a basis is loaded.
+        basis: the change of basis of each block; without one (and without ``refresh``) the optimizer does what
+            ``optimizer_class`` does, until a state dict with a basis is loaded.
+        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
+            never by default.
         **hyperparameters: handed to ``optimizer_class``.
 
     Example:
@@ -52,9 +59,13 @@ class ReparameterizedOptimizer(Optimizer):
         params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
         optimizer_class: type[Optimizer],
         basis: Reparameterization | None = None,
+        *,
+        refresh: Refresh | None = None,
         **hyperparameters: Any,
     ) -> None:
         _check_class(optimizer_class)
+        if refresh is not None and not isinstance(refresh, Refresh):
+            raise TypeError(f"refresh must be egop.Every, egop.Online or egop.WhenDrifted, got {refresh!r}.")
         groups = named_groups(params)
         bases = [group.pop("basis", None) for group in groups]
         # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
@@ -63,12 +74,25 @@ class ReparameterizedOptimizer(Optimizer):
         self._hyperparameters = hyperparameters
         self._inner: Optimizer | None = None
         self._blocks: list[BoundBlock] = []
+        self.refresher: Refresher | None = None
         super().__init__(groups, dict(template.defaults))
         self._blocks = bind(basis, self.param_groups)
         for index, own in enumerate(bases):
             self._blocks += bind(own, self.param_groups[index : index + 1], first_group=index)
         Reparameterization([block.change for block in self._blocks])  # checks that no two blocks share a parameter
         self._build()
+        named = [
+            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
+        ]
+        module = params if isinstance(params, nn.Module) else None
+        self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, module)
+        if refresh is not None:
+            self.refresher = refresh.begin(self)
+
+    @property
+    def blocks(self) -> list[BoundBlock]:
+        """The blocks with their parameters and coordinates."""
+        return self._blocks
 
     @property
     def basis(self) -> Reparameterization:
@@ -107,6 +131,8 @@ class ReparameterizedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.refresher is not None:
+            self.refresher.before_step(self)
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
             for batch in self._batches:
@@ -117,7 +143,39 @@ class ReparameterizedOptimizer(Optimizer):
                 batch.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        if self.refresher is not None:
+            self.refresher.after_step(self)
         return loss
+
+    @torch.no_grad()
+    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+        """Go on in another basis, from the same point.
+
+        Args:
+            basis: new changes of basis for some or all of the blocks. One with other blocks, or blocks of another kind,
+                replaces all of them; it needs ``moments="reset"`` once steps have been taken.
+            moments: ``"rotate"`` carries the inner optimizer's moments into the new coordinates (linear ones exactly,
+                squared ones by the squared rotation, see :mod:`egop.moments`), ``"keep"`` leaves them as they are,
+                ``"reset"`` starts them anew.
+        """
+        check_moments(moments)
+        own = {block.change.block.name: block for block in self._blocks}
+        if not all(name in own and own[name].change.alike(change) for name, change in basis.items()):
+            self._replace_blocks(bind(basis, self.param_groups), moments)
+            return
+        moved = {own[name]: change for name, change in basis.items() if not own[name].change.equal(change)}
+        states = {block: self._moved_states(block, change, moments) for block, change in moved.items()}
+        for block, change in moved.items():
+            block.rebase(change)
+            self.inner.state.update(zip(block.coordinates, states[block], strict=True))
+        if moved:
+            self._batches = gather(self._blocks)
+
+    def renew_basis(self) -> None:
+        """Renew the basis now, from scratch, in the way that ``refresh`` says."""
+        if self.refresher is None:
+            raise RuntimeError("This optimizer has no refresh=, which says how a basis is renewed. See egop.Every.")
+        self.refresher.renew(self)
 
     def _step_coordinates(self) -> None:
         try:
@@ -141,9 +199,10 @@ class ReparameterizedOptimizer(Optimizer):
             "blocks": [
                 block.change.describe()
                 | {"tensors": dict(block.change.tensors)}
-                | {"coordinates": block.coordinates, "stand_for": block.stand_for()}
+                | {"coordinates": block.coordinates, "rest": block.rest, "stand_for": block.stand_for()}
                 for block in self._blocks
             ],
+            "refresh": None if self.refresher is None else self.refresher.state_dict(),
         }
         return state
 
@@ -168,7 +227,7 @@ class ReparameterizedOptimizer(Optimizer):
         basis = Reparameterization([rebuild(each, _cloned(each["tensors"])) for each in saved["blocks"]])
         blocks = bind(basis, self.param_groups)
         for block, each in zip(blocks, saved["blocks"], strict=True):
-            block.restore(each["coordinates"], each["stand_for"])
+            block.restore(each["coordinates"], each["rest"], each["stand_for"])
         super().load_state_dict({**state_dict, "state": {}})
         self._blocks = blocks
         self._build()
@@ -181,15 +240,39 @@ class ReparameterizedOptimizer(Optimizer):
         for index, state in state_dict["state"].items():
             own = self.inner.state[tensors[index]]
             own.update({key: value.to(own[key].device) for key, value in state.items() if _is_number(value)})
+        if self.refresher is not None and saved["refresh"] is not None:
+            self.refresher.load_state_dict(saved["refresh"])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("_class", "_hyperparameters", "_inner", "_blocks")}
-        return super().__getstate__() | own
+        return super().__getstate__() | {name: self.__dict__[name] for name in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_blocks" in state:  # a copy; torch also comes here while it loads parameter groups
             self._batches = gather(self._blocks)
+
+    def _moved_states(self, block: BoundBlock, change: ChangeOfBasis, moments: Moments) -> list[dict[str, Any]]:
+        """The inner states of a block's coordinates, as they are to be after a change of basis."""
+        states = [self.inner.state.get(coordinate, {}) for coordinate in block.coordinates]
+        if moments == "keep" or not any(states):
+            return states
+        if moments == "rotate":
+            return rotated(states, block.change, block.change.taking(change))
+        group = next(group for group in self.inner.param_groups if _contains(group["params"], block.coordinates[0]))
+        fresh = self._class([{**group, "params": block.coordinates}], **self._hyperparameters)
+        return [dict(fresh.state.get(coordinate, {})) for coordinate in block.coordinates]
+
+    def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
+        if moments != "reset" and any(self.inner.state.values()):
+            raise ValueError(
+                "The new basis has other blocks, or blocks of another kind, than the one in use, so moments cannot be "
+                "carried over. Use rebase(basis, moments='reset')."
+            )
+        kept = dict(self.inner.state)
+        self._blocks = blocks
+        self._build()
+        inside = {tensor for group in self.inner.param_groups for tensor in group["params"]}
+        self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
 
     def _build(self) -> None:
         """Make the inner optimizer over the coordinates and the parameters outside every block."""
@@ -208,6 +291,10 @@ class ReparameterizedOptimizer(Optimizer):
             inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [parameter]
             members |= {id(tensor): tensor for tensor in inside}
         return group | {"params": list(members.values())}
+
+
+def _contains(tensors: Iterable[Tensor], wanted: Tensor) -> bool:
+    return any(tensor is wanted for tensor in tensors)
 
 
 def _check_class(optimizer_class: Any) -> None:

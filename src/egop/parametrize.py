@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +70,8 @@ def merge(model: nn.Module) -> nn.Module:
     places = [
         (part, name)
         for part in model.modules()
-        for name in list(getattr(part, "parametrizations", {}))
-        if isinstance(part.parametrizations[name][0], _Decoded)
+        for name, entries in getattr(part, "parametrizations", {}).items()
+        if isinstance(entries[0], _Decoded)
     ]
     values = [getattr(part, name).detach().clone() for part, name in places]  # all of them while all can be decoded
     for (part, name), value in zip(places, values, strict=True):
@@ -92,12 +93,12 @@ def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, 
         decoded = _Decoded(change, index, coordinates if index == 0 else (), rest[index], tensors[index].dtype, home)
         torch_parametrize.register_parametrization(part, name, decoded, unsafe=True)
         if index == 0:
-            home.append(part.parametrizations[name])
+            home.append(cast(nn.ModuleDict, part.parametrizations)[name])
 
 
 # Where a block's coordinates are: the first tensor's parametrization. In a list, since a module found in an attribute
 # would become a submodule, and its parameters be counted once more for every tensor of the block.
-_Home = list[torch_parametrize.ParametrizationList]
+_Home = list[nn.Module]
 
 
 class _Decoded(nn.Module):
@@ -120,10 +121,12 @@ class _Decoded(nn.Module):
         for name, tensor in change.tensors.items():
             self.register_buffer(f"basis_{name}", tensor, persistent=False)
 
+    rest: Tensor | None
+
     def forward(self, *coordinates: Tensor) -> Tensor:
         if self.index > 0:
             (home,) = self.home
-            coordinates = tuple(getattr(home, f"original{i}") for i in range(home.ntensors))
+            coordinates = tuple(getattr(home, f"original{i}") for i in range(len(self.change.coordinate_shapes())))
         change = self.change.replaced({name: getattr(self, f"basis_{name}") for name in self.change.tensors})
         decoded = change.decode(coordinates)[self.index]
         return (decoded if self.rest is None else decoded + self.rest).to(self.dtype)

@@ -66,15 +66,15 @@ def sample_gradients(
     base = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     with objective.preserved(seed=base), tqdm(total=samples, desc="Sampling gradients", disable=not progress) as bar:
         points = _draw(objective, rho, base)
-        head = list(itertools.islice(points, min(2, samples)))
-        many, size = _choose(objective, wanted, head, method, chunk_bytes)
-        points = itertools.chain(head, points)
+        first = next(points)
+        many, size = _choose(objective, wanted, first, method, chunk_bytes)
+        points = itertools.chain([first], points)
         done = 0
         while done < samples:
             chunk = list(itertools.islice(points, min(size, samples - done)))
             try:
                 losses, gradients = (_vmapped if many else _looped)(objective, wanted, chunk)
-            except Exception as error:  # as in _choose: a later batch may bring what vmap refuses
+            except Exception as error:  # as in _choose; other batches may bring what vmap refuses
                 if not many or method == "vmap":
                     raise
                 _say_why(_first_line(error))
@@ -155,10 +155,10 @@ def _vmapped_alike(
 
 
 def _choose(
-    objective: Objective, names: Sequence[str], head: Sequence[_Point], method: Method, chunk_bytes: int
+    objective: Objective, names: Sequence[str], point: _Point, method: Method, chunk_bytes: int
 ) -> tuple[bool, int]:
     """Whether to take points many at a time, and how many."""
-    point, saved = head[0], {}
+    saved: dict[int, int] = {}
 
     def measure(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -175,7 +175,7 @@ def _choose(
     reason = _random_outside_torch(point.seed) or _written(objective.module, buffers)
     if reason is None:
         try:
-            if _vmap_is_right(objective, names, head, plain):
+            if _vmap_is_right(objective, names, point, plain):
                 return True, max(1, min(CHUNK_POINTS, chunk_bytes // (3 * held + 2 * sum(saved.values()) + 1)))
             reason = "it does not give this model's gradients"
         except Exception as error:  # vmap refuses in many ways; the loop then shows whether the model is at fault
@@ -196,23 +196,19 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-def _vmap_is_right(objective: Objective, names: Sequence[str], head: Sequence[_Point], plain: Gradients) -> bool:
-    """Whether vmap gives the loop's gradients at the first point."""
-    point = head[0]
-    twin = point
-    if head[-1].batch is not point.batch:  # then batches are going to be stacked, which has to be tried too
-        twin = point._replace(batch=_map(point.batch, Tensor, Tensor.clone))
+def _vmap_is_right(objective: Objective, names: Sequence[str], point: _Point, plain: Gradients) -> bool:
+    """Whether vmap gives the loop's gradients at a point."""
     if objective.module is not None:
         # What the loss reads past the model it is given keeps its own value under vmap, and must not look right.
         objective.write({name: torch.zeros_like(value) for name, value in point.values.items()})
-    vmapped = _vmapped(objective, names, [point, twin])
+    vmapped = _vmapped(objective, names, [point, point])
     if _agree(plain, vmapped):
         return True
     if _agree(plain, _looped(objective, names, [point._replace(seed=point.seed + 1)])):
         return False
     # A model that draws random numbers: loop and vmap share none, but two vmapped runs of one seed do. The second one
     # has the point's own values in the model, where the loop has just written them.
-    return _agree(vmapped, _vmapped(objective, names, [point, twin]))
+    return _agree(vmapped, _vmapped(objective, names, [point, point]))
 
 
 def _agree(one: Gradients, other: Gradients) -> bool:

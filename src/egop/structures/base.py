@@ -115,6 +115,10 @@ class ChangeOfBasis(abc.ABC):
         """The same kind of change with other tensors."""
         return type(self)(self.block, tensors, self.settings)
 
+    def taking(self, other: ChangeOfBasis) -> Self:
+        """This one with another one's tensors, on this one's device and in its precision."""
+        return self.replaced({name: other.tensors[name].to(tensor) for name, tensor in self.tensors.items()})
+
     @classmethod
     def stack(cls, changes: Sequence[Self]) -> Self:
         """Several of one kind and shape as one, with a new leading dimension."""
@@ -140,6 +144,18 @@ class ChangeOfBasis(abc.ABC):
         vector = (vector / torch.linalg.vector_norm(vector)).to(self.device, self.block.dtype)
         back = flatten(self.decode(self.encode(unflatten(vector, self.block))), self.block)
         return float(torch.linalg.vector_norm(back - vector))
+
+    def alike(self, other: ChangeOfBasis) -> bool:
+        """Whether another one is of the same kind, for the same parameters."""
+        return (
+            type(self) is type(other)
+            and self.settings == other.settings
+            and (self.block.parameters, self.block.shapes) == (other.block.parameters, other.block.shapes)
+        )
+
+    def equal(self, other: Self) -> bool:
+        """Whether another one has exactly the same tensors, in this one's precision."""
+        return all(torch.equal(tensor, other.tensors[name].to(tensor)) for name, tensor in self.tensors.items())
 
     @property
     def signature(self) -> tuple[Any, ...]:
