@@ -41,8 +41,8 @@ def sample_gradients(
 ) -> Iterator[dict[str, Tensor]]:
     """Draw ``samples`` points from rho and yield the gradients there, a chunk of points at a time.
 
-    Each point has seeds and a batch of its own, so the result does not depend on how the points are chunked. (But the
-    masks of dropout, where points are vmapped: torch draws them for a chunk at once.)
+    Each point has seeds and a batch of its own, so the result does not depend on how the points are chunked (except for
+    dropout masks where points are vmapped: torch draws those for a whole chunk at once).
 
     Args:
         objective: the loss and its batches.
@@ -125,16 +125,23 @@ def _looped(objective: Objective, names: Sequence[str], points: Sequence[_Point]
 
 
 def _vmapped(objective: Objective, names: Sequence[str], points: Sequence[_Point]) -> Gradients:
-    """The same as the loop; neighbours with batches of one shape go through one vmapped call."""
+    """The same as the loop; all points with batches of one shape go through one vmapped call."""
     flat: list[list[Tensor]] = []
     skeletons = [_skeleton(point.batch, flat) for point in points]
-    parts, start = [], 0
-    for end in range(1, len(points) + 1):
-        if end == len(points) or not _equal(skeletons[end], skeletons[start]):
-            parts.append(_vmapped_alike(objective, names, points[start:end], flat[start:end], skeletons[start]))
-            start = end
+    alike: list[list[int]] = []
+    for index, skeleton in enumerate(skeletons):
+        group = next((group for group in alike if _equal(skeletons[group[0]], skeleton)), None)
+        if group is None:
+            alike.append([index])
+        else:
+            group.append(index)
+    parts = [
+        _vmapped_alike(objective, names, [points[i] for i in group], [flat[i] for i in group], skeletons[group[0]])
+        for group in alike
+    ]
     losses, gradients = zip(*parts, strict=True)
-    return torch.cat(losses), [torch.cat(pieces) for pieces in zip(*gradients, strict=True)]
+    place = torch.tensor([index for group in alike for index in group], device=losses[0].device).argsort()
+    return torch.cat(losses)[place], [torch.cat(pieces)[place] for pieces in zip(*gradients, strict=True)]
 
 
 def _vmapped_alike(
