@@ -1,12 +1,12 @@
 """The demo: the paper's digits network, trained in original and in EGOP coordinates from equivalent starts.
 
-Learning rates were chosen for the original coordinates alone and are used in both. For each optimizer: lowest median
-over seeds 0, 1, 2 of the training loss after 100 epochs, over the powers of ten from 1e-4 to 10 (1e-3 to 100 for SGD),
-then over 2, 4 and 8 times the best power of ten and the one below it. Medians around the best:
+Learning rates were chosen for the original coordinates alone, by the paper's rule, and are used in both: for each
+optimizer the highest median, over seeds 1 to 9, of the best validation accuracy within 100 epochs, on a grid of powers
+of ten with doubling in between; ties go to the lower median of the final training loss. Around the best:
 
-    Adam     0.04: 4.5e-4   0.08: 1.1e-4   **0.1: 1.0e-4**   0.2: 1.6e-1
-    Adagrad  0.08: 2.9e-2   0.1: 2.7e-2    **0.2: 2.6e-2**   0.4: 6.9e-2
-    SGD      0.4: 4.1e-2    0.8: 1.9e-2    **1: 1.5e-2**     2: 2.3
+    Adam     0.04: 95.82 %   **0.08: 96.32 %**   0.1: 95.99 %            0.2: 90.80 %
+    Adagrad  0.04: 94.98 %   0.08: 95.15 %       **0.1: 95.15 %** (tie)  0.2: 94.65 %   0.4: 95.15 %
+    SGD      0.4: 95.32 %    0.8: 95.48 %        **1: 95.65 %**          2: 37.79 %
 
 The demo trains once, with one seed. It shows what happens; it is not a measurement of how often.
 """
@@ -32,7 +32,7 @@ __all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "run", "summary"]
 
 EPOCHS = 100
 BATCH_SIZE = 300
-LEARNING_RATES = {"Adam": 0.1, "Adagrad": 0.2, "SGD": 1.0}
+LEARNING_RATES = {"Adam": 0.08, "Adagrad": 0.1, "SGD": 1.0}
 
 # Curves whose losses differ by less than this in the median epoch are the same up to rounding. Not in every epoch:
 # where the loss jumps, training amplifies rounding for a while.
