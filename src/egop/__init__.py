@@ -1,5 +1,7 @@
 """Optimization in the right coordinates: run any torch optimizer in the EGOP eigenbasis."""
 
+from egop import theory
+from egop.constrained import BallConstrainedAdagrad
 from egop.distributions import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.estimate import estimate
 from egop.objective import Objective
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Auxiliary",
     "Ball",
+    "BallConstrainedAdagrad",
     "ChangeOfBasis",
     "Distribution",
     "Every",
@@ -50,4 +53,5 @@ __all__ = [
     "merge",
     "parametrize",
     "rotate_inputs",
+    "theory",
 ]

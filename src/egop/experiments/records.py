@@ -1,15 +1,16 @@
-"""What runs leave behind: plain frozen values that plots and reports read."""
+"""What runs leave behind: plain frozen values that plots and reports read, and the files they are kept in."""
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Curve", "Run", "replacing", "write_json"]
+__all__ = ["Curve", "Record", "Run", "Store", "replacing", "write_json"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,129 @@ class Run:
     coordinates: str
     lr: float
     curve: Curve
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run.
+
+    Attributes:
+        config: everything that decides the outcome: experiment, its version, method, learning rate, seed, sizes, ...
+        result: what came out, as numbers and lists of numbers; ``nan`` for what was not finite.
+        seconds: how long it took; runs of one batch share their time.
+        device: where it ran.
+        versions: of the software it ran with.
+    """
+
+    config: Mapping[str, Any]
+    result: Mapping[str, Any]
+    seconds: float = 0.0
+    device: str = "cpu"
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What identifies the configuration: a changed setting never finds an old record."""
+        return config_key(self.config)
+
+
+def config_key(config: Mapping[str, Any]) -> str:
+    """A digest of a configuration, the same for equal ones whatever their order."""
+    text = json.dumps(config, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Store:
+    """The finished runs of one experiment: a JSON line each, appended and synced, so that a kill loses only what ran.
+
+    A line that is cut off (the process died while writing it) is dropped when the store is opened, and its run done
+    again. Any other line that cannot be read is an error: records are never thrown away silently.
+
+    Args:
+        path: the file; made with its folder when the first record is added.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records: dict[str, Record] = {}
+        if path.exists():
+            self._read()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __contains__(self, config: Mapping[str, Any]) -> bool:
+        return config_key(config) in self._records
+
+    def get(self, config: Mapping[str, Any]) -> Record | None:
+        """The record of a configuration, if its run is finished."""
+        return self._records.get(config_key(config))
+
+    def missing(self, configs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The configurations whose runs are still to be done."""
+        return [config for config in configs if config not in self]
+
+    def add(self, *records: Record) -> None:
+        """Append finished runs, all of them or none."""
+        lines = "".join(json.dumps(_line(record), allow_nan=False, separators=(",", ":")) + "\n" for record in records)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:  # a full disk: take back what was written of it
+            if self.path.exists():
+                os.truncate(self.path, size)
+            raise
+        self._records |= {record.key: record for record in records}
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(self.path, whole)
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                entry = json.loads(line)
+                record = Record(**{**entry, "result": _from_null(entry["result"])})
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
+                    "the other records are fine."
+                ) from error
+            self._records[record.key] = record
+
+
+def _line(record: Record) -> dict[str, Any]:
+    return {
+        "config": dict(record.config),
+        "result": _rounded(_finite(record.result)),
+        "seconds": round(record.seconds, 3),
+        "device": record.device,
+        "versions": dict(record.versions),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than any figure shows, and a third of the bytes."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _from_null(value: Any) -> Any:
+    if value is None:
+        return math.nan
+    if isinstance(value, dict):
+        return {key: _from_null(entry) for key, entry in value.items()}
+    return [_from_null(entry) for entry in value] if isinstance(value, list) else value
 
 
 @contextmanager

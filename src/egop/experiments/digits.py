@@ -1,0 +1,229 @@
+"""Digits: the paper's opening figure, a small ReLU network in both coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import egop
+from egop.experiments import batched
+from egop.experiments.base import Context, Experiment, Judged, Panel, Picture, Preset, compare, median, verdict
+from egop.experiments.data import Batches, digits
+from egop.experiments.models import cross_entropy, digits_network, xavier_
+from egop.experiments.records import Record, Store
+from egop.experiments.sweeps import (
+    EGOP,
+    ORIGINAL,
+    TUNING,
+    Sweep,
+    best_rate,
+    curve_series,
+    rate_series,
+    run_sweep,
+    same_in_both,
+)
+from egop.experiments.tuning import doublings
+
+_BATCH = 300
+_STEPS_PER_EPOCH = 13  # 3823 images in batches of 300, the last one smaller
+
+
+class DigitsProblem(batched.Problem):
+    """Trials of the 64-32-10 network: each has its own start and its own order of the batches."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self.seeds, self.device = list(seeds), device
+        data = digits()
+        self.train, self.validation, self.test = (
+            tuple(tensor.to(device) for tensor in split.batch) for split in (data.train, data.validation, data.test)
+        )
+        self._orders: dict[int, Tensor] = {}
+
+    def network(self, seed: int) -> nn.Module:
+        """The network at a trial's start."""
+        return xavier_(digits_network(), torch.Generator().manual_seed(seed)).to(self.device)
+
+    def start(self) -> batched.Point:
+        networks = [dict(self.network(seed).named_parameters()) for seed in self.seeds]
+        return {name: torch.stack([network[name].detach() for network in networks]) for name in networks[0]}
+
+    def losses(self, point: batched.Point, step: int) -> Tensor:
+        epoch, batch = divmod(step, _STEPS_PER_EPOCH)
+        rows = self._order(epoch)[:, batch * _BATCH : (batch + 1) * _BATCH]
+        return _cross_entropy(point, self.train[0][rows], self.train[1][rows])
+
+    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
+        return {
+            "loss": _cross_entropy(point, *(tensor[None] for tensor in self.train)),
+            "validation accuracy": _accuracy(point, *self.validation),
+            "test accuracy": _accuracy(point, *self.test),
+        }
+
+    def bases(self) -> list[egop.Reparameterization]:
+        """One basis a trial: M = d gradients at fresh initialisations."""
+        found = []
+        for seed in self.seeds:
+            network = self.network(seed)
+            batches = Batches(*self.train, size=_BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
+            objective = egop.Objective(network, cross_entropy, batches)
+            found.append(
+                egop.estimate(
+                    objective,
+                    rho=egop.Initialization(init_fn=xavier_),
+                    structure=egop.Full(),
+                    samples=sum(parameter.numel() for parameter in network.parameters()),
+                    generator=torch.Generator().manual_seed(seed),
+                    progress=False,
+                )
+            )
+        return found
+
+    def _order(self, epoch: int) -> Tensor:
+        """The order of the images in an epoch, a row a trial."""
+        if epoch not in self._orders:
+            orders = [
+                torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed * 100_003 + epoch))
+                for seed in self.seeds
+            ]
+            self._orders = {epoch: torch.stack(orders).to(self.device)}
+        return self._orders[epoch]
+
+
+def _logits(point: batched.Point, features: Tensor) -> Tensor:
+    """(trials, rates, images, classes) for images of (trials or 1, images, 64)."""
+    hidden = F.relu(features[:, None] @ point["0.weight"].mT + point["0.bias"][:, :, None])
+    return hidden @ point["2.weight"].mT + point["2.bias"][:, :, None]
+
+
+def _cross_entropy(point: batched.Point, features: Tensor, labels: Tensor) -> Tensor:
+    logits = _logits(point, features)
+    wanted = labels[:, None, :, None].expand(*logits.shape[:3], 1)
+    return -logits.log_softmax(-1).gather(-1, wanted).squeeze(-1).mean(-1)
+
+
+def _accuracy(point: batched.Point, features: Tensor, labels: Tensor) -> Tensor:
+    return (_logits(point, features[None]).argmax(-1) == labels).float().mean(-1)
+
+
+class DigitsExperiment(Experiment):
+    """EGOP Adam and Adagrad against their originals, SGD and SGD with momentum."""
+
+    id: ClassVar[str] = "digits"
+    title: ClassVar[str] = "A ReLU network on the UCI digits"
+    figures: ClassVar[str] = "Figure 1 (right); supplementary: loss and accuracy by learning rate"
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        full = preset == "full"
+        rates = {
+            "Adam": doublings(1e-3, 1) if full else [0.01, 0.02, 0.04, 0.08],
+            "Adagrad": doublings(1e-2, 1) if full else [0.04, 0.08, 0.1, 0.2],
+            "SGD": doublings(1e-2, 10) if full else [0.1, 0.4, 1.0],
+            "SGD+momentum": doublings(1e-3, 1) if full else [0.01, 0.04, 0.1],
+        }
+        trials = 50 if full else 3
+        return {"trials": trials, "tuning trials": 20 if full else 3, "epochs": 200 if full else 30, "rates": rates}
+
+    def run(self, store: Store, context: Context) -> None:
+        settings = self.settings(context.preset)
+        at_once = 50 if context.device.type == "cuda" else 5
+        common = {
+            "rates": settings["rates"],
+            "steps": settings["epochs"] * _STEPS_PER_EPOCH,
+            "record_every": _STEPS_PER_EPOCH,
+            "at_once": at_once,
+            "extra": {},
+        }
+        tuning = Sweep(seeds=range(TUNING, TUNING + settings["tuning trials"]), coordinates=[ORIGINAL], **common)
+        reported = Sweep(seeds=range(settings["trials"]), coordinates=[ORIGINAL, EGOP], **common)
+        for sweep in (tuning, reported):
+            run_sweep(
+                self,
+                sweep,
+                store,
+                context,
+                problem=lambda seeds: DigitsProblem(seeds, context.device),
+                basis=lambda problem, kind: batched.Basis.stack(problem.bases()) if kind == EGOP else None,
+            )
+
+    def chosen(self, store: Store, preset: Preset, optimizer: str) -> float:
+        """The rate of the highest median best validation accuracy in original coordinates, on the tuning trials."""
+        runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
+        return best_rate([run for run in runs if run.config["seed"] >= TUNING], _inaccuracy)
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        found = []
+        rivals = [self._final(store, preset, name, ORIGINAL) for name in ("SGD", "SGD+momentum")]
+        for optimizer in ("Adam", "Adagrad"):
+            original, turned = (self._final(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
+            lower = f"EGOP {optimizer} ends at a lower training loss than {optimizer}."
+            found.append(compare(f"digits/{optimizer}-lower", lower, ("EGOP", turned), (optimizer, original)))
+            against = f"EGOP {optimizer} ends lower than SGD and SGD with momentum."
+            best = ("the better of SGD and SGD+momentum", min(rivals))
+            found.append(compare(f"digits/{optimizer}-below-sgd", against, ("EGOP", turned), best))
+            found.append(self._robust(store, preset, optimizer))
+            found.append(self._accurate(store, preset, optimizer))
+        for optimizer in ("SGD", "SGD+momentum"):
+            original_runs, turned_runs = (self._reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
+            found.append(same_in_both(f"digits/{optimizer}-same", original_runs, turned_runs, "loss", 0.05))
+        return found
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        methods = [(name, kind) for name in self.settings(preset)["rates"] for kind in (ORIGINAL, EGOP)]
+        losses = [curve_series(self._reported(store, preset, *method), "loss", *method) for method in methods]
+        sweeps, accuracies = [], []
+        for optimizer, kind in methods:
+            runs = self._trials(store, preset, optimizer, kind)
+            chosen = self.chosen(store, preset, optimizer)
+            sweeps.append(rate_series(runs, lambda result: result["loss"][-1], optimizer, kind, chosen))
+            accuracies.append(rate_series(runs, lambda result: result["test accuracy"][-1], optimizer, kind, chosen))
+        return [
+            Picture(
+                "digits",
+                "Training loss by epoch at the learning rate chosen for the original coordinates; final training loss "
+                "and test accuracy by learning rate. Medians and quartiles over trials.",
+                [
+                    Panel("Training loss", "epoch", "loss", losses),
+                    Panel("Final training loss", "learning rate", "loss", sweeps, xscale="log"),
+                    Panel("Final test accuracy", "learning rate", "accuracy", accuracies, "log", "linear"),
+                ],
+            )
+        ]
+
+    def _trials(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
+        runs = self.records(store, preset, optimizer=optimizer, coordinates=coordinates)
+        return [run for run in runs if run.config["seed"] < TUNING]
+
+    def _reported(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
+        rate = self.chosen(store, preset, optimizer)
+        return [run for run in self._trials(store, preset, optimizer, coordinates) if run.config["lr"] == rate]
+
+    def _final(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> float:
+        return median([run.result["loss"][-1] for run in self._reported(store, preset, optimizer, coordinates)])
+
+    def _robust(self, store: Store, preset: Preset, optimizer: str) -> Judged:
+        finals: dict[str, dict[float, list[float]]] = {ORIGINAL: {}, EGOP: {}}
+        for kind, by in finals.items():
+            for run in self._trials(store, preset, optimizer, kind):
+                by.setdefault(run.config["lr"], []).append(run.result["loss"][-1])
+        better = [rate for rate, values in finals[EGOP].items() if median(values) < median(finals[ORIGINAL][rate])]
+        share = len(better) / len(finals[EGOP])
+        words = f"The gain of EGOP {optimizer} is robust to the learning rate."
+        found = f"Lower at {len(better)} of {len(finals[EGOP])} learning rates."
+        return Judged(f"digits/{optimizer}-robust", words, verdict(share > 0.75), found)
+
+    def _accurate(self, store: Store, preset: Preset, optimizer: str) -> Judged:
+        original, turned = (
+            median([run.result["test accuracy"][-1] for run in self._reported(store, preset, optimizer, kind)])
+            for kind in (ORIGINAL, EGOP)
+        )
+        words = f"Test accuracy of EGOP {optimizer} is as good or better."
+        found = f"EGOP: {turned:.2%}; original: {original:.2%}."
+        return Judged(f"digits/{optimizer}-accuracy", words, verdict(turned >= original), found)
+
+
+def _inaccuracy(result: Mapping[str, Any]) -> float:
+    return -max(result["validation accuracy"])

@@ -1,0 +1,59 @@
+"""The paper's theory as functions: what a spectrum promises, and the constants and bounds that the proofs use.
+
+Every function says which statement of *Faster Adaptive Optimization via Expected Gradient Outer Product
+Reparameterization* it computes. ``docs/theory.md`` shows how they fit together, and where a printed statement and its
+proof differ.
+"""
+
+from egop.theory.bounds import (
+    density_lower_bound,
+    egop_error,
+    regret_bound,
+    reparameterized_constants,
+    reparameterized_upper_bound,
+    smoothness_lower_bound,
+)
+from egop.theory.closed_forms import (
+    data_decay_bound,
+    least_squares_egop,
+    least_squares_interlacing,
+    matrix_factorization_lipschitz,
+    quadratic_egop,
+)
+from egop.theory.kronecker import kronecker_residual, nearest_kronecker
+from egop.theory.ratio import (
+    densities,
+    largest_hessian_lipschitz,
+    leading_ratio,
+    needed_delta,
+    smoothness_ratio_bound,
+    spectrum_of,
+    stable_rank,
+)
+from egop.theory.smoothness import SmoothnessSum, smoothness_constants, smoothness_sum_bounds
+
+__all__ = [
+    "SmoothnessSum",
+    "data_decay_bound",
+    "densities",
+    "density_lower_bound",
+    "egop_error",
+    "kronecker_residual",
+    "largest_hessian_lipschitz",
+    "leading_ratio",
+    "least_squares_egop",
+    "least_squares_interlacing",
+    "matrix_factorization_lipschitz",
+    "nearest_kronecker",
+    "needed_delta",
+    "quadratic_egop",
+    "regret_bound",
+    "reparameterized_constants",
+    "reparameterized_upper_bound",
+    "smoothness_constants",
+    "smoothness_lower_bound",
+    "smoothness_ratio_bound",
+    "smoothness_sum_bounds",
+    "spectrum_of",
+    "stable_rank",
+]

@@ -1,0 +1,195 @@
+"""Bounds on the sum of coordinate-wise smoothness constants in either coordinates, and on Adagrad's regret."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from egop.linalg import eigenbasis
+from egop.spectrum import Spectrum
+from egop.theory.checks import not_negative, positive, symmetric
+
+_ALL_SIGNS = 12  # up to this dimension every sign vector is tried
+
+
+def egop_error(hessian_lipschitz: float, *, hessian_norm: float, third_moment: float, fourth_moment: float) -> float:
+    r"""How far the EGOP matrix can be from that of the quadratic with the Hessian at the minimum.
+
+    .. math:: \gamma = 2 H \lambda_1(\nabla^2 f^*) M_3 + H^2 M_4, \qquad M_p = \mathbb{E}_\rho \|\theta - \theta^*\|^p
+
+    Args:
+        hessian_lipschitz: H, the Lipschitz constant of the Hessian; 0 for a quadratic.
+        hessian_norm: the largest eigenvalue of the Hessian at the minimum.
+        third_moment: :math:`M_3`, at most the cube of the diameter.
+        fourth_moment: :math:`M_4`.
+
+    Example:
+        >>> egop.theory.egop_error(0.5, hessian_norm=2.0, third_moment=1.0, fourth_moment=4.0)
+        3.0
+
+    Reference: Lemma 2, the definition of gamma.
+    """
+    not_negative(hessian_lipschitz=hessian_lipschitz, hessian_norm=hessian_norm)
+    not_negative(third_moment=third_moment, fourth_moment=fourth_moment)
+    return 2 * hessian_lipschitz * hessian_norm * third_moment + hessian_lipschitz**2 * fourth_moment
+
+
+def smoothness_lower_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> float:
+    r"""A lower bound on the sum of smoothness constants in original coordinates.
+
+    .. math::
+        \|L\|_1 \ge \frac{d}{2c} \max_{\nu \in \{\pm d^{-1/2}\}^d}
+        \frac{\langle \nu, P \nu \rangle - \gamma}{\sqrt{\lambda_1(P) + \gamma}}
+
+    The maximum is exact up to dimension 12. Above, finding it is a hard combinatorial problem: the signs of the
+    eigenvectors are improved by single changes. Every sign vector gives a valid bound, and these give one that is never
+    below :func:`density_lower_bound`.
+
+    Args:
+        egop: the EGOP matrix P.
+        scale: c, the standard deviation of rho in every direction.
+        gamma: see :func:`egop_error`; 0 for a quadratic.
+
+    Example:
+        >>> egop.theory.smoothness_lower_bound(torch.full((4, 4), 4.0), scale=1.0)
+        8.0
+
+    Reference: Lemma 2.
+    """
+    positive(scale=scale)
+    not_negative(gamma=gamma)
+    matrix = symmetric(egop, "egop")
+    values, vectors = eigenbasis(matrix)
+    if values[0] + gamma == 0:
+        return 0.0
+    size = len(matrix)
+    spread = _largest_sign_form(matrix, vectors) / size
+    return size / (2 * scale) * (spread - gamma) / math.sqrt(float(values[0]) + gamma)
+
+
+def density_lower_bound(spectrum: Spectrum, *, scale: float, gamma: float = 0.0, dimension: int | None = None) -> float:
+    r"""The same from the eigenvalues and densities alone.
+
+    .. math:: \|L\|_1 \ge \frac{d}{2c} \max_k \frac{\beta_k \lambda_k - \gamma}{\sqrt{\lambda_1 + \gamma}}
+
+    Args:
+        spectrum: of the EGOP matrix.
+        scale: c, the standard deviation of rho in every direction.
+        gamma: see :func:`egop_error`; 0 for a quadratic.
+        dimension: d, where the spectrum holds only the leading eigenvalues.
+
+    Example:
+        >>> round(egop.theory.density_lower_bound(egop.theory.spectrum_of(torch.full((4, 4), 4.0)), scale=1.0), 6)
+        8.0
+
+    Reference: Corollary 1.
+    """
+    positive(scale=scale)
+    not_negative(gamma=gamma)
+    size = len(spectrum.eigenvalues) if dimension is None else dimension
+    top = float(spectrum.eigenvalues[0])
+    if top + gamma == 0:
+        return 0.0
+    spread = float((spectrum.density * spectrum.eigenvalues).max())
+    return size / (2 * scale) * (spread - gamma) / math.sqrt(top + gamma)
+
+
+def reparameterized_constants(
+    eigenvalues: Tensor, *, scale: float, gamma: float = 0.0, hessian_lipschitz: float = 0.0, diameter: float = 0.0
+) -> Tensor:
+    r"""Smoothness constants that hold in the EGOP eigenbasis, one per coordinate.
+
+    .. math:: \tilde L_i = \frac{1}{c} \sqrt{\lambda_i + \gamma} + H D
+
+    Args:
+        eigenvalues: of the EGOP matrix, in the order of the coordinates.
+        scale: c, the standard deviation of rho in every direction.
+        gamma: see :func:`egop_error`; 0 for a quadratic.
+        hessian_lipschitz: H; 0 for a quadratic.
+        diameter: D, of the set in which the constants hold.
+
+    Example:
+        >>> egop.theory.reparameterized_constants(torch.tensor([9.0, 4.0]), scale=0.5).tolist()
+        [6.0, 4.0]
+
+    Reference: the proof of Lemma 3.
+    """
+    positive(scale=scale)
+    not_negative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
+    return (eigenvalues.double().clamp_min(0) + gamma).sqrt() / scale + hessian_lipschitz * diameter
+
+
+def reparameterized_upper_bound(
+    eigenvalues: Tensor, *, scale: float, gamma: float = 0.0, hessian_lipschitz: float = 0.0, diameter: float = 0.0
+) -> float:
+    r"""An upper bound on the sum of smoothness constants in the EGOP eigenbasis.
+
+    .. math:: \|\tilde L\|_1 \le d \left( \frac{\sqrt\gamma}{c} + H D \right) + \frac{1}{c} \sum_i \sqrt{\lambda_i}
+
+    Args:
+        eigenvalues: all d of them, of the EGOP matrix.
+        scale: c, the standard deviation of rho in every direction.
+        gamma: see :func:`egop_error`; 0 for a quadratic.
+        hessian_lipschitz: H; 0 for a quadratic.
+        diameter: D, of the set in which the constants hold.
+
+    Example:
+        >>> egop.theory.reparameterized_upper_bound(torch.tensor([9.0, 4.0]), scale=0.5)
+        10.0
+
+    Reference: Lemma 3.
+    """
+    straight = reparameterized_constants(eigenvalues, scale=scale)
+    not_negative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
+    return float(straight.sum()) + len(eigenvalues) * (math.sqrt(gamma) / scale + hessian_lipschitz * diameter)
+
+
+def regret_bound(smoothness_sum: float, *, diameter: float, lr: float, steps: int, eps: float = 0.0) -> float:
+    r"""The bound on the averaged regret of Adagrad on a ball, for a convex objective with exact gradients.
+
+    .. math::
+        \frac1T \sum_{t<T} f(\theta_t) - f(\theta^*) \le
+        \left( \eta + \frac{D^2}{\eta} \right)^2 \frac{\|L\|_1}{T} + \frac{\varepsilon D^2}{\eta T}
+
+    With the sum :math:`\|L\|_1` of original coordinates this is the guarantee there. With that sum times
+    :func:`smoothness_ratio_bound` it is the right-hand side of Theorem 1, constants included, for the eigenbasis.
+
+    Args:
+        smoothness_sum: the sum of constants with which f is coordinate-wise smooth. The argument takes steps of size
+            :math:`\nabla f / L` from an iterate: constants that hold on the whole space are safe.
+        diameter: D, of the ball.
+        lr: :math:`\eta`.
+        steps: T.
+        eps: :math:`\varepsilon` of :class:`egop.BallConstrainedAdagrad`.
+
+    Example:
+        >>> egop.theory.regret_bound(3.0, diameter=2.0, lr=1.0, steps=100, eps=1.0)
+        0.79
+
+    Reference: Theorem 1 and the inequality after it.
+    """
+    not_negative(smoothness_sum=smoothness_sum, eps=eps)
+    positive(diameter=diameter, lr=lr, steps=steps)
+    return ((lr + diameter**2 / lr) ** 2 * smoothness_sum + eps * diameter**2 / lr) / steps
+
+
+def _largest_sign_form(matrix: Tensor, vectors: Tensor) -> float:
+    """The largest ``sᵀPs`` over sign vectors s: exact in low dimension, a local maximum above."""
+    size = len(matrix)
+    if size <= _ALL_SIGNS:
+        rest = itertools.product((1.0, -1.0), repeat=size - 1)  # the first sign may be kept: s and −s are alike
+        signs = torch.tensor([(1.0, *each) for each in rest], dtype=torch.float64, device=matrix.device)
+        return float(((signs @ matrix) * signs).sum(-1).max())
+    signs = torch.where(vectors.mT < 0, -1.0, 1.0).to(matrix)  # one row per eigenvector
+    for _ in range(10 * size):
+        # Changing s_i to −s_i changes the form by −4 s_i (Σ_j P_ij s_j) + 4 P_ii.
+        gains = 4 * (matrix.diagonal() - signs * (signs @ matrix))
+        best, where = gains.max(-1)
+        if best.max() <= 1e-12 * matrix.abs().max():
+            break
+        rows = (best > 0).nonzero().squeeze(-1)
+        signs[rows, where[rows]] *= -1
+    return float(((signs @ matrix) * signs).sum(-1).max())

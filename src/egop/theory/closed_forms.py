@@ -1,0 +1,157 @@
+"""Problems whose EGOP matrix, spectrum or Hessian Lipschitz constant is known in closed form."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from egop.theory.checks import positive, symmetric
+
+
+def quadratic_egop(hessian: Tensor, gradient: Tensor, *, scale: float = 1.0) -> Tensor:
+    r"""The EGOP matrix of a quadratic, for any rho with covariance :math:`c^2 I`.
+
+    .. math:: P = c^2 (\nabla^2 f)^2 + g g^\top
+
+    Args:
+        hessian: the symmetric matrix :math:`\nabla^2 f`.
+        gradient: g, at the centre of rho.
+        scale: c.
+
+    Example:
+        >>> egop.theory.quadratic_egop(torch.tensor([[2.0]]), torch.tensor([3.0])).tolist()
+        [[13.0]]
+
+    Reference: the lemma that relates the EGOP to the Hessian, Appendix A.1, where H is 0.
+    """
+    positive(scale=scale)
+    matrix, vector = symmetric(hessian, "hessian"), gradient.detach().double()
+    if vector.shape != matrix.shape[-1:]:
+        raise ValueError(
+            f"Invalid gradient value: shape {tuple(vector.shape)}. Must be ({len(matrix)},), as the hessian has it."
+        )
+    return scale**2 * matrix @ matrix + torch.outer(vector, vector)
+
+
+def least_squares_egop(data: Tensor, targets: Tensor, *, center: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    r"""The EGOP matrix of :math:`\frac12 \|A \theta - y\|^2`, by default for a standard normal rho.
+
+    .. math:: P = c^2 (A^\top A)^2 + g g^\top, \qquad g = A^\top (A \theta_c - y)
+
+    which is :math:`(A^\top A)^2 + (A^\top y)(A^\top y)^\top` for :math:`\theta_c = 0` and :math:`c = 1`.
+
+    Args:
+        data: A, one row per observation.
+        targets: y.
+        center: :math:`\theta_c`, the mean of rho; the origin by default.
+        scale: c, its standard deviation in every direction.
+
+    Example:
+        >>> egop.theory.least_squares_egop(torch.eye(2), torch.tensor([0.0, 3.0])).tolist()
+        [[1.0, 0.0], [0.0, 10.0]]
+
+    Reference: the lemma on least squares, Appendix A.2.
+    """
+    matrix, values = _data(data, targets)
+    residual = -values if center is None else matrix @ center.detach().double() - values
+    return quadratic_egop(matrix.mT @ matrix, matrix.mT @ residual, scale=scale)
+
+
+def least_squares_interlacing(data: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Between which numbers the eigenvalues of the least-squares EGOP lie, for a standard normal rho.
+
+    .. math::
+        \sigma_1^4 \le \lambda_1 \le \sigma_1^4 + \|A^\top y\|^2, \qquad
+        \sigma_k^4 \le \lambda_k \le \sigma_{k-1}^4 \quad (k \ge 2)
+
+    So :math:`\lambda_k / \lambda_1 \le (\sigma_{k-1} / \sigma_1)^4`: decay of the data is decay of the EGOP.
+
+    Args:
+        data: A, one row per observation.
+        targets: y.
+
+    Returns:
+        The lower and the upper ends, in descending order of the eigenvalues.
+
+    Example:
+        >>> egop.theory.least_squares_interlacing(torch.diag(torch.tensor([2.0, 1.0])), torch.tensor([1.0, 1.0]))
+        (tensor([16.,  1.], dtype=torch.float64), tensor([21., 16.], dtype=torch.float64))
+
+    Reference: the lemma on least squares, Appendix A.2. (Its proof prints the interval one index too low.)
+    """
+    matrix, values = _data(data, targets)
+    lower = matrix.new_zeros(matrix.shape[1])
+    singular = torch.linalg.svdvals(matrix)[: len(lower)]
+    lower[: len(singular)] = singular**4
+    upper = lower.roll(1)
+    upper[0] = lower[0] + (matrix.mT @ values).square().sum()
+    return lower, upper
+
+
+def data_decay_bound(data: Tensor, inner_egop: Tensor) -> Tensor:
+    r"""A bound on the decay :math:`\lambda_k / \lambda_1` for a loss of the form :math:`f(\theta) = h(A \theta)`.
+
+    .. math::
+        \frac{\lambda_k}{\lambda_1} \le \left( \frac{\sigma_k}{\sigma_1} \right)^2 \frac{\lambda_1(M)}{\lambda_n(M)}
+
+    Args:
+        data: A, square and not singular.
+        inner_egop: :math:`M = \mathbb{E}[\nabla h(A\theta) \nabla h(A\theta)^\top]`.
+
+    Example:
+        >>> egop.theory.data_decay_bound(torch.diag(torch.tensor([2.0, 1.0])), torch.eye(2)).tolist()
+        [1.0, 0.25]
+
+    Reference: the lemma on losses of :math:`A \theta`, Appendix A.2.
+    """
+    inner = torch.linalg.eigvalsh(symmetric(inner_egop, "inner_egop"))
+    if data.shape != inner_egop.shape:
+        raise ValueError(
+            f"Invalid data value: shape {tuple(data.shape)}. Must be {tuple(inner_egop.shape)}, as the inner EGOP is."
+        )
+    singular = torch.linalg.svdvals(data.detach().double())
+    return (singular / singular[0]).square() * (inner[-1] / inner[0].clamp_min(0))
+
+
+def matrix_factorization_lipschitz(
+    measurements: Tensor, radius: float, *, norm: Literal["frobenius", "operator"] = "frobenius"
+) -> float:
+    r"""A Lipschitz constant of the Hessian of a matrix factorisation, in the ball of a radius B around the origin.
+
+    .. math::
+        f(L, R) = \sum_{i=1}^m (\langle A_i, L R^\top \rangle - b_i)^2, \qquad H = 12 B \sum_i \|A_i\|_F^2
+
+    An objective with a factor in front, such as one half, has the constant times that factor.
+
+    Args:
+        measurements: the :math:`A_i`, stacked: m x d₁ x d₂.
+        radius: B, a bound on the norm of (L, R).
+        norm: ``"frobenius"`` for the sum of squares as the paper states it; ``"operator"`` for the square of the
+            norm of the map :math:`X \mapsto (\langle A_i, X \rangle)_i`, which is what the proof uses and is never
+            larger.
+
+    Example:
+        >>> egop.theory.matrix_factorization_lipschitz(torch.ones(3, 2, 2), 0.5)
+        72.0
+
+    Reference: the lemma on matrix factorisation, Appendix A.1.
+    """
+    positive(radius=radius)
+    if measurements.dim() != 3:
+        raise ValueError(f"Invalid measurements value: shape {tuple(measurements.shape)}. Must be a stack of matrices.")
+    if norm not in ("frobenius", "operator"):
+        raise ValueError(f"Invalid norm value: {norm!r}. Must be 'frobenius' or 'operator'.")
+    rows = measurements.detach().double().flatten(1)
+    square = rows.square().sum() if norm == "frobenius" else torch.linalg.matrix_norm(rows, 2).square()
+    return 12 * radius * float(square)
+
+
+def _data(data: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if data.dim() != 2 or targets.shape != data.shape[:1]:
+        raise ValueError(
+            f"Invalid data value: shape {tuple(data.shape)} with targets of shape {tuple(targets.shape)}. "
+            "Must be a matrix with one row per target."
+        )
+    return data.detach().double(), targets.detach().double()
