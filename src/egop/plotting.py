@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from egop.experiments.base import Panel, Picture, Series
 from egop.experiments.records import Run, replacing
 
-__all__ = ["COLORS", "STYLE", "loss_and_spectra", "plot_losses", "plot_spectra", "save"]
+__all__ = ["COLORS", "STYLE", "draw", "loss_and_spectra", "plot_losses", "plot_spectra", "save"]
 
 STYLE = {
     "axes.axisbelow": True,
@@ -37,8 +38,17 @@ STYLE = {
 }
 
 # Okabe and Ito's palette, told apart by colour-blind readers too.
-COLORS = {"Adam": "#0072b2", "Adagrad": "#d55e00", "SGD": "#7f7f7f", "AdamW": "#009e73"}
-_MORE_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLORS = {
+    "Adam": "#0072b2",
+    "Adagrad": "#d55e00",
+    "SGD": "#7f7f7f",
+    "SGD+momentum": "#b0a000",
+    "AdamW": "#009e73",
+    "SOAP": "#cc79a7",
+    "Shampoo": "#56b4e9",
+    "Muon": "#000000",
+}
+_MORE_COLORS = ("#e69f00", "#4b2991", "#8c564b", "#2ca02c", "#c0369d", "#17becf")
 # Smaller eigenvalues, relative to the largest, are rounding; drawn, they would squeeze everything else.
 _ROUNDING = 1e-10
 _BLOCK_COLORS = ("#4b2991", "#c0369d", "#fa7876", "#edd9a3")
@@ -90,6 +100,63 @@ def loss_and_spectra(runs: Sequence[Run], spectra: Mapping[str, Sequence[float]]
     plot_losses(left, runs)
     plot_spectra(right, spectra)
     return figure
+
+
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
+def draw(picture: Picture) -> Figure:
+    """A picture of an experiment: its panels in rows of three."""
+    columns = min(3, len(picture.panels))
+    rows = -(-len(picture.panels) // columns)
+    figure = Figure(figsize=(4.4 * columns + 0.4, 3.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for panel, place in zip(picture.panels, axes, strict=False):
+        (_draw_bars if panel.kind == "bar" else _draw_lines)(place, panel)
+        place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale)
+    for place in list(axes)[len(picture.panels) :]:
+        place.remove()
+    return figure
+
+
+def _draw_lines(axes: Axes, panel: Panel) -> None:
+    colors = _method_colors(panel.series)
+    for series in panel.series:
+        color = colors[series.method or series.label]
+        dashes = (0, (3, 1.2)) if series.egop else "solid"
+        width = 1.5 if series.egop else 2.2
+        axes.plot(series.x, series.median, color=color, linestyle=dashes, linewidth=width, label=series.label)
+        if series.low is not None and series.high is not None:
+            axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.15, linewidth=0)
+        if series.chosen is not None and series.chosen in series.x:
+            place = list(series.x).index(series.chosen)
+            axes.plot([series.chosen], [series.median[place]], marker="*", markersize=11, color=color)
+    for label, height in panel.horizontal.items():
+        axes.axhline(height, color="#aa0000", linewidth=1, linestyle=":", label=label)
+    axes.set_xscale(panel.xscale)
+    axes.legend(loc="best", fontsize=7, ncols=2 if len(panel.series) > 5 else 1)
+
+
+def _draw_bars(axes: Axes, panel: Panel) -> None:
+    colors = _method_colors(panel.series)
+    width = 0.8 / len(panel.series)
+    for index, series in enumerate(panel.series):
+        places = [number + width * (index - (len(panel.series) - 1) / 2) for number in range(len(series.x))]
+        color = colors[series.method or series.label]
+        hatch = "///" if series.egop else None
+        axes.bar(places, series.median, width, color=color, alpha=0.75, hatch=hatch, label=series.label)
+        if series.low is not None and series.high is not None:
+            middles = zip(places, series.low, series.high, strict=True)
+            for place, low, high in middles:
+                axes.plot([place, place], [low, high], color="#333333", linewidth=1.2)
+    names = [str(x) for x in panel.series[0].x]
+    axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0, ha="right")
+    if len(panel.series) > 1:
+        axes.legend(loc="best", fontsize=7)
+
+
+def _method_colors(series: Sequence[Series]) -> dict[str, str]:
+    names = dict.fromkeys(each.method or each.label for each in series)
+    unknown = [name for name in names if name not in COLORS]
+    return COLORS | {name: _MORE_COLORS[index % len(_MORE_COLORS)] for index, name in enumerate(unknown)}
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
