@@ -147,7 +147,19 @@ MODELS: list[ModelCase] = [
 MLP = MODELS[0]
 DEEP = MODELS[1]
 
-STRUCTURES: list[egop.Structure] = [egop.Identity(), egop.Full(), egop.Full(route="eigh"), egop.Full(route="svd")]
+STRUCTURES: list[egop.Structure] = [
+    egop.Identity(),
+    egop.Full(),
+    egop.Full(route="eigh"),
+    egop.Full(route="svd"),
+    egop.Shared(),
+    egop.Kronecker(),
+    egop.Auxiliary(3),
+    egop.Reduced(3),
+    egop.Reduced(3, keep_rest=False),
+    egop.RandomRotation(seed=1),
+    egop.RandomRotation(seed=1, like=egop.Kronecker()),
+]
 
 
 def block(name: str, **shapes: tuple[int, ...]) -> Block:

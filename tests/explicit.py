@@ -113,8 +113,13 @@ class Explicit:
             block: torch.cat([named[name].detach().flatten() for name in members]).to(V.dtype)
             for block, (V, members) in self.blocks.items()
         }
+        # What a basis of fewer dimensions leaves out: it stays where it is, or is dropped, as the structure says.
+        self.rest: dict[str, Tensor] = {}
         for block, (V, _) in self.blocks.items():
-            self.coordinates[block] = (V.mT @ self.coordinates[block]).requires_grad_()
+            start = self.coordinates[block]
+            self.coordinates[block] = (V.mT @ start).requires_grad_()
+            keep = basis is not None and basis[block].settings.get("keep_rest", False)
+            self.rest[block] = start - V @ (V.mT @ start) if keep else torch.zeros_like(start)
         self.optimizer = optimizer.kind(
             [
                 {key: value for key, value in group.items() if key != "names"}
@@ -148,7 +153,9 @@ class Explicit:
     def _decoded(self) -> dict[str, Tensor]:
         decoded = dict(self.others)
         for block, (V, members) in self.blocks.items():
-            parts = (V @ self.coordinates[block]).split([self.shapes[name].numel() for name in members])
+            parts = (V @ self.coordinates[block] + self.rest[block]).split(
+                [self.shapes[name].numel() for name in members]
+            )
             decoded |= {name: part.reshape(self.shapes[name]) for name, part in zip(members, parts, strict=True)}
         return decoded
 

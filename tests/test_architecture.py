@@ -43,6 +43,7 @@ ROOMS = [
     "experiments",
     "plotting",
     "report",
+    "diagnosis_run",
     "cli",
 ]
 

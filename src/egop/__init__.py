@@ -2,6 +2,7 @@
 
 from egop import theory
 from egop.constrained import BallConstrainedAdagrad
+from egop.diagnostics import BlockDiagnosis, Diagnosis, diagnose
 from egop.distributions import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.estimate import estimate
 from egop.objective import Objective
@@ -29,7 +30,9 @@ __all__ = [
     "Auxiliary",
     "Ball",
     "BallConstrainedAdagrad",
+    "BlockDiagnosis",
     "ChangeOfBasis",
+    "Diagnosis",
     "Distribution",
     "Every",
     "Full",
@@ -49,6 +52,7 @@ __all__ = [
     "Spectrum",
     "Structure",
     "WhenDrifted",
+    "diagnose",
     "estimate",
     "merge",
     "parametrize",

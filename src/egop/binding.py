@@ -32,8 +32,6 @@ class BoundBlock:
         self.rest: list[Tensor] | None = None
         self._seen: list[_Look] = []
         self.take(self.parameters)
-        if not self.change.complete and self.rest is None:
-            self.accept(self.values())  # what the basis leaves out is to be dropped
         self._note()
         for coordinate in self.coordinates:
             coordinate.requires_grad_()
@@ -84,9 +82,16 @@ class BoundBlock:
 
     def rebase(self, change: ChangeOfBasis) -> None:
         """Express the same point in another basis of the same kind."""
+        self.follow()
         values = self.values()
         self.change = self.change.taking(change)
         self.take(values)
+        self.drop_rest()
+
+    def drop_rest(self) -> None:
+        """Write to the parameters what the coordinates stand for, where the rest is not to be kept."""
+        if not self.change.complete and self.rest is None:
+            self.accept(self.values())
 
     def follow(self) -> None:
         """If a parameter was changed from outside, take its new value into the coordinates."""

@@ -124,5 +124,47 @@ def _table(found: Demo) -> Table:
     return table
 
 
+@app.command()
+def diagnose(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="A module, or the path of a .py file, and a function in it that returns an egop.Objective or a tuple "
+            "(model, loss_fn, loader).",
+        ),
+    ],
+    probe: Annotated[bool, typer.Option("--probe", help="Also run a short race in both coordinates.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run of the race.")] = 300,
+    samples: Annotated[int | None, typer.Option(min=1, help="Points to draw; by default what is needed.")] = None,
+    structure: Annotated[
+        str, typer.Option(help="auto, full, shared, kronecker, auxiliary:RANK or reduced:RANK.")
+    ] = "auto",
+    rho: Annotated[str | None, typer.Option(help="initialization, gaussian:SCALE or recentered:SCALE.")] = None,
+    memory: Annotated[str, typer.Option(help="What all bases together may take.")] = "2GiB",
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page and the numbers.")] = Path(
+        "egop-diagnosis"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Of the factory, the sampled gradients and the race.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
+    """Say whether a change of basis would help a model, what it would cost, and how sure that is."""
+    with _one_line_errors():
+        typer.echo(f"Diagnosing {target}")
+        from egop.diagnosis_run import Settings, run
+        from egop.experiments.factories import FactoryError
+
+        settings = Settings(target, probe, steps, samples, structure, rho, memory, out, seed, threads, debug)
+        try:
+            complete = run(settings, echo=typer.echo)
+        except FactoryError as error:
+            if debug:
+                raise
+            _fail(str(error), status=2)
+        if not complete:
+            _fail(f"Interrupted. {out / 'diagnosis.html'} holds what is known so far, and says so.", status=130)
+
+
 if __name__ == "__main__":
     main()

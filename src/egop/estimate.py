@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.distributions import Distribution, Initialization
 from egop.objective import Objective
-from egop.partition import Layer, Partition, layers_of, partition_parameters
+from egop.partition import Block, Layer, Partition, layers_of, partition_parameters
 from egop.plan import Plan, StructureChoice, make_plan
 from egop.reparameterization import Reparameterization
 from egop.sampling import Method, check_samples, sample_gradients
+from egop.spectrum import Spectrum, agreement
+from egop.structures import ChangeOfBasis
 from egop.units import parse_bytes
 
 
@@ -27,6 +33,7 @@ def estimate(
     generator: torch.Generator | None = None,
     progress: bool = True,
     sampling: Method = "auto",
+    stability: bool = False,
 ) -> Reparameterization:
     r"""Estimate the EGOP eigenbasis of an objective, one basis per block.
 
@@ -47,6 +54,8 @@ def estimate(
         generator: the source of all randomness; one with seed 0 by default.
         progress: show a progress bar.
         sampling: ``"loop"``, ``"vmap"`` or ``"auto"``, see :func:`egop.sampling.sample_gradients`.
+        stability: also find how far two bases agree that are each made from every other draw, see
+            :attr:`egop.Spectrum.stability`. This takes two more decompositions of every block, of half the samples.
 
     Returns:
         The change of basis of each block. The model is left exactly as it was.
@@ -60,6 +69,18 @@ def estimate(
 
     Reference: *Faster Adaptive Optimization via Expected Gradient Outer Product Reparameterization*, Algorithm 1.
     """
+    rho, generator = checked(objective, rho, samples, generator)
+    blocks, layers = blocks_of(objective, partition)
+    plan = make_plan(blocks, layers, structure, parse_bytes(memory))
+    if progress and structure == "auto":
+        tqdm.write(str(plan), file=sys.stderr)
+    return estimate_plan(objective, plan, rho, samples, generator, sampling, progress, stability)
+
+
+def checked(
+    objective: Objective, rho: Distribution | None, samples: int | None, generator: torch.Generator | None
+) -> tuple[Distribution, torch.Generator]:
+    """The distribution and the generator, with their defaults; an error that says what to do for what cannot be."""
     if not isinstance(objective, Objective):
         raise TypeError(
             f"objective must be an egop.Objective, got {type(objective).__name__}. "
@@ -75,14 +96,15 @@ def estimate(
         raise TypeError(
             f"generator must be a torch.Generator, got {generator!r}. Use torch.Generator().manual_seed(0)."
         )
+    return rho, generator
+
+
+def blocks_of(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Layer]]:
+    """The blocks of an objective's parameters, and what each parameter is."""
     layers = layers_of(objective.parameters, objective.module)
     if objective.module is None:  # of a function every tensor is a weight, also a vector
         layers = {name: Layer("weight") for name in layers}
-    blocks = partition_parameters(objective.parameters, layers, partition)
-    plan = make_plan(blocks, layers, structure, parse_bytes(memory))
-    if progress and structure == "auto":
-        tqdm.write(str(plan), file=sys.stderr)
-    return estimate_plan(objective, plan, rho, samples, generator, sampling, progress)
+    return partition_parameters(objective.parameters, layers, partition), layers
 
 
 def estimate_plan(
@@ -93,18 +115,75 @@ def estimate_plan(
     generator: torch.Generator,
     sampling: Method,
     progress: bool,
+    stability: bool = False,
 ) -> Reparameterization:
     """The basis of each block of a plan."""
-    accumulators = {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
-    wanted = max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
-    names = [name for block in plan.chosen for name in block.parameters]
-    if wanted:  # a random or identical basis needs no gradients
-        chunks = sample_gradients(
-            objective, rho, samples or wanted, names=names, generator=generator, method=sampling, progress=progress
-        )
+    gathered = Gathering(plan, stability=stability)
+    # Closed at once when something is interrupted: the model is put back where sampling ends.
+    with closing(gradients_for(plan, objective, rho, samples, generator, sampling, progress)) as chunks:
         for gradients in chunks:
-            for block, accumulator in accumulators.items():
-                accumulator.add([gradients[name] for name in block.parameters])
-    finished = {block.name: accumulator.finish() for block, accumulator in accumulators.items()}
+            gathered.add(gradients)
+    finished = {block.name: gathered.finish(block) for block in plan.chosen}
     spectra = {name: spectrum for name, (spectrum, _) in finished.items() if spectrum is not None}
     return Reparameterization([change for _, change in finished.values()], spectra, plan.left)
+
+
+def gradients_for(
+    plan: Plan,
+    objective: Objective,
+    rho: Distribution,
+    samples: int | None,
+    generator: torch.Generator,
+    sampling: Method,
+    progress: bool,
+) -> Generator[dict[str, Tensor], None, None]:
+    """The gradients that the blocks of a plan need, in chunks; none for a random or identical basis."""
+    wanted = samples_wanted(plan)
+    names = [name for block in plan.chosen for name in block.parameters]
+    if wanted:
+        yield from sample_gradients(
+            objective, rho, samples or wanted, names=names, generator=generator, method=sampling, progress=progress
+        )
+
+
+def samples_wanted(plan: Plan) -> int:
+    """How many draws the structures of a plan ask for."""
+    return max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
+
+
+class Gathering:
+    """The gradients of a plan's blocks, taken in chunk by chunk: all together, or in two halves that are compared.
+
+    Args:
+        plan: the structure of each block.
+        stability: whether to keep halves. Every other draw goes to the same half, whatever the chunks are.
+    """
+
+    def __init__(self, plan: Plan, *, stability: bool) -> None:
+        self.parts = [
+            {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
+            for _ in range(2 if stability else 1)
+        ]
+        self.draws = 0
+
+    def add(self, gradients: dict[str, Tensor]) -> None:
+        """Take in a chunk: for each parameter a stack of gradients."""
+        count = len(next(iter(gradients.values())))
+        for index, accumulators in enumerate(self.parts):
+            own = slice((index - self.draws) % len(self.parts), None, len(self.parts))
+            if not range(count)[own]:
+                continue
+            for block, accumulator in accumulators.items():
+                accumulator.add([gradients[name][own] for name in block.parameters])
+        self.draws += count
+
+    def finish(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis]:
+        """The spectrum and the change of basis of one block; each block can be finished once."""
+        whole, *others = [accumulators.pop(block) for accumulators in self.parts]
+        stability = None
+        for other in others:
+            if self.draws > 1:
+                stability = agreement(whole.eigenbases(), other.eigenbases())
+            whole.merge(other)
+        spectrum, change = whole.finish()
+        return spectrum and replace(spectrum, stability=stability), change

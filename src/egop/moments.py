@@ -13,7 +13,7 @@ Moments = Literal["rotate", "keep", "reset"]
 
 # The state of the optimizers in torch.optim, by how it follows a change of coordinates. Other optimizers mostly use the
 # same names for the same things; a name that is not here is an error, never a guess.
-LINEAR = {"exp_avg", "momentum_buffer", "grad_avg", "ax", "prev"}
+LINEAR = {"exp_avg", "momentum_buffer", "grad_avg", "ax", "prev", "center"}
 SQUARED = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta"}
 MAGNITUDES = {"exp_inf"}  # as squared ones, after squaring
 STEP_SIZES = {"step_size"}  # of Rprop: there is no way to rotate them; they are kept
@@ -30,7 +30,7 @@ def rotated(states: Sequence[Mapping[str, Any]], old: ChangeOfBasis, new: Change
 
     Moments that are linear in the gradient are rotated exactly: decoded in the old basis, encoded in the new one.
     Squared moments are carried by the squared rotation where the structure can afford it (``Full``, ``Shared``,
-    ``Kronecker``) and kept elsewhere. Everything that is not of a coordinate's shape (step counters) stays.
+    ``Kronecker``) and kept elsewhere. Single numbers (step counters) stay.
 
     Args:
         states: the inner optimizer's state of each coordinate tensor of the block.
@@ -38,12 +38,7 @@ def rotated(states: Sequence[Mapping[str, Any]], old: ChangeOfBasis, new: Change
         new: the basis that they are wanted in.
     """
     fresh = [dict(state) for state in states]
-    keys = {
-        key
-        for state, shape in zip(states, old.coordinate_shapes(), strict=True)
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == shape
-    }
+    keys = {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
     for key in sorted(keys):
         if key in STEP_SIZES:
             continue

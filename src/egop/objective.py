@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,6 +150,15 @@ class Objective:
             torch.zeros_like(live[name]) if gradient is None else _dense(name, gradient)
             for name, gradient in zip(names, gradients, strict=True)
         ]
+
+    def trainable_copy(self) -> tuple[nn.Module, LossFunction]:
+        """A module of its own at the current parameters, and the loss to train it with; the model stays untouched."""
+        if self.module is not None:
+            return copy.deepcopy(self.module), self._loss
+        module = nn.Module()
+        for name, value in self.current.items():
+            module.register_parameter(name, nn.Parameter(value.clone()))
+        return module, lambda module, batch: self.loss(dict(module.named_parameters()), batch)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Copy the values into the module's parameters; only inside :meth:`preserved`."""

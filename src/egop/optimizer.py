@@ -88,6 +88,8 @@ class ReparameterizedOptimizer(Optimizer):
         self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, module)
         if refresh is not None:
             self.refresher = refresh.begin(self)
+        for block in self._blocks:  # last, since it changes the model: nothing is to change when something was refused
+            block.drop_rest()
 
     @property
     def blocks(self) -> list[BoundBlock]:
@@ -116,6 +118,8 @@ class ReparameterizedOptimizer(Optimizer):
         blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
+        for block in blocks:
+            block.drop_rest()
         self._blocks += blocks
         self.inner.add_param_group(self._inner_group(len(self.param_groups) - 1))
         self._batches = gather(self._blocks)
@@ -269,6 +273,8 @@ class ReparameterizedOptimizer(Optimizer):
                 "carried over. Use rebase(basis, moments='reset')."
             )
         kept = dict(self.inner.state)
+        for block in blocks:
+            block.drop_rest()
         self._blocks = blocks
         self._build()
         inside = {tensor for group in self.inner.param_groups for tensor in group["params"]}

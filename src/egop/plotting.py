@@ -4,6 +4,8 @@ Figures are made without ``pyplot``, so nothing global changes and no display is
 bytes.
 """
 
+import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from matplotlib.lines import Line2D
 from egop.experiments.base import Panel, Picture, Series
 from egop.experiments.records import Run, replacing
 
-__all__ = ["COLORS", "STYLE", "draw", "loss_and_spectra", "plot_losses", "plot_spectra", "save"]
+__all__ = ["COLORS", "STYLE", "draw", "inline", "loss_and_spectra", "plot_losses", "plot_spectra", "save"]
 
 STYLE = {
     "axes.axisbelow": True,
@@ -168,6 +170,42 @@ def save(figure: Figure, path: str | Path) -> None:
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     with replacing(path) as beside:
         figure.savefig(beside, format=kind, metadata=metadata, dpi=150, facecolor="white")
+
+
+# Colours that a page replaces by its own, so that one picture suits light and dark.
+_PAGE_TEXT, _PAGE_GRID = "#010203", "#030201"
+
+
+@matplotlib.rc_context(STYLE | {"grid.color": _PAGE_GRID})  # type: ignore[arg-type]
+def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) -> str:
+    """One panel of lines as SVG to be put into a page: no outside names, no background, small enough for a phone.
+
+    Args:
+        panel: what to draw; the legend is the page's.
+        colors: of the series.
+        name: of the picture, unique in the page: it goes before every identifier.
+        faint: how many of the first series stay in the background.
+    """
+    figure = Figure(figsize=(4.2, 3.1), layout="constrained")
+    axes = figure.subplots()
+    for place, (series, color) in enumerate(zip(panel.series, colors, strict=True)):
+        dashes = (0, (3, 1.2)) if series.egop else "solid"
+        alpha, width = (0.35, 1.0) if place < faint else (1.0, 2.2)
+        axes.plot(series.x, series.median, color=color, linestyle=dashes, alpha=alpha, linewidth=width)
+    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
+    axes.tick_params(which="both", color=_PAGE_TEXT, labelcolor=_PAGE_TEXT)
+    for part in (axes.xaxis.label, axes.yaxis.label):
+        part.set_color(_PAGE_TEXT)
+    for spine in axes.spines.values():
+        spine.set_color(_PAGE_TEXT)
+    written = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(written, format="svg", metadata=nothing, transparent=True)
+    svg = written.getvalue()
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :]).replace("xlink:href", "href")
+    svg = re.sub(r' (id|href)="(#?)', rf' \1="\2{name}-', svg).replace("url(#", f"url(#{name}-")
+    svg = re.sub(r'(<svg) width="[^"]*" height="[^"]*"', rf'\1 role="img" aria-label="{panel.title}"', svg)
+    return svg.replace(_PAGE_TEXT, "currentColor").replace(_PAGE_GRID, "var(--grid)")
 
 
 def _colors(runs: Sequence[Run]) -> dict[str, str]:

@@ -127,6 +127,8 @@ class Every(Refresh):
             )
         if self.samples is not None:
             _check_positive("samples", self.samples)
+        if not isinstance(self.rho, Distribution):
+            raise TypeError(f"rho must be a distribution such as egop.Recentered(), got {self.rho!r}.")
         self.rho.check(self.objective)
 
     def begin(self, optimizer: Rebasable) -> Refresher:
@@ -151,8 +153,9 @@ class _Periodic(Refresher):
         config = self.config
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.renewals)
         self.renewals += 1
+        first = not optimizer.blocks
         try:
-            if optimizer.blocks:
+            if not first:
                 plan = Plan({block.change.block: block.change.structure() for block in optimizer.blocks}, {}, {})
                 basis = estimate_plan(
                     self.objective, plan, config.rho, config.samples, generator, "auto", config.progress
@@ -171,7 +174,8 @@ class _Periodic(Refresher):
         except (torch.linalg.LinAlgError, FloatingPointError) as error:
             self.failed(error)
         else:
-            optimizer.rebase(basis, moments=config.moments)
+            # A first basis that comes late, after one that failed, finds moments of other coordinates.
+            optimizer.rebase(basis, moments="reset" if first else config.moments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +286,9 @@ class _Streaming(Refresher):
         return super().state_dict() | {"grams": self.grams}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        grams = {name: {key: gram.clone() for key, gram in own.items()} for name, own in state["grams"].items()}
         super().load_state_dict(state)
-        self.grams = {name: {key: gram.clone() for key, gram in own.items()} for name, own in state["grams"].items()}
+        self.grams = grams
 
     def _observe(self, change: ChangeOfBasis, gradients: Sequence[Tensor]) -> None:
         found = change.grams(gradients) or {}
@@ -335,6 +340,7 @@ def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
     image = gram @ basis
     order = (basis * image).sum(0).argsort(descending=True, stable=True)
     shift = 1e-6 * gram.diagonal().mean()
+    shift = torch.where(shift > 0, shift, 1)  # no gradients at all: every direction stays where it is
     fresh, triangle = torch.linalg.qr(image[:, order] + shift * basis[:, order])
     signs = triangle.diagonal().sign()
     return fresh * torch.where(signs == 0, 1, signs)

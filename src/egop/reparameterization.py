@@ -102,11 +102,14 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
     def __str__(self) -> str:
         """A table of the blocks: what they are, what they cost, what their spectra say."""
         rows = [self._row(name, change) for name, change in self.items()]
-        rows += [[name, reason, "", "", "", ""] for name, reason in self.left.items()]
+        rows += [[name, reason, "", "", "", "", ""] for name, reason in self.left.items()]
         flops = sum(change.cost_per_step for change in self.values())
         total = format_bytes(sum(change.nbytes for change in self.values()))
-        rows.append(["total", "", "", total, f"{format_count(flops)}flop", ""])
-        return format_table(["block", "structure", "size", "bytes", "cost per step", "stable rank"], rows)
+        rows.append(["total", "", "", total, f"{format_count(flops)}flop", "", ""])
+        header = ["block", "structure", "size", "bytes", "cost per step", "stable rank", "stability"]
+        if all(spectrum.stability is None for spectrum in self.spectrum.values()):  # the last column would be empty
+            header, rows = header[:-1], [row[:-1] for row in rows]
+        return format_table(header, rows)
 
     def _row(self, name: str, change: ChangeOfBasis) -> list[str]:
         spectrum = self.spectrum.get(name)
@@ -117,6 +120,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             format_bytes(change.nbytes),
             f"{format_count(change.cost_per_step)}flop",
             f"{spectrum.stable_rank:.1f} of {len(spectrum.eigenvalues)}" if spectrum else "",
+            f"{spectrum.stability:.2f}" if spectrum and spectrum.stability is not None else "",
         ]
 
     __repr__ = __str__
@@ -130,7 +134,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             own = dict(change.tensors)
             if name in self.spectrum:
                 spectrum = self.spectrum[name]
-                description["samples"] = spectrum.samples
+                description |= {"samples": spectrum.samples, "stability": spectrum.stability}
                 own |= {"spectrum/eigenvalues": spectrum.eigenvalues, "spectrum/density": spectrum.density}
             description["tensors"] = list(own)
             tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in own.items()}
@@ -171,7 +175,8 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             own = {key: tensors[f"{name}/{key}"] for key in description["tensors"]}
             values, density = own.pop("spectrum/eigenvalues", None), own.pop("spectrum/density", None)
             if values is not None and density is not None:
-                spectra[name] = Spectrum(values, density, description["samples"])
+                # The stability came later than the format: older files, and many bases, have none.
+                spectra[name] = Spectrum(values, density, description["samples"], description.get("stability"))
             changes.append(rebuild(description, own))
             if not changes[-1].round_trip_error() < 1e-3:
                 raise ValueError(f"'{os.fspath(path)}': the basis of block '{name}' is not orthonormal.")

@@ -14,12 +14,14 @@ from egop.linalg import fix_signs
 _SLICE_BYTES = 64 * 2**20
 # Directions weaker than this, relative to the strongest, are rounding noise of float32 gradients.
 _NOISE = 1e-6
+# Up to this many rows for each direction wanted, inner products cost less than power iterations, and are exact.
+_EXACT = 4
 
 
 class RowSketch:
     """A bounded summary of any number of rows that keeps their leading directions.
 
-    Rows are kept as they are while they fit. When there are more, they are replaced by the three quarters of them that
+    Rows are kept as they are while they fit. When there are more, they are replaced by the seven eighths of them that
     say most about the sum of outer products (a truncated SVD), so whatever follows is seen together with what mattered
     before. Sketches of parts merge into a sketch of the whole.
 
@@ -30,7 +32,8 @@ class RowSketch:
 
     def __init__(self, rank: int, capacity: int) -> None:
         self.rank = rank
-        self.capacity = max(4 * rank, capacity)
+        self.capacity = max(_EXACT * rank, capacity)
+        self.kept = 7 * self.capacity // 8
         self.rows: list[Tensor] = []
         self.count = 0
 
@@ -41,7 +44,7 @@ class RowSketch:
 
     def add(self, rows: Tensor) -> None:
         """Take in rows."""
-        for piece in rows.split(self.capacity - 3 * self.capacity // 4):
+        for piece in rows.split(self.capacity - self.kept):
             self.rows.append(piece)
             self.count += len(piece)
             if self.held > self.capacity:
@@ -60,7 +63,7 @@ class RowSketch:
         return squares / self.count, vectors
 
     def _compress(self) -> None:
-        left, _ = _left_singular(self.rows, 3 * self.capacity // 4)
+        left, _ = _left_singular(self.rows, self.kept)
         compressed = torch.empty(left.shape[1], self.rows[0].shape[1], dtype=self.rows[0].dtype, device=left.device)
         for columns, part in _slices(self.rows):
             compressed[:, columns] = (left.mT @ part).to(compressed.dtype)
@@ -72,45 +75,54 @@ def leading_directions(
 ) -> tuple[Tensor, Tensor]:
     """The ``rank`` largest squared singular values of the rows and their right singular vectors, as columns.
 
-    Few rows are decomposed exactly through their inner products. Many go through a randomized range finder with twice
-    the rank and power iterations: with little oversampling the directions near the cut are found badly. Directions
-    that no row has are filled up with random orthonormal ones.
+    Few rows (and those of a full sketch) are decomposed exactly through their inner products. Many go through a
+    randomized range finder with twice the rank and power iterations: with little oversampling the directions near the
+    cut are found badly. Directions that no row has are filled up with random orthonormal ones.
     """
     count, dimension = sum(len(part) for part in rows), rows[0].shape[1]
     if not all(torch.isfinite(part).all() for part in rows):
         raise torch.linalg.LinAlgError("The gradients to decompose have entries that are not finite.")
     width = min(2 * rank, dimension)
-    if count <= width:
+    if count <= _EXACT * rank:
         left, values = _left_singular(rows, rank)
-        vectors = _adjoint(rows, left)
+        vectors = _adjoint(rows, left, rank)
     else:
         start = torch.randn(count, width, generator=generator, dtype=rows[0].dtype).to(rows[0].device)
-        basis = orthonormal_columns(_adjoint(rows, start))
+        basis = orthonormal_columns(_adjoint(rows, start, width), overwrite=True)
         for _ in range(power_iterations):
             image, _ = torch.linalg.qr(_product(rows, basis).double())
-            basis = orthonormal_columns(_adjoint(rows, image.to(basis.dtype)))
+            basis = orthonormal_columns(_adjoint(rows, image.to(basis.dtype), width), overwrite=True)
         _, singular, right = torch.linalg.svd(_product(rows, basis).double(), full_matrices=False)
         values = singular[:rank].square()
         vectors = basis @ right[:rank].mT.to(basis.dtype)
-    return _filled(values, vectors, rank, generator)
+    return _filled(values, vectors, generator)
 
 
-def orthonormal_columns(matrix: Tensor, slice_bytes: int = _SLICE_BYTES) -> Tensor:
+def orthonormal_columns(matrix: Tensor, slice_bytes: int = _SLICE_BYTES, overwrite: bool = False) -> Tensor:
     """An orthonormal basis of the columns, in their order and dtype; each column keeps its direction as far as it can.
 
-    Small matrices by Householder QR in float64. Of large ones no float64 copy is made: Cholesky-QR, three times, with
-    the inner products in float64, the first time with a shift that keeps the factor positive definite.
+    Small matrices by Householder QR in float64. Of large ones no float64 copy is made: Cholesky-QR with the inner
+    products in float64, the first time with a shift that keeps the factor positive definite, then until it is exact,
+    at most three times.
+
+    Args:
+        matrix: the columns.
+        slice_bytes: what a matrix may take to be a small one, and intermediate copies of a large one.
+        overwrite: whether the result of a large one may take the place of the matrix.
     """
     if matrix.numel() * 8 <= slice_bytes:
         basis, triangle = torch.linalg.qr(matrix.double())
         signs = triangle.diagonal().sign()
         return (basis * torch.where(signs == 0, 1, signs)).to(matrix.dtype)
     rows = max(1, slice_bytes // (8 * matrix.shape[1]))
-    result = matrix.clone()
+    result = matrix if overwrite else matrix.clone()
+    eye = torch.eye(matrix.shape[1], dtype=torch.float64, device=matrix.device)
     for attempt in range(3):
         gram = torch.zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float64, device=matrix.device)
         for part in result.split(rows):
             gram.addmm_(part.double().mT, part.double())
+        if attempt > 0 and (gram - eye).abs().max() < 4 * torch.finfo(matrix.dtype).eps:
+            break
         if attempt == 0:
             gram.diagonal().add_(gram.diagonal().sum() * 1e-13)
         triangle = torch.linalg.cholesky(gram, upper=True)
@@ -129,17 +141,18 @@ def _left_singular(rows: Sequence[Tensor], rank: int) -> tuple[Tensor, Tensor]:
     return vectors.flip(-1)[:, :rank], values.flip(-1)[:rank].clamp_min(0)
 
 
-def _filled(values: Tensor, vectors: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Drop directions that are rounding noise, normalise, and fill up with random ones to the rank."""
-    top = values[0] if len(values) else 0
-    kept = int((values > _NOISE**2 * top).sum())
+def _filled(values: Tensor, vectors: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Replace directions that are rounding noise, or lacking, by random ones; orthonormalise, in place if large."""
+    dimension, rank = vectors.shape
+    kept = int((values > _NOISE**2 * values[0]).sum())
     filled = torch.zeros(rank, dtype=torch.float64, device=values.device)
     filled[:kept] = values[:kept]
-    shape = vectors.shape[0], rank - kept
-    fill = torch.randn(shape, generator=generator, dtype=vectors.dtype).to(vectors.device)
-    found = vectors[:, :kept] / torch.linalg.vector_norm(vectors[:, :kept], dim=0).clamp_min(1e-300)
-    fill = fill / torch.linalg.vector_norm(fill, dim=0)
-    return filled, fix_signs(orthonormal_columns(torch.cat([found, fill], dim=1)))
+    vectors[:, kept:] = torch.randn(dimension, rank - kept, generator=generator, dtype=vectors.dtype).to(vectors.device)
+    vectors /= torch.linalg.vector_norm(vectors, dim=0)
+    vectors = orthonormal_columns(vectors, overwrite=True)
+    for part in vectors.split(max(1, _SLICE_BYTES // (8 * dimension)), dim=1):
+        part.copy_(fix_signs(part))
+    return filled, vectors
 
 
 def _slices(rows: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -155,10 +168,10 @@ def _product(rows: Sequence[Tensor], matrix: Tensor) -> Tensor:
     return torch.cat([part @ matrix for part in rows])
 
 
-def _adjoint(rows: Sequence[Tensor], matrix: Tensor) -> Tensor:
-    """``Gᵀ matrix`` for the stacked rows G, in the rows' dtype."""
+def _adjoint(rows: Sequence[Tensor], matrix: Tensor, width: int) -> Tensor:
+    """``Gᵀ matrix`` for the stacked rows G, in the rows' dtype, with zero columns added up to a width."""
     ends = list(itertools.accumulate(len(part) for part in rows))
-    result = torch.zeros(rows[0].shape[1], matrix.shape[1], dtype=rows[0].dtype, device=rows[0].device)
+    result = torch.zeros(rows[0].shape[1], width, dtype=rows[0].dtype, device=rows[0].device)
     for part, end in zip(rows, ends, strict=True):
-        result.addmm_(part.mT, matrix[end - len(part) : end].to(part.dtype))
+        result[:, : matrix.shape[1]].addmm_(part.mT, matrix[end - len(part) : end].to(part.dtype))
     return result

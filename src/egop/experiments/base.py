@@ -93,6 +93,7 @@ class Context:
         data: the folder with data sets that do not ship with the package.
         progress: show progress bars.
         workers: processes for runs that cannot be batched.
+        time_budget: seconds after which an experiment of long runs starts no further one; none by default.
     """
 
     preset: Preset = "quick"
@@ -100,6 +101,7 @@ class Context:
     data: str | None = None
     progress: bool = True
     workers: int = 2
+    time_budget: float | None = None
 
 
 class MissingDataError(Exception):

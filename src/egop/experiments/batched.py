@@ -74,6 +74,7 @@ def train(
     basis: Basis | None = None,
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     record_every: int = 1,
+    schedule_every: int | None = None,
     progress: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Tensor], float]:
@@ -85,8 +86,9 @@ def train(
         rates: the learning rates.
         steps: how many steps.
         basis: EGOP coordinates; original ones by default.
-        schedule: makes a learning-rate scheduler of the optimizer; stepped after every ``record_every`` steps.
+        schedule: makes a learning-rate scheduler of the optimizer.
         record_every: evaluate after so many steps (and before the first).
+        schedule_every: step the scheduler after so many steps; ``record_every`` by default.
         progress: show a progress bar.
         **options: further hyper-parameters of the optimizer.
 
@@ -97,6 +99,7 @@ def train(
     groups = [{"params": tensors, "lr": rate} for tensors, rate in zip(coordinates.leaves, rates, strict=True)]
     stepper = OPTIMIZERS[optimizer](groups, lr=rates[0], **options)
     scheduler = schedule(stepper) if schedule is not None else None
+    period = record_every if schedule_every is None else schedule_every
     history = [_evaluated(problem, coordinates)]
     seconds = 0.0
     name = f"{optimizer}{'' if basis is None else ', EGOP'}, {len(rates)} rates"
@@ -107,8 +110,8 @@ def train(
                 stepper.zero_grad()
                 problem.losses(coordinates.point(), step).sum().backward()
                 stepper.step()
-            if scheduler is not None:
-                scheduler.step()
+                if scheduler is not None and ((step + 1) % period == 0 or step + 1 == steps):
+                    scheduler.step()
             history.append(_evaluated(problem, coordinates))  # reads numbers, so all kernels have finished
             seconds += time.perf_counter() - began
             bar.update(min(record_every, steps - first))

@@ -24,6 +24,7 @@ def train(
     evaluate: Callable[[nn.Module], Mapping[str, Tensor | float]],
     progress: bool = True,
     description: str = "training",
+    unit: str = "epoch",
 ) -> Curve:
     """Train a model and evaluate it before the first epoch and after every one.
 
@@ -40,6 +41,7 @@ def train(
             in evaluation mode, without gradients.
         progress: Show a progress bar on standard error.
         description: What the progress bar is called.
+        unit: What it counts, where a pass over ``batches`` is not an epoch.
 
     Returns:
         Losses and other metrics by epoch, and the seconds spent in training steps.
@@ -50,7 +52,7 @@ def train(
     history = [_evaluate(model, evaluate)]
     seconds = 0.0
     try:
-        with tqdm(total=epochs, desc=description, unit="epoch", disable=not progress) as bar:
+        with tqdm(total=epochs, desc=description, unit=unit, disable=not progress) as bar:
             while len(history) <= epochs and math.isfinite(history[-1]["loss"]):
                 seconds += _epoch(model, optimizer, loss_fn, batches)
                 history.append(_evaluate(model, evaluate))
@@ -58,7 +60,7 @@ def train(
                 bar.update()
             diverged = not math.isfinite(history[-1]["loss"])
             if diverged:
-                bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after epoch {len(history) - 1}, stopped")
+                bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after {unit} {len(history) - 1}, stopped")
     finally:
         model.train(was_training)
     by_name = {name: tuple(entry[name] for entry in history) for name in history[0]}

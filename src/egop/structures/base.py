@@ -187,6 +187,10 @@ class Accumulator(abc.ABC):
     def finish(self) -> tuple[Spectrum | None, ChangeOfBasis]:
         """The spectrum (where the structure has one) and the change of basis."""
 
+    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
+        """Eigenvalues and eigenvectors (columns) of each matrix that it decomposes: what two halves are compared by."""
+        return []
+
 
 @dataclass(frozen=True)
 class Structure(abc.ABC):
@@ -255,10 +259,16 @@ class EigenAccumulator(Accumulator):
         spectrum = Spectrum(values, density(vectors), self.products.count)
         return spectrum, self.build(self.block, {"basis": vectors.to(self.block.dtype)})
 
+    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
+        """Those of the one matrix."""
+        return [self.products.eigenbasis()]
+
 
 def density(vectors: Tensor) -> Tensor:
     """β_k = ‖v_k‖₁² / d of each column, in float64."""
-    return vectors.abs().sum(0, dtype=torch.float64).square() / len(vectors)
+    # Some columns at a time: the sum of all at once would take a float64 copy of them.
+    sums = [part.abs().sum(0, dtype=torch.float64) for part in vectors.split(64, dim=1)]
+    return torch.cat(sums).square() / len(vectors)
 
 
 def rows_times(vector: Tensor, matrix: Tensor) -> Tensor:

@@ -100,11 +100,14 @@ class _KroneckerAccumulator(Accumulator):
         self.right.merge(other.right)
         self.count += other.count
 
+    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
+        return [self.left.eigenbasis(), self.right.eigenbasis()]
+
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
         """The spectrum is that of the Kronecker product of both sides, scaled to the mean squared gradient."""
         if self.count == 0:
             raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
-        (left_values, left), (right_values, right) = self.left.eigenbasis(), self.right.eigenbasis()
+        (left_values, left), (right_values, right) = self.eigenbases()
         trace = left_values.sum() * self.left.count / self.count  # the mean squared norm of a gradient
         scale = trace / (left_values.sum() * right_values.sum()).clamp_min(torch.finfo(torch.float64).tiny)
         values, order = (scale * torch.outer(left_values, right_values)).flatten().sort(descending=True, stable=True)

@@ -173,7 +173,10 @@ class _LowRankAccumulator(Accumulator):
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
         if self.sketch.count == 0:
             raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
-        generator = torch.Generator().manual_seed(self.structure.seed)
-        values, vectors = self.sketch.leading(self.structure.power_iterations, generator)
+        ((values, vectors),) = self.eigenbases()
         change = self.structure.change(self.block, {"basis": vectors})
         return Spectrum(values, density(vectors), self.sketch.count), change
+
+    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(self.structure.seed)
+        return [self.sketch.leading(self.structure.power_iterations, generator)]

@@ -1,0 +1,154 @@
+"""The reproduction as a page: every figure beside its claims, numbers and verdicts, all read from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from egop import plotting
+from egop.experiments.base import Experiment, Judged, Picture, Preset
+from egop.experiments.records import Record, Store, replacing
+from egop.experiments.registry import IDS, experiment
+from egop.experiments.reproduce import store_of
+
+_INTRODUCTION = (
+    "Made by `egop report` from the records of `egop reproduce`; no number here was typed by hand. Each claim of the "
+    "paper stands beside what was measured. Sections marked *quick* ran at small sizes with few trials."
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the report says of one experiment.
+
+    Attributes:
+        experiment: which one.
+        preset: the full one where there are records of it, else the quick one; None where there are none.
+        judged: its claims with verdicts.
+        pictures: its figures.
+        runs: how many records there are.
+        seconds: that all of them took together.
+        devices: where they ran.
+        versions: of the software.
+        problem: why there is nothing more to say, in one line.
+    """
+
+    experiment: Experiment
+    preset: Preset | None = None
+    judged: tuple[Judged, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    runs: int = 0
+    seconds: float = 0.0
+    devices: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+def sections(folder: Path, ids: Iterable[str] = IDS) -> list[Section]:
+    """What the records in a folder say, one section an experiment."""
+    return [_section(experiment(id), store_of(folder, id)) for id in ids]
+
+
+def _section(one: Experiment, store: Store) -> Section:
+    presets: tuple[Preset, ...] = ("full", "quick")
+    for preset in presets:
+        records = one.records(store, preset)
+        if records:
+            try:
+                judged, pictures = one.judge(store, preset), one.pictures(store, preset)
+            except (LookupError, ValueError) as error:  # some of the runs are still to come
+                return _about(one, preset, records, problem=f"Not all of its runs are there yet ({error}).")
+            return _about(one, preset, records, judged, pictures)
+    return Section(one, problem="It has not been run.")
+
+
+def _about(
+    one: Experiment,
+    preset: Preset,
+    records: Sequence[Record],
+    judged: Iterable[Judged] = (),
+    pictures: Iterable[Picture] = (),
+    problem: str | None = None,
+) -> Section:
+    return Section(
+        one,
+        preset,
+        tuple(judged),
+        tuple(pictures),
+        len(records),
+        sum(record.seconds for record in records),
+        tuple(dict.fromkeys(record.device for record in records)),
+        tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in record.versions.items()) for record in records)),
+        problem,
+    )
+
+
+def counts(found: Sequence[Section]) -> str:
+    """How many claims hold, in a sentence."""
+    verdicts = [judged.verdict for section in found for judged in section.judged]
+    parts = [f"{verdicts.count(v)} {v}" for v in ("holds", "does not hold", "cannot be judged") if verdicts.count(v)]
+    return f"Of {len(verdicts)} claims: {', '.join(parts)}." if verdicts else "Nothing has been run yet."
+
+
+def write_markdown(found: Sequence[Section], path: Path) -> None:
+    """The report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
+    lines = [
+        "# Reproduction of the paper",
+        "",
+        _INTRODUCTION,
+        "",
+        counts(found),
+        "",
+    ]
+    for section in found:
+        for picture in section.pictures:
+            place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"
+            plotting.save(plotting.draw(picture), place)
+        lines += _markdown(section)
+    with replacing(path) as beside:
+        beside.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _markdown(section: Section) -> list[str]:
+    one = section.experiment
+    lines = [f"## {one.title} (`{one.id}`)", "", f"In the paper: {one.figures}."]
+    if section.preset is None:
+        return [*lines, "", section.problem or "", ""]
+    lines += [f"Preset: **{section.preset}**. {_ran(section)}", "", f"Settings: {_settings(one, section.preset)}.", ""]
+    if section.problem:
+        return [*lines, section.problem, ""]
+    lines += ["| claim | verdict | measured |", "|---|---|---|"]
+    lines += [f"| {_cell(each.words)} | {_bold(each.verdict)} | {_cell(each.found)} |" for each in section.judged]
+    for picture in section.pictures:
+        lines += ["", f"![{picture.caption}](images/reproduction/{picture.name}.svg)", "", f"*{picture.caption}*"]
+    return [*lines, ""]
+
+
+def _ran(section: Section) -> str:
+    minutes = section.seconds / 60
+    spent = f"{minutes:.1f} minutes" if minutes >= 1 else f"{section.seconds:.0f} seconds"
+    return f"{section.runs} runs, {spent} in all, on {'; '.join(section.devices)} ({'; '.join(section.versions)})."
+
+
+def _settings(one: Experiment, preset: Preset) -> str:
+    return "; ".join(f"{key}: {_value(value)}" for key, value in one.settings(preset).items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_value(entry)}" for key, entry in value.items())
+    if isinstance(value, (list, tuple, range)):
+        return "[" + ", ".join(_value(entry) for entry in value) + "]"
+    return str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _bold(verdict: str) -> str:
+    return f"**{verdict}**" if verdict == "does not hold" else verdict

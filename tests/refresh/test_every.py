@@ -1,0 +1,259 @@
+"""Every: the paper's periodic form."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import cases
+import egop
+from cases import MLP
+from explicit import basis_of, distance, identical, logistic
+
+POLICIES = ["rotate", "keep", "reset"]
+
+
+def every(model, steps=3, **options):
+    objective = egop.Objective(model, logistic, MLP.batches())
+    return egop.Every(steps, objective, **{"samples": 20, "structure": egop.Full()} | options)
+
+
+def begin(model, basis=None, kind=torch.optim.Adam, **options):
+    return egop.ReparameterizedOptimizer(model, kind, basis, refresh=every(model, **options), lr=0.01)
+
+
+def steps(model, optimizer, count, first=0):
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        logistic(model, MLP.batches()[step % 4]).backward()
+        optimizer.step()
+
+
+def dense(optimizer):
+    return {name: change.dense() for name, change in optimizer.basis.items()}
+
+
+@pytest.mark.parametrize("structure", cases.STRUCTURES, ids=str)
+def test_each_estimate_is_the_one_of_the_current_parameters(structure):
+    """At steps 0, 3 and 6, before the step, by the plain estimate."""
+    model = MLP.build()
+    optimizer = begin(model, structure=structure)
+    for step in range(7):
+        expected = None
+        if step % 3 == 0:
+            generator = torch.Generator().manual_seed(step // 3)
+            objective = egop.Objective(model, logistic, MLP.batches())
+            kind = structure if step == 0 else next(iter(optimizer.basis.values())).structure()
+            expected = cases.estimate(objective, structure=kind, samples=20, generator=generator, rho=egop.Recentered())
+        steps(model, optimizer, 1, step)
+        if expected is not None:
+            assert all(torch.equal(dense(optimizer)[name], change.dense()) for name, change in expected.items())
+    assert optimizer.refresher.renewals == 3
+
+
+def test_a_given_basis_is_used_until_the_first_renewal():
+    basis = basis_of(MLP)
+    model, plain = MLP.build(), MLP.build()
+    optimizer = begin(model, basis, steps=4)
+    other = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, basis, lr=0.01)
+    steps(model, optimizer, 4)
+    steps(plain, other, 4)
+    assert identical(cases.parameters_of(model), cases.parameters_of(plain))
+    assert identical(dense(optimizer), dense(other))
+    steps(model, optimizer, 1)
+    assert not any(torch.equal(dense(optimizer)[name], dense(other)[name]) for name in basis)
+
+
+def test_without_a_basis_the_first_step_makes_one_as_told():
+    model = MLP.build()
+    optimizer = begin(model, structure={"0.weight": egop.Shared()}, partition="parameter")
+    assert len(optimizer.basis) == 0
+    steps(model, optimizer, 1)
+    assert {name: change.kind for name, change in optimizer.basis.items()} == {"0.weight": "Shared"}
+    steps(model, optimizer, 6)
+    assert optimizer.refresher.renewals == 3
+
+
+def test_training_with_gradients_at_hand_is_not_disturbed_by_sampling():
+    """The renewal comes between backward and step: gradients, buffers and random states are as they were."""
+    case = cases.MODELS[2]  # BatchNorm
+    model = case.build()
+    objective = egop.Objective(model, logistic, case.batches())
+    refresh = egop.Every(1, objective, samples=3, structure=egop.Full())
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.SGD, refresh=refresh, lr=0.0)
+    logistic(model, case.batches()[0]).backward()
+    before = cases.state_of(model)
+    optimizer.step()
+    after = cases.state_of(model)
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed <= {"parameters"}  # encoded and decoded: to rounding
+    assert optimizer.refresher.renewals == 1
+
+
+@pytest.mark.parametrize("structure", cases.STRUCTURES, ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD])
+def test_around_a_basis_that_does_not_change_it_is_exactly_no_change(kind, structure, monkeypatch):
+    basis = basis_of(MLP, structure=structure)
+    model, plain = MLP.build(), MLP.build()
+    optimizer = begin(model, basis, kind, steps=2, moments="rotate")
+    monkeypatch.setattr("egop.refresh.estimate_plan", lambda *_, **__: copy.deepcopy(basis))
+    steps(model, optimizer, 12)
+    assert optimizer.refresher.renewals == 5
+    other = egop.ReparameterizedOptimizer(plain, kind, basis, lr=0.01)
+    steps(plain, other, 12)
+    assert identical(cases.parameters_of(model), cases.parameters_of(plain))
+    for one, two in zip(optimizer.blocks, other.blocks, strict=True):
+        for here, there in zip(one.coordinates, two.coordinates, strict=True):
+            assert identical(optimizer.inner.state[here], other.inner.state[there])
+
+
+def test_estimates_from_one_place_with_one_seed_are_the_same_and_change_nothing():
+    """Not injected: a full-batch objective, sampled around the origin, each time with the same draws."""
+    batch = MLP.batches()[:1]
+    model, plain = MLP.build(), MLP.build()
+    objective = egop.Objective(model, logistic, batch)
+    rho = egop.Gaussian()
+    basis = cases.estimate(objective, rho=rho, samples=60, generator=torch.Generator().manual_seed(0))
+    refresh = egop.Every(2, objective, rho=rho, samples=60)
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis, refresh=refresh, lr=0.01)
+    other = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, basis, lr=0.01)
+    for _ in range(6):
+        optimizer.refresher.renewals = 0  # the number of the renewal is part of the seed
+        steps(model, optimizer, 1)
+        steps(plain, other, 1)
+    assert identical(dense(optimizer), dense(other))
+    assert identical(cases.parameters_of(model), cases.parameters_of(plain))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_moments_follow_the_policy_at_each_renewal(policy):
+    model = MLP.build()
+    optimizer = begin(model, basis_of(MLP), steps=3, moments=policy)
+    steps(model, optimizer, 3)
+    (block, *_) = optimizer.blocks
+    before, old = copy.deepcopy(optimizer.inner.state[block.coordinates[0]]), block.change.dense()
+    optimizer.renew_basis()
+    after, new = optimizer.inner.state[block.coordinates[0]], block.change.dense()
+    assert not torch.equal(old, new)
+    if policy == "reset":
+        assert after == {}
+    else:
+        expected = new.mT @ old @ before["exp_avg"] if policy == "rotate" else before["exp_avg"]
+        torch.testing.assert_close(after["exp_avg"], expected, rtol=0, atol=1e-13)
+
+
+def test_renewals_leave_sgd_where_it_is():
+    """In exact arithmetic SGD is the same in every basis, whenever it changes."""
+    model, plain = MLP.build(), MLP.build()
+    steps(model, begin(model, kind=torch.optim.SGD), 20)
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01), 20)
+    assert distance(cases.parameters_of(model), cases.parameters_of(plain)) < 1e-12
+
+
+def test_reduced_goes_on_from_its_projection_when_the_rest_is_dropped():
+    model = MLP.build()
+    optimizer = begin(model, basis_of(MLP, structure=egop.Reduced(3, keep_rest=False)), kind=torch.optim.SGD)
+    steps(model, optimizer, 3)
+    optimizer.renew_basis()
+    for block in optimizer.blocks:
+        V, weight = block.change.tensors["basis"], block.parameters[0].detach().flatten()
+        torch.testing.assert_close(V @ (V.mT @ weight), weight, rtol=0, atol=1e-12)
+
+
+# --- failures ---
+
+
+class Fragile:
+    """A loss that is not a number in the calls of a period, where only sampling calls it."""
+
+    def __init__(self):
+        self.broken = False
+
+    def __call__(self, model, batch):
+        return logistic(model, batch) * (float("nan") if self.broken else 1.0)
+
+
+def refuse(*_, **__):
+    raise torch.linalg.LinAlgError("did not converge")
+
+
+@pytest.mark.parametrize("start", ["given", "none"])
+@pytest.mark.parametrize("how", ["gradients", "decomposition"])
+def test_an_estimate_that_fails_keeps_the_old_basis_and_training_goes_on(how, start, monkeypatch):
+    loss, model = Fragile(), MLP.build()
+    objective = egop.Objective(model, loss, MLP.batches())
+    refresh = egop.Every(2, objective, samples=20, structure=egop.Full())
+    basis = basis_of(MLP) if start == "given" else None
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis, refresh=refresh, lr=0.01)
+    if how == "gradients":
+        loss.broken = True
+    else:
+        monkeypatch.setattr(torch.linalg, "svd", refuse)
+        monkeypatch.setattr(torch.linalg, "eigh", refuse)
+    before, losses = dense(optimizer), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps(model, optimizer, 7)
+    failures = 3 if start == "given" else 4  # the latter tries at its first step too
+    assert optimizer.refresher.failures == failures
+    assert identical(dense(optimizer), before)
+    (warning,) = [each for each in caught if "could not be renewed" in str(each.message)]
+    assert "stays as it is" in str(warning.message)
+    assert "optimizer.refresher.failures" in str(warning.message)
+    loss.broken = False
+    monkeypatch.undo()
+    for step in range(20):
+        losses.append(logistic(model, MLP.batches()[0]).item())
+        steps(model, optimizer, 1, step)
+    assert optimizer.refresher.failures == failures
+    assert len(optimizer.basis) == 2
+    assert not identical(dense(optimizer), before)
+    assert losses[-1] < losses[0]
+
+
+# --- bad input ---
+
+OBJECTIVE = MLP.objective()
+REFUSED = {
+    "no objective": (lambda: egop.Every(5), TypeError, r"egop\.Every needs an egop\.Objective .*use egop\.Online\(\)"),
+    "a model": (lambda: egop.Every(5, MLP.build()), TypeError, r"needs an egop\.Objective to sample gradients of, got"),
+    "no steps": (
+        lambda: egop.Every(0, OBJECTIVE),
+        ValueError,
+        r"Invalid steps value: 0\. Must be a whole number of at",
+    ),
+    "half steps": (lambda: egop.Every(2.5, OBJECTIVE), ValueError, r"Invalid steps value: 2\.5"),
+    "no samples": (lambda: egop.Every(5, OBJECTIVE, samples=0), ValueError, "Invalid samples value: 0"),
+    "moments": (lambda: egop.Every(5, OBJECTIVE, moments="turn"), ValueError, "Invalid moments value: 'turn'"),
+    "rho": (lambda: egop.Every(5, OBJECTIVE, rho="here"), TypeError, r"rho must be a distribution .*, got 'here'"),
+    "a center": (
+        lambda: egop.Every(5, OBJECTIVE, rho=egop.Gaussian(center={})),
+        ValueError,
+        "The center has no value for the parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_makes_no_sense_is_refused(what):
+    make, error, message = REFUSED[what]
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("refresh", ["online", 10, egop.Online, object()])
+def test_a_refresh_that_is_none_is_refused_and_nothing_changes(refresh):
+    model = MLP.build()
+    before = cases.state_of(model)
+    with pytest.raises(TypeError, match=r"refresh must be egop\.Every, egop\.Online or egop\.WhenDrifted, got"):
+        egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh)
+    assert cases.state_of(model) == before
+
+
+def test_without_a_refresh_nothing_can_be_renewed():
+    optimizer = egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, basis_of(MLP))
+    with pytest.raises(RuntimeError, match=r"This optimizer has no refresh=, which says how a basis is renewed"):
+        optimizer.renew_basis()

@@ -1,0 +1,263 @@
+"""What becomes of the moments when the basis changes: rotated, kept or reset."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+from cases import MLP, OptimizerCase
+from egop import moments
+from egop.linalg import random_orthonormal
+from explicit import basis_of, distance, identical, logistic
+
+WEIGHT = cases.block("weight", weight=(3, 4))
+STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(5), egop.Reduced(5)]
+
+
+def random_change(structure, seed, block=WEIGHT):
+    """A change of basis of this structure with a random basis."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: random_orthonormal(*shape, generator) for name, shape in structure.basis_shapes(block).items()}
+    return structure.change(block, tensors)
+
+
+def states_of(change, *keys, seed=7):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {key: torch.rand(shape, generator=generator, dtype=torch.float64) for key in keys} | {"step": torch.tensor(5.0)}
+        for shape in change.coordinate_shapes()
+    ]
+
+
+def stacked(states, key):
+    return torch.cat([state[key].flatten() for state in states])
+
+
+@pytest.mark.parametrize("key", sorted(moments.LINEAR))
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_linear_moments_are_rotated_exactly(structure, key):
+    old, new = (random_change(structure, seed) for seed in (0, 1))
+    states = states_of(old, key)
+    found = moments.rotated(states, old, new)
+    expected = new.dense().mT @ (old.dense() @ stacked(states, key))
+    torch.testing.assert_close(stacked(found, key), expected, rtol=0, atol=1e-12)
+    assert all(state["step"] == 5 for state in found)
+
+
+def squared_rotation(old, new):
+    return (new.dense().mT @ old.dense()).square()
+
+
+@pytest.mark.parametrize("key", sorted(moments.SQUARED))
+@pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
+def test_squared_moments_are_carried_by_the_squared_rotation(structure, key):
+    old, new = (random_change(structure, seed) for seed in (0, 1))
+    states = states_of(old, key)
+    found = moments.rotated(states, old, new)
+    expected = squared_rotation(old, new) @ stacked(states, key)
+    torch.testing.assert_close(stacked(found, key), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(stacked(found, key).sum(), stacked(states, key).sum())  # no variance is lost
+
+
+@pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
+def test_magnitudes_are_carried_as_squared_moments_after_squaring(structure):
+    old, new = (random_change(structure, seed) for seed in (0, 1))
+    states = states_of(old, "exp_inf")
+    expected = (squared_rotation(old, new) @ stacked(states, "exp_inf").square()).sqrt()
+    found = stacked(moments.rotated(states, old, new), "exp_inf")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("structure", "key"),
+    [(egop.Auxiliary(5), "exp_avg_sq"), (egop.Reduced(5), "exp_avg_sq"), (egop.Full(), "step_size")],
+    ids=str,
+)
+def test_what_cannot_be_rotated_is_kept(structure, key):
+    old, new = (random_change(structure, seed) for seed in (0, 1))
+    states = states_of(old, key)
+    assert torch.equal(stacked(moments.rotated(states, old, new), key), stacked(states, key))
+
+
+def test_the_given_states_are_not_changed():
+    old, new = (random_change(egop.Full(), seed) for seed in (0, 1))
+    states = states_of(old, "exp_avg", "exp_avg_sq")
+    before = [{key: value.clone() for key, value in state.items()} for state in states]
+    moments.rotated(states, old, new)
+    assert all(identical(one, other) for one, other in zip(states, before, strict=True))
+
+
+def unknown(key, *shape):
+    return [{key: torch.zeros(shape)}]
+
+
+@pytest.mark.parametrize("states", [unknown("secret", 12), unknown("row_var", 3, 1)], ids=["of a coordinate", "other"])
+def test_a_state_that_is_not_known_is_an_error_never_a_guess(states):
+    old, new = (random_change(egop.Full(), seed) for seed in (0, 1))
+    (key,) = states[0]
+    message = (
+        f"The optimizer's state has '{key}', and it is not known how that follows a change of basis. "
+        "Use moments='reset' or moments='keep'."
+    )
+    with pytest.raises(ValueError, match=message):
+        moments.rotated(states, old, new)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid moments value: 'turn'\. Must be 'rotate', 'keep' or 'reset'"):
+        moments.check_moments("turn")
+
+
+# --- a quadratic whose basis is swapped half-way ---
+
+
+class Quadratic(nn.Module):
+    """½ (θ − 1)ᵀ H (θ − 1) with a dense H."""
+
+    def __init__(self):
+        super().__init__()
+        Q = random_orthonormal(6, 6, torch.Generator().manual_seed(3))
+        self.H = Q * torch.logspace(0, 1.5, 6).double() @ Q.mT
+        self.theta = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+
+    def forward(self):
+        return (self.theta - 1) @ self.H @ (self.theta - 1) / 2
+
+
+VECTOR = cases.block("theta", theta=(6,))
+BASES = [egop.Reparameterization([random_change(egop.Full(), seed, VECTOR)]) for seed in (0, 1)]
+
+
+def run(steps, policy=None, kind=torch.optim.Adam):
+    """Half of the steps in one basis, half in another (or in the same one, without a policy)."""
+    model = Quadratic()
+    optimizer = egop.ReparameterizedOptimizer(model, kind, BASES[0], lr=0.05)
+    for step in range(steps):
+        if policy is not None and step == steps // 2:
+            optimizer.rebase(BASES[1], moments=policy)
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state(optimizer):
+    ((coordinate,),) = ([*block.coordinates] for block in optimizer.blocks)
+    return optimizer.inner.state[coordinate]
+
+
+@pytest.mark.parametrize("policy", ["rotate", "keep", "reset"])
+def test_what_each_policy_does_to_adam_on_a_quadratic(policy):
+    model, optimizer = run(10)
+    old, new = (basis["theta"].dense() for basis in BASES)
+    before = {key: value.clone() for key, value in state(optimizer).items()}
+    where = model.theta.detach().clone()
+    optimizer.rebase(BASES[1], moments=policy)
+    assert torch.equal(model.theta, where)  # the point stays in any case
+    after = state(optimizer)
+    if policy == "rotate":  # in original space the mean gradient is the same vector as before
+        torch.testing.assert_close(new @ after["exp_avg"], old @ before["exp_avg"], rtol=0, atol=1e-12)
+        T = new.mT @ old
+        torch.testing.assert_close(after["exp_avg_sq"], T.square() @ before["exp_avg_sq"], rtol=0, atol=1e-12)
+        assert after["step"] == 10
+    elif policy == "keep":  # the same numbers, which now mean another vector
+        assert identical(after, before)
+        assert (new @ after["exp_avg"] - old @ before["exp_avg"]).norm() > 0.1 * before["exp_avg"].norm()
+    else:
+        assert after == {}
+
+
+def test_moments_that_are_kept_point_elsewhere_and_cost_loss():
+    """A reset may do better or worse than either: it forgets what was wrong as well."""
+    assert run(60, "rotate")[0]().item() < run(60, "keep")[0]().item()
+
+
+def test_momentum_descent_does_not_notice_a_change_of_basis():
+    """Without squared moments, rotated exactly means: the same trajectory."""
+    found = {}
+    for policy in (None, "rotate", "keep"):
+        model = Quadratic()
+        optimizer = egop.ReparameterizedOptimizer(model, torch.optim.SGD, BASES[0], lr=0.01, momentum=0.9)
+        for step in range(30):
+            if policy and step % 7 == 3:
+                optimizer.rebase(BASES[step % 2], moments=policy)
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        found[policy] = cases.parameters_of(model)
+    assert distance(found[None], found["rotate"]) < 1e-12
+    assert distance(found[None], found["keep"]) > 1e-3
+
+
+# --- every optimizer ---
+
+VARIANTS = [
+    *cases.OPTIMIZERS,
+    OptimizerCase("Adam-amsgrad", torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    OptimizerCase("RMSprop-centered", torch.optim.RMSprop, {"lr": 0.005, "centered": True, "momentum": 0.5}),
+    OptimizerCase("ASGD", torch.optim.ASGD, {"lr": 0.05}),
+    OptimizerCase("Rprop", torch.optim.Rprop, {"lr": 0.01}),
+]
+
+
+def steps(model, optimizer, count):
+    for step in range(count):
+        optimizer.zero_grad()
+        logistic(model, MLP.batches()[step % 4]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["rotate", "reset"])
+@pytest.mark.parametrize("optimizer", VARIANTS, ids=str)
+def test_every_optimizer_can_be_rebased(optimizer, policy):
+    first, second = (basis_of(MLP, structure=egop.Kronecker(), samples=count) for count in (40, 3))
+    model = MLP.build()
+    wrapped = egop.ReparameterizedOptimizer(model, optimizer.kind, first, **optimizer.arguments)
+    steps(model, wrapped, 4)
+    before = cases.parameters_of(model)
+    wrapped.rebase(second, moments=policy)
+    assert identical(cases.parameters_of(model), before)
+    for block in wrapped.blocks:
+        torch.testing.assert_close(block.values()[0], block.parameters[0].detach(), rtol=0, atol=1e-12)
+    steps(model, wrapped, 4)
+    assert all(torch.isfinite(value).all() for value in cases.parameters_of(model).values())
+    assert distance(cases.parameters_of(model), before) > 1e-4
+    if policy == "reset":  # from then on as a new optimizer on the blocks; the others go on
+        fresh = MLP.build()
+        fresh.load_state_dict(before)
+        new = egop.ReparameterizedOptimizer(fresh, optimizer.kind, second, **optimizer.arguments)
+        steps(fresh, new, 1)
+        other = MLP.build()
+        again = egop.ReparameterizedOptimizer(other, optimizer.kind, first, **optimizer.arguments)
+        steps(other, again, 4)
+        again.rebase(second, moments="reset")
+        steps(other, again, 1)
+        assert all(torch.allclose(other[i].weight, fresh[i].weight, rtol=0, atol=1e-10) for i in (0, 2))
+
+
+def test_an_optimizer_of_unknown_state_is_refused_before_anything_changes():
+    model = MLP.build()
+    wrapped = egop.ReparameterizedOptimizer(model, torch.optim.Adafactor, basis_of(MLP, structure=egop.Shared()))
+    steps(model, wrapped, 2)
+    kept = [(block.change, [c.clone() for c in block.coordinates]) for block in wrapped.blocks]
+    with pytest.raises(ValueError, match="state has 'col_var', and it is not known how"):
+        wrapped.rebase(basis_of(MLP, structure=egop.Shared(), samples=3))
+    for block, (change, coordinates) in zip(wrapped.blocks, kept, strict=True):
+        assert block.change is change
+        assert all(torch.equal(one, other) for one, other in zip(block.coordinates, coordinates, strict=True))
+    wrapped.rebase(basis_of(MLP, structure=egop.Shared(), samples=3), moments="reset")
+    steps(model, wrapped, 2)
+
+
+def test_another_kind_of_basis_needs_a_reset():
+    model = MLP.build()
+    wrapped = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis_of(MLP))
+    steps(model, wrapped, 2)
+    with pytest.raises(ValueError, match=r"other blocks, or blocks of another kind.*rebase\(basis, moments='reset'\)"):
+        wrapped.rebase(basis_of(MLP, structure=egop.Shared()))
+    wrapped.rebase(basis_of(MLP, structure=egop.Shared()), moments="reset")
+    assert {change.kind for change in wrapped.basis.values()} == {"Shared"}
+    steps(model, wrapped, 2)

@@ -1,0 +1,179 @@
+"""The literal f∘V on torch's own parametrizations: the second, independent route to what the optimizer does."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+from cases import DEEP, MLP, MODELS, OptimizerCase
+from explicit import basis_of, distance, identical, logistic
+
+RECURRENT, ATTENTION = MODELS[3], MODELS[4]
+STEPS, TOLERANCE = 50, 1e-10
+
+# Where a gradient is exactly zero (a bias before BatchNorm, a key's bias), what is computed is rounding noise, and with
+# torch's own eps (1e-8, Adagrad 1e-10) the optimizers divide it by little more than itself. This eps is above it.
+EPS = 1e-4
+OPTIMIZERS = [
+    OptimizerCase("Adam", torch.optim.Adam, {"lr": 0.01, "eps": EPS}),
+    OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01, "eps": EPS, "weight_decay": 0.1}),
+    OptimizerCase("Adagrad", torch.optim.Adagrad, {"lr": 0.05, "eps": EPS}),
+    OptimizerCase("SGD-momentum", torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
+]
+# The routes of Full, and random bases, differ in how the basis is found, not in what is done with it.
+SAME = (egop.Full(route="eigh"), egop.Full(route="svd"), egop.RandomRotation(seed=1, like=egop.Kronecker()))
+STRUCTURES = [each for each in cases.STRUCTURES if each not in SAME]
+DROPPING = egop.Reduced(3, keep_rest=False)
+JOINT = [structure for structure in STRUCTURES if structure.joint]
+
+# Model, partition and structure: each layer's tensors together, and all weights of the model in one block.
+LAYOUTS = {
+    f"{case}-{partition}-{structure}": (case, partition, structure)
+    for partition, structures in (("layer", STRUCTURES), ("global", JOINT))
+    for case in MODELS
+    if (case is not DEEP) and (partition == "layer" or case in (MLP, RECURRENT))
+    for structure in structures
+}
+
+
+@cache
+def case_and_basis(layout):
+    case, partition, structure = LAYOUTS[layout]
+    return case, basis_of(case, partition=partition, structure=structure)
+
+
+def train(model, optimizer, batches, steps=STEPS):
+    for step in range(steps):
+        optimizer.zero_grad()
+        logistic(model, batches[step % len(batches)]).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_optimizer_equals_the_parametrized_model(layout, optimizer):
+    case, basis = case_and_basis(layout)
+    model, literal = case.build(), egop.parametrize(case.build(), basis)
+    train(model, egop.ReparameterizedOptimizer(model, optimizer.kind, basis, **optimizer.arguments), case.batches())
+    train(literal, optimizer.kind(literal.parameters(), **optimizer.arguments), case.batches())
+    found, expected = (cases.parameters_of(each) for each in (model, egop.merge(literal)))
+    assert distance(found, expected) < TOLERANCE
+    assert distance(found, cases.parameters_of(case.build())) > 1e-3  # and it did train
+    assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def whole(case, **options):
+    return basis_of(case, **{"structure": egop.Full()} | options)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.parametrize("case", [MLP, RECURRENT, ATTENTION], ids=str)
+def test_the_model_computes_the_same_function_and_comes_back(case, structure):
+    basis = basis_of(case, structure=structure)
+    model, (inputs, _) = case.build(), case.batches()[0]
+    expected, before = model(inputs), cases.parameters_of(model)
+    assert egop.parametrize(model, basis) is model
+    if structure == DROPPING:  # the one that changes the model: only what is in the span is left of it
+        before |= basis.decode(basis.encode(before))
+    else:
+        torch.testing.assert_close(model(inputs), expected, rtol=0, atol=1e-12)
+    assert egop.merge(model) is model
+    assert distance(cases.parameters_of(model), before) < 1e-12
+    assert not any(hasattr(part, "parametrizations") for part in model.modules())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_the_parameters_are_the_coordinates(structure):
+    basis = basis_of(MLP, structure=structure)
+    model, start = egop.parametrize(MLP.build(), basis), cases.parameters_of(MLP.build())
+    expected = [each for coordinates in basis.encode(start).values() for each in coordinates]
+    found = [parameter for name, parameter in model.named_parameters() if "original" in name]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.detach(), other, rtol=0, atol=0)
+
+
+def test_the_coordinates_of_a_joint_block_are_there_once():
+    basis = whole(RECURRENT, partition="global")
+    model = egop.parametrize(RECURRENT.build(), basis)
+    coordinates = [parameter for name, parameter in model.named_parameters() if "original" in name]
+    assert [tuple(each.shape) for each in coordinates] == [(basis["global"].block.size,)]
+    logistic(model, RECURRENT.batches()[0]).backward()
+    assert coordinates[0].grad.count_nonzero() == basis["global"].block.size
+
+
+def test_gradients_are_the_encoded_gradients():
+    basis = whole(MLP)
+    plain, model = MLP.build(), egop.parametrize(MLP.build(), basis)
+    for each in (plain, model):
+        logistic(each, MLP.batches()[0]).backward()
+    expected = basis.encode({name: parameter.grad for name, parameter in plain.named_parameters()})
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name in basis:
+        owner, _, last = name.rpartition(".")
+        gradient = found[f"{owner}.parametrizations.{last}.original0"]
+        torch.testing.assert_close(gradient, expected[name][0], rtol=0, atol=1e-14)
+
+
+def test_a_copy_of_a_parametrized_model_is_independent():
+    model = egop.parametrize(RECURRENT.build(), whole(RECURRENT, partition="global"))
+    other = copy.deepcopy(model)
+    before = cases.parameters_of(other)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), RECURRENT.batches(), 3)
+    assert identical(cases.parameters_of(other), before)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), RECURRENT.batches(), 3)
+    assert identical(cases.parameters_of(other), cases.parameters_of(model))
+
+
+def test_half_precision_weights_have_single_precision_coordinates():
+    case = cases.ModelCase("half", cases.mlp, (6,), 3, torch.bfloat16)
+    basis = basis_of(case)
+    model = egop.parametrize(case.build(), basis)
+    coordinates = {parameter.dtype for name, parameter in model.named_parameters() if "original" in name}
+    assert coordinates == {torch.float32}
+    assert model[0].weight.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in egop.merge(model).parameters()} == {torch.bfloat16}
+
+
+def test_what_others_have_parametrized_is_left_when_merging():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    nn.utils.parametrizations.orthogonal(model[1])
+    egop.parametrize(model, egop.Reparameterization([basis_of(DEEP)["0.weight"]]))
+    egop.merge(model)
+    assert not hasattr(model[0], "parametrizations")
+    assert hasattr(model[1], "parametrizations")
+
+
+def foreign(name, shape):
+    return egop.Reparameterization(
+        [basis_of(MLP)["2.weight"], egop.Identity().accumulator(cases.block(name, **{name: shape})).finish()[1]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("basis", "message"),
+    [
+        (
+            ("encoder.weight", (2, 2)),
+            (
+                r"Block 'encoder\.weight' of the basis is for the parameter 'encoder\.weight', which the model does "
+                r"not have\. It has: 0\.weight, 0\.bias, 2\.weight, 2\.bias"
+            ),
+        ),
+        (("0.weight", (6, 5)), r"for a parameter '0\.weight' of shape \(6, 5\), but the model's has \(5, 6\)"),
+    ],
+)
+def test_a_basis_of_another_model_is_refused_and_nothing_changes(basis, message):
+    model = MLP.build()
+    before = cases.state_of(model)
+    with pytest.raises(ValueError, match=message):
+        egop.parametrize(model, foreign(*basis))
+    assert cases.state_of(model) == before
+    assert not any(hasattr(part, "parametrizations") for part in model.modules())

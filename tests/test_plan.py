@@ -1,0 +1,226 @@
+"""Which structure each block gets, what it costs, and why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+from egop import plan as planning
+from egop.partition import Layer, layers_of, partition_parameters
+from egop.plan import make_plan
+
+GIB = 2**30
+
+
+class Language(nn.Module):
+    """Embedding, attention, a small and a wide layer, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.small = nn.Linear(16, 8)
+        self.large = nn.Linear(100, 80)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 50)
+
+
+def parts_of(module, partition="parameter"):
+    parameters = dict(module.named_parameters())
+    layers = layers_of(parameters, module)
+    return partition_parameters(parameters, layers, partition), layers
+
+
+def plan_of(module, structure="auto", memory=GIB, partition="parameter", **options):
+    return make_plan(*parts_of(module, partition), structure, memory, **options)
+
+
+def kinds(plan):
+    return {block.name: type(structure).__name__ for block, structure in plan.chosen.items()}
+
+
+def linear(inputs, outputs):
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.Linear(outputs, 2))
+
+
+def test_auto_takes_the_richest_that_applies_and_leaves_embeddings_and_heads():
+    plan = plan_of(Language())
+    assert kinds(plan) == {
+        "attention.in_proj_weight": "Full",
+        "attention.out_proj.weight": "Full",
+        "small.weight": "Full",
+        "large.weight": "Shared",
+    }
+    assert plan.left == {"embedding.weight": "an embedding", "head.weight": "the output head"}
+    assert plan.why == {
+        "attention.in_proj_weight": "the richest; at most 4096 entries",
+        "attention.out_proj.weight": "the richest; at most 4096 entries",
+        "small.weight": "the richest; at most 4096 entries",
+        "large.weight": "the richest that applies",
+    }
+
+
+def test_what_is_asked_for_by_name_is_not_left():
+    asked = {"embedding.weight": egop.Shared(), "head*": egop.Kronecker(), "*": egop.Identity()}
+    plan = plan_of(Language(), asked)
+    assert kinds(plan)["embedding.weight"] == "Shared"
+    assert kinds(plan)["head.weight"] == "Kronecker"
+    assert set(kinds(plan).values()) == {"Shared", "Kronecker", "Identity"}
+    assert set(plan.why.values()) == {"as told"}
+
+
+def test_blocks_that_no_pattern_names_are_left():
+    plan = plan_of(Language(), {"small.weight": egop.Full()})
+    assert kinds(plan) == {"small.weight": "Full"}
+    assert set(plan.left.values()) == {"no pattern names it"}
+    assert "embedding.weight" in plan.left
+
+
+def test_layers_too_wide_to_rotate_are_left():
+    plan = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT + 1, 2), nn.Linear(6, 5), nn.Linear(5, 2)))
+    assert kinds(plan) == {"1.weight": "Full"}
+    assert plan.left["0.weight"] == "more than 4096 entries, and wider than 8192"
+    widest = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT, 2), nn.Linear(5, 2)))
+    assert kinds(widest) == {"0.weight": "Shared"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [(64, 64, "Full"), (64, 65, "Shared"), (planning.FULL_LIMIT, 1, "Full")],
+)
+def test_dense_bases_end_at_a_stated_number_of_entries(inputs, outputs, expected):
+    assert kinds(plan_of(linear(inputs, outputs)))["0.weight"] == expected
+
+
+# The bytes of linear(20, 10)'s first layer: Full 200² x 4, Shared 20² x 4.
+@pytest.mark.parametrize(
+    ("memory", "expected"), [(200**2 * 4, "Full"), (200**2 * 4 - 1, "Shared"), (20**2 * 4, "Shared")]
+)
+def test_a_budget_is_kept_to_the_byte(memory, expected):
+    assert kinds(plan_of(linear(20, 10), memory=memory)) == {"0.weight": expected}
+
+
+def test_memory_goes_first_to_as_many_blocks_as_possible_then_to_richer_bases():
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)), nn.Linear(20, 2))
+    full, shared = 400**2 * 4, 20**2 * 4
+    for richer in range(4):
+        plan = plan_of(model, memory=richer * full + (3 - richer) * shared)
+        assert sorted(kinds(plan).values()) == ["Full"] * richer + ["Shared"] * (3 - richer)
+        assert list(kinds(plan)) == ["0.weight", "1.weight", "2.weight"]  # the order of the model
+        assert (
+            sum(structure.cost(block).bytes for block, structure in plan.chosen.items()) <= richer * full + 3 * shared
+        )
+    some = plan_of(model, memory=2 * shared)
+    assert list(kinds(some).values()) == ["Shared"] * 2
+    assert some.left == {"2.weight": "1.6 KiB at least, and 0 B are left", "3.weight": "the output head"}
+
+
+def test_a_budget_in_which_nothing_fits_is_refused_and_nothing_changes():
+    model = cases.MLP.build()
+    before = cases.state_of(model)
+    message = r"No basis fits into memory=100 B: the smallest, of block '0\.weight', takes 288 B\. Raise memory="
+    with pytest.raises(MemoryError, match=message):
+        cases.estimate(cases.MLP.objective(model), structure="auto", memory=100)
+    with pytest.raises(MemoryError, match="No basis fits into memory=10 B"):
+        train_online(model, memory=10)
+    assert cases.state_of(model)["parameters"] == before["parameters"]
+
+
+def train_online(model, **options):
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.SGD, refresh=egop.Online(**options), lr=0.1)
+    cases.train(model, optimizer, cases.MLP.batches(), 1)
+
+
+def test_the_message_names_the_block_its_size_and_what_would_fit():
+    block = cases.block("fc.weight", **{"fc.weight": (100, 784)})
+    single = egop.partition.Block(block.name, block.parameters, block.shapes, torch.float32)
+    message = (
+        "Block 'fc.weight' needs a 78400 x 78400 basis (22.9 GiB), more than memory=2.0 GiB. "
+        "Use structure=egop.Auxiliary(rank=1000) (299 MiB) or egop.Shared() (2.3 MiB)."
+    )
+    with pytest.raises(MemoryError, match=f"^{re.escape(message)}$"):
+        make_plan([single], {"fc.weight": Layer("weight")}, egop.Full(), 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "advice"),
+    [
+        ((100, 100), 100_000, r"Use structure=egop\.Shared\(\) \(78\.1 KiB\)\.$"),
+        ((100,), 10_000, r"Use structure=egop\.Auxiliary\(rank=10\) \(7\.8 KiB\)\.$"),
+        ((100,), 100, r"Raise memory=, or leave the block out\.$"),
+    ],
+)
+def test_only_what_fits_is_advised(shape, memory, advice):
+    with pytest.raises(MemoryError, match=advice):
+        make_plan([cases.block("w", w=shape)], {}, egop.Full(), memory)
+
+
+def test_bases_that_fit_one_by_one_but_not_together_are_refused():
+    blocks = [cases.block(name, **{name: (3, 3)}) for name in "abc"]
+    message = (
+        "All bases together need 1.9 KiB; the largest is: Block 'a' needs a 9 x 9 basis (648 B), more than memory="
+    )
+    with pytest.raises(MemoryError, match=re.escape(message)):
+        make_plan(blocks, {}, egop.Full(), 1000)
+    assert len(make_plan(blocks, {}, egop.Full(), 3 * 648).chosen) == 3
+
+
+def test_the_table_has_bytes_cost_and_why():
+    lines = str(plan_of(Language())).splitlines()
+    assert re.split(r" {2,}", lines[0]) == ["block", "structure", "bytes", "cost per step", "why"]
+    rows = {line.split()[0]: re.split(r" {2,}", line)[1:] for line in lines[2:]}
+    assert rows["large.weight"] == ["Shared", "39.1 KiB", "3.2 Mflop", "the richest that applies"]
+    assert rows["small.weight"] == ["Full", "64.0 KiB", "65.5 kflop", "the richest; at most 4096 entries"]
+    assert rows["embedding.weight"] == ["-", "an embedding"]
+    assert rows["head.weight"] == ["-", "the output head"]
+    assert len(rows) == 6
+
+
+def test_the_plan_is_printed_while_a_basis_is_estimated(capsys):
+    objective = cases.MLP.objective()
+    egop.estimate(objective, samples=2, progress=True)
+    assert "the richest; at most 4096 entries" in capsys.readouterr().err
+    basis = egop.estimate(objective, samples=2, progress=False)
+    assert capsys.readouterr().err == ""
+    assert "2.weight" not in basis
+    assert basis.left == {"2.weight": "the output head"}
+    assert "the output head" in str(basis)
+
+
+def test_the_candidates_may_be_others():
+    plan = plan_of(Language(), candidates=(egop.Kronecker(), egop.Shared()))
+    assert set(kinds(plan).values()) == {"Kronecker"}
+    assert set(plan.why.values()) == {"the richest that applies"}
+    sides, inputs = (16**2 + 8**2) * 4, 16**2 * 4
+    plan = plan_of(
+        nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 2)), memory=inputs, candidates=(egop.Kronecker(), egop.Shared())
+    )
+    assert inputs < sides
+    assert plan.why == {"0.weight": "the richest that fits the memory"}
+
+
+def test_a_block_of_several_tensors_is_taken_whole_or_divided():
+    model = cases.MODELS[3].build()  # a GRU
+    assert kinds(plan_of(model, egop.Full(), partition="layer")) == {"rnn": "Full", "head.weight": "Full"}
+    divided = {"rnn.weight_ih_l0": "Shared", "rnn.weight_hh_l0": "Shared", "head.weight": "Shared"}
+    assert kinds(plan_of(model, egop.Shared(), partition="layer")) == divided
+
+
+@pytest.mark.parametrize("structure", ["full", None, egop.Full, 3])
+def test_a_structure_that_is_none_is_refused(structure):
+    with pytest.raises(
+        TypeError, match=r"Invalid structure value: .*Must be 'auto', a structure such as egop\.Full\(\)"
+    ):
+        plan_of(Language(), structure)
+
+
+def test_bad_mappings_are_refused():
+    with pytest.raises(ValueError, match=r"Pattern 'encoder\*' matches no block\. There are: embedding\.weight"):
+        plan_of(Language(), {"encoder*": egop.Full()})
+    with pytest.raises(TypeError, match=r"Block 'small\.weight' needs a structure such as egop\.Full\(\), got 'full'"):
+        plan_of(Language(), {"small*": "full"})
