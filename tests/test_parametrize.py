@@ -177,3 +177,13 @@ def test_a_basis_of_another_model_is_refused_and_nothing_changes(basis, message)
         egop.parametrize(model, foreign(*basis))
     assert cases.state_of(model) == before
     assert not any(hasattr(part, "parametrizations") for part in model.modules())
+
+
+def test_tied_weights_are_refused_and_stay_tied():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)).double()
+    model[1].weight = model[0].weight
+    objective = egop.Objective(model, lambda m, batch: m(batch).square().mean(), [torch.tensor([1, 2])])
+    basis = cases.estimate(objective, samples=5)
+    with pytest.raises(ValueError, match=r"'0\.weight' is tied to '1\.weight', and a parametrization would untie them"):
+        egop.parametrize(model, basis)
+    assert model[1].weight is model[0].weight

@@ -166,5 +166,62 @@ def diagnose(
             _fail(f"Interrupted. {out / 'diagnosis.html'} holds what is known so far, and says so.", status=130)
 
 
+@app.command()
+def reproduce(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Which experiments; none lists them.")
+    ] = None,
+    all_of_them: Annotated[bool, typer.Option("--all", help="All experiments.")] = False,
+    preset: Annotated[str, typer.Option(help="quick (small sizes, few trials) or full (the paper's).")] = "quick",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets that do not ship with the package.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes for runs that cannot be batched.")] = 2,
+) -> None:
+    """Run the paper's experiments and judge its claims; what is finished is never done again."""
+    with _one_line_errors():
+        from egop.experiments.registry import IDS, experiment
+
+        wanted = list(IDS) if all_of_them else list(ids or [])
+        if unknown := [id for id in wanted if id not in IDS]:
+            _fail(f"There is no experiment {', '.join(unknown)}. There are: {', '.join(IDS)}.", status=2)
+        if preset not in ("quick", "full"):
+            _fail(f"Invalid preset value: {preset}. Must be quick or full.", status=2)
+        if not wanted:
+            for id in IDS:
+                typer.echo(f"{id:22}{experiment(id).title}")
+            typer.echo("\nRun some with: egop reproduce ID ..., or all with: egop reproduce --all")
+            return
+        import torch
+
+        from egop.experiments.base import Context
+        from egop.experiments.reproduce import reproduce as run
+
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            _fail("There is no CUDA device here. Use --device cpu.", status=2)
+        context = Context(preset, torch.device(device), None if data is None else str(data), True, workers)  # type: ignore[arg-type]
+        outcomes = run(wanted, records, context, say=typer.echo)
+        typer.echo(f"\nRecords are in {records}. For the report: egop report --records {records}")
+        if any(outcome.problem for outcome in outcomes):
+            raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("egop-report"),
+) -> None:
+    """Make a page of everything that has been reproduced: figures, claims, numbers, verdicts."""
+    with _one_line_errors():
+        from egop import reproduction
+
+        if not any(records.glob("*.jsonl")):
+            _fail(f"There are no records in {records}. Make some with: egop reproduce --all", status=2)
+        found = reproduction.sections(records)
+        reproduction.write_markdown(found, out / "reproduction.md")
+        reproduction.write_html(found, out / "reproduction.html")
+        typer.echo(f"{reproduction.counts(found)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
+
+
 if __name__ == "__main__":
     main()

@@ -53,6 +53,11 @@ def parametrize(model: nn.Module, basis: Reparameterization) -> nn.Module:
                     f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
                     f"but the model's has {tuple(found.shape)}."
                 )
+            if tied := [other for other, place in places.items() if other != key and getattr(*place) is found]:
+                raise ValueError(
+                    f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
+                    "them. Use egop.ReparameterizedOptimizer, which leaves the model as it is."
+                )
     for change in basis.values():
         _parametrize_block(change, [places[key] for key in change.block.parameters])
     return model

@@ -4,6 +4,7 @@ Figures are made without ``pyplot``, so nothing global changes and no display is
 bytes.
 """
 
+import html
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,17 @@ from matplotlib.lines import Line2D
 from egop.experiments.base import Panel, Picture, Series
 from egop.experiments.records import Run, replacing
 
-__all__ = ["COLORS", "STYLE", "draw", "inline", "loss_and_spectra", "plot_losses", "plot_spectra", "save"]
+__all__ = [
+    "COLORS",
+    "STYLE",
+    "draw",
+    "inline",
+    "inline_picture",
+    "loss_and_spectra",
+    "plot_losses",
+    "plot_spectra",
+    "save",
+]
 
 STYLE = {
     "axes.axisbelow": True,
@@ -198,14 +209,26 @@ def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) ->
         part.set_color(_PAGE_TEXT)
     for spine in axes.spines.values():
         spine.set_color(_PAGE_TEXT)
+    svg = _embedded(figure, name, panel.title, transparent=True)
+    return svg.replace(_PAGE_TEXT, "currentColor").replace(_PAGE_GRID, "var(--grid)")
+
+
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
+def inline_picture(picture: Picture) -> str:
+    """A whole picture, with its legends and a white background, as SVG to be put into a page."""
+    return _embedded(draw(picture), picture.name, picture.caption, transparent=False)
+
+
+def _embedded(figure: Figure, name: str, label: str, *, transparent: bool) -> str:
+    """The figure without outside names, its identifiers told apart by a name, as wide as the page lets it."""
     written = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(written, format="svg", metadata=nothing, transparent=True)
+    figure.savefig(written, format="svg", metadata=nothing, transparent=transparent)
     svg = written.getvalue()
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :]).replace("xlink:href", "href")
     svg = re.sub(r' (id|href)="(#?)', rf' \1="\2{name}-', svg).replace("url(#", f"url(#{name}-")
-    svg = re.sub(r'(<svg) width="[^"]*" height="[^"]*"', rf'\1 role="img" aria-label="{panel.title}"', svg)
-    return svg.replace(_PAGE_TEXT, "currentColor").replace(_PAGE_GRID, "var(--grid)")
+    role = f'role="img" aria-label="{html.escape(label, quote=True)}"'
+    return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda found: f"{found[1]} {role}", svg)
 
 
 def _colors(runs: Sequence[Run]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from egop import __version__, plotting
 from egop.diagnostics import BlockDiagnosis, Diagnosis
 from egop.diagnostics.values import COLUMNS
 from egop.experiments.base import Panel, Series
-from egop.experiments.race import Race
+from egop.experiments.race import Race, end
 from egop.experiments.records import Run, replacing, write_json
 
 __all__ = ["page", "write"]
@@ -65,14 +65,14 @@ def page(diagnosis: Diagnosis, race: Race | None = None, *, title: str, settings
         f'<p class="verdict">{_text(diagnosis.verdict)}</p>',
         f"<p><strong>When to renew the basis:</strong> {_text(diagnosis.refresh)}</p>",
         f'<p class="small">{diagnosis.draws} of {diagnosis.wanted} points drawn{speed}.</p>',
-        "<h2>Blocks</h2>",
-        _table(diagnosis.blocks),
         "<h2>Advice</h2>",
         _advice(diagnosis.blocks),
         '<div class="plots">',
         _spectra(diagnosis.blocks),
         _curves(race) if race is not None else "",
         "</div>",
+        "<h2>Blocks</h2>",
+        _table(diagnosis.blocks),
         _race_table(race) if race is not None else "",
         _reading(settings),
     ]
@@ -174,11 +174,11 @@ def _figure(svg: str, heading: str, legend: Sequence[tuple[str, bool, str]], cap
 
 
 def _race_table(race: Race) -> str:
-    finals = {(run.coordinates, run.lr): run.curve for run in race.runs}
+    finished = {(run.coordinates, run.lr): run for run in race.runs}
 
     def cell(side: str, lr: float) -> str:
-        curve = finals.get((side, lr))
-        words = "not run" if curve is None else "diverged" if curve.diverged else f"{curve.final:.3g}"
+        run = finished.get((side, lr))
+        words = "not run" if run is None else "diverged" if run.curve.diverged else f"{end(run):.3g}"
         return f"<td>{words}</td>"
 
     rows = "".join(
@@ -187,7 +187,7 @@ def _race_table(race: Race) -> str:
     )
     heads = "".join(f'<th scope="col">{side}</th>' for side in ("lr", *_SIDES))
     return (
-        f"<h2>Final losses of the race</h2><p>{_text(race.optimizer)}, {race.steps} steps.</p>"
+        f"<h2>Losses at the end of the race</h2><p>{_text(race.optimizer)}, {race.steps} steps, the median of the last looks.</p>"
         f'<table class="narrow"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
     )
 

@@ -12,6 +12,7 @@ from egop.experiments.base import Experiment, Judged, Picture, Preset
 from egop.experiments.records import Record, Store, replacing
 from egop.experiments.registry import IDS, experiment
 from egop.experiments.reproduce import store_of
+from egop.pages import document, text
 
 _INTRODUCTION = (
     "Made by `egop report` from the records of `egop reproduce`; no number here was typed by hand. Each claim of the "
@@ -109,6 +110,41 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
         lines += _markdown(section)
     with replacing(path) as beside:
         beside.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_html(found: Sequence[Section], path: Path) -> None:
+    """The report as one self-contained page."""
+    body = ["<h1>Reproduction of the paper</h1>", f"<p>{text(_INTRODUCTION)}</p>"]
+    body.append(f'<p class="verdict">{text(counts(found))}</p>')
+    for section in found:
+        body += _html(section)
+    with replacing(path) as beside:
+        beside.write_text(document("Reproduction of the paper · egop", body), encoding="utf-8")
+
+
+def _html(section: Section) -> list[str]:
+    one = section.experiment
+    parts = [f'<h2 id="{text(one.id)}">{text(one.title)} ({text(one.id)})</h2>']
+    parts.append(f'<p class="small">In the paper: {text(one.figures)}.</p>')
+    if section.preset is not None:
+        parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {text(_ran(section))}</p>")
+        settings = text(_settings(one, section.preset))
+        parts.append(f'<details><summary>Settings</summary><p class="small">{settings}</p></details>')
+    if section.problem:
+        return [*parts, f'<p class="partial">{text(section.problem)}</p>']
+    items = [
+        f'<li><span class="badge {_BADGES[each.verdict]}">{each.verdict}</span> '
+        f"{text(each.words)} <strong>{text(each.found)}</strong></li>"
+        for each in section.judged
+    ]
+    parts.append(f'<ul class="advice">{"".join(items)}</ul>')
+    for picture in section.pictures:
+        caption = f"<figcaption>{text(picture.caption)}</figcaption>"
+        parts.append(f'<figure class="wide">{plotting.inline_picture(picture)}{caption}</figure>')
+    return parts
+
+
+_BADGES = {"holds": "use", "does not hold": "sample-more", "cannot be judged": "leave"}
 
 
 def _markdown(section: Section) -> list[str]:

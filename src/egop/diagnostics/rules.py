@@ -64,9 +64,10 @@ def decide(block: BlockDiagnosis, draws: int, online: bool) -> tuple[Verdict, st
         return "leave", "Leave it: every sampled gradient was zero."
     if block.dimension == 1:
         return "leave", "Leave it: with one entry there are no other coordinates."
-    return (
-        _unpromising(block, draws) or _costly(block, draws, online) or _promising(block, block.structure, draws, online)
-    )
+    verdict, words = _unpromising(block, draws) or _costly(block, draws) or _promising(block, block.structure, draws)
+    if online:  # whatever the spectrum of the start is
+        return "online", f"Learn its basis in training, with refresh=egop.Online(). For a basis estimated up front: {words[0].lower()}{words[1:]}"
+    return verdict, words
 
 
 def _unpromising(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | None:
@@ -99,13 +100,13 @@ def _unstable(block: BlockDiagnosis) -> bool:
     return (block.stability - block.chance) / (1 - block.chance) < UNSTABLE
 
 
-def _costly(block: BlockDiagnosis, draws: int, online: bool) -> tuple[Verdict, str] | None:
+def _costly(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | None:
     if block.cost is None or block.cost <= COSTLY:
         return None
     much = f"egop.{block.structure} costs {block.cost:.2g} times a forward and backward pass in every step"
     if block.leaner is not None and block.leaner[1] <= COSTLY:
         name, cost = block.leaner
-        verdict, words = _promising(block, name, draws, online)
+        verdict, words = _promising(block, name, draws)
         return verdict, f"{words} ({much}, egop.{name} {cost:.2g} times; diagnose that one too.)"
     return "leave", (
         f"Leave it: the spectrum is promising (sr/(dβ₁) = {block.ratio:.2g}), but {much}. "
@@ -113,13 +114,12 @@ def _costly(block: BlockDiagnosis, draws: int, online: bool) -> tuple[Verdict, s
     )
 
 
-def _promising(block: BlockDiagnosis, structure: str, draws: int, online: bool) -> tuple[Verdict, str]:
+def _promising(block: BlockDiagnosis, structure: str, draws: int) -> tuple[Verdict, str]:
     agreed = "" if block.stability is None else f", and two halves of the samples agree to {block.stability:.2f}"
-    how = "with refresh=egop.Online()" if online else f"samples={draws} were enough"
-    memory = f", {format_bytes(block.bytes)}" if structure == block.structure else ""
+    own = f" (samples={draws} were enough, {format_bytes(block.bytes)})" if structure == block.structure else ""
     return "use", (
-        f"Use egop.{structure}() ({how}{memory}): about {block.stable_rank:.1f} of {block.dimension} directions "
-        f"matter, sr/(dβ₁) = {block.ratio:.2g}{agreed}."
+        f"Use egop.{structure}(){own}: about {block.stable_rank:.1f} of {block.dimension} directions matter, "
+        f"sr/(dβ₁) = {block.ratio:.2g}{agreed}."
     )
 
 

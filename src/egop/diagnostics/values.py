@@ -9,7 +9,7 @@ from typing import Any, Literal
 from egop.reparameterization import Reparameterization
 from egop.units import format_bytes, format_table
 
-Verdict = Literal["use", "sample more", "leave", "unknown"]
+Verdict = Literal["use", "online", "sample more", "leave", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,12 @@ class Diagnosis:
         said = f"A change of basis is promising for {len(good)} of {len(tried)} blocks."
         if not good and not unclear:
             said = "Nothing here suggests that a change of basis would help."
+        if any(block.verdict == "online" for block in tried):
+            said = "For a model of this kind the basis should be learnt in training, not estimated up front."
         if unclear:
             said += f" For {len(unclear)} there are too few samples to tell."
         if self.cost is not None:
-            said += f" With these bases a training step takes about {1 + self.cost:.2g} times as long."
+            said += f" With these bases a training step takes about {1 + self.cost:.3g} times as long."
         return said
 
     def __str__(self) -> str:

@@ -72,6 +72,7 @@ class Panel:
     yscale: Literal["linear", "log"] = "log"
     kind: Literal["line", "bar"] = "line"
     horizontal: Mapping[str, float] = field(default_factory=dict)  # labelled reference lines
+    aspect: Literal["auto", "equal"] = "auto"  # equal: one unit is as long on both axes
 
 
 @dataclass(frozen=True)

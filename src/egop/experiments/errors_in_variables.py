@@ -14,9 +14,10 @@ from torch import Tensor
 from egop import theory
 from egop.experiments import baselines, batched
 from egop.experiments.base import Context, Judged, Panel, Picture, Preset, Series, finished, median, quartiles, verdict
+from egop.experiments.instances import RANDOM, Trials, with_decay
 from egop.experiments.records import Record, Store
 from egop.experiments.sweeps import EGOP, ORIGINAL
-from egop.experiments.tuned import RANDOM, Case, Method, Trials, TunedExperiment, run_alone, with_decay
+from egop.experiments.tuned import Case, Method, TunedExperiment, run_alone
 
 EGOP_ADAM = Method("Adam", EGOP)
 _SOAPS = (Method("SOAP"), Method("SOAP (0.95)"))
@@ -79,9 +80,10 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         optimizers = ["Adam", "Adagrad", "SOAP", "SOAP (0.95)", "Shampoo", *(["GaLore"] if full else [])]
         return {
             "trials": 5 if full else 3,
-            "tuning trials": 5 if full else 3,
+            "tuning trials": 5 if full else 2,
             "steps": 1000,
             "record every": 10,
+            "record tuning every": 50,
             "nu": [0.0, 0.1, 0.25, 0.5, 0.75, 1.0] if full else [0.0, 0.5, 1.0],
             "size": 10,
             "decay": 2.0,
@@ -139,7 +141,9 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             far = [nu for nu in residuals if nu >= 0.5]
             numbers = "; ".join(f"ν = {nu:g}: EGOP Adam {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
             better = verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"
-            found.append(Judged(f"{self.id}/{name}-no-better", words, better, f"Final losses, {name} second: {numbers}."))
+            found.append(
+                Judged(f"{self.id}/{name}-no-better", words, better, f"Final losses, {name} second: {numbers}.")
+            )
         return found
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,13 +16,15 @@ import egop
 from egop.experiments.records import Run
 from egop.experiments.train import train
 
-__all__ = ["LEARNING_RATES", "STEPS", "Race", "race"]
+__all__ = ["LEARNING_RATES", "STEPS", "Race", "end", "race"]
 
 STEPS = 300
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 
 # The loss is looked at this often in a run.
 _POINTS = 30
+# Losses jump from batch to batch, so a run is judged by the median of its last so many looks.
+_LAST = 5
 # At most so many different batches are held; a longer run goes through them again.
 _BATCHES = 100
 # The loss that is compared is over the first so many of them.
@@ -57,7 +60,7 @@ class Race:
         return f"{len(self.runs)} of {len(self.runs) + missing} runs of the race are finished" if missing else ""
 
     def best(self) -> tuple[Run, Run] | None:
-        """The run with the lowest final loss on each side, original first; None where a side has none that ended well.
+        """The run with the lowest loss at its end on each side, original first; None where a side has none to show.
 
         Only learning rates that both sides have tried count.
         """
@@ -65,7 +68,7 @@ class Race:
         sides = [[run for run in paired[side::2] if not run.curve.diverged] for side in (0, 1)]
         if not all(sides):
             return None
-        original, reparameterized = (min(runs, key=lambda run: run.curve.final) for runs in sides)
+        original, reparameterized = (min(runs, key=end) for runs in sides)
         return original, reparameterized
 
     def summary(self) -> str:
@@ -73,18 +76,18 @@ class Race:
         best = self.best()
         if best is None:
             tried = len(self.runs) // 2
-            return f"No comparison: no run on one of the sides ended well ({tried} learning rates tried on both)."
+            return f"No comparison: no run on one of the sides ended with a finite loss ({tried} learning rates tried on both)."
         original, changed = best
         said = (
             f"{self.optimizer}, {self.steps} steps from one start, the best of the learning rates tried on both sides: "
-            f"final loss {original.curve.final:.3g} in original coordinates (lr {original.lr:g}), "
-            f"{changed.curve.final:.3g} in EGOP coordinates (lr {changed.lr:g})."
+            f"loss {end(original):.3g} in original coordinates (lr {original.lr:g}), "
+            f"{end(changed):.3g} in EGOP coordinates (lr {changed.lr:g})."
         )
         sentences = [said]
-        reached = changed.curve.epochs_to(original.curve.final)
-        if changed.curve.final < original.curve.final and reached is not None:
-            sentences.append(f"EGOP reached the original's final loss after {reached * self.every} steps.")
-        elif changed.curve.final > original.curve.final:
+        reached = changed.curve.epochs_to(end(original))
+        if end(changed) < end(original) and reached is not None:
+            sentences.append(f"EGOP first had the original's loss after {reached * self.every} steps.")
+        elif end(changed) > end(original):
             sentences.append("EGOP coordinates were worse here.")
         slower = changed.curve.seconds / original.curve.seconds if original.curve.seconds else math.nan
         sentences.append(f"Its steps took {slower:.2g} times as long.")
@@ -96,6 +99,11 @@ class Race:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values for JSON."""
         return asdict(self) | {"summary": self.summary(), "partial": self.partial}
+
+
+def end(run: Run) -> float:
+    """The loss at the end of a run: the median of its last few looks; that of a run that diverged is not finite."""
+    return run.curve.final if run.curve.diverged else statistics.median(run.curve.loss[-_LAST:])
 
 
 def race(

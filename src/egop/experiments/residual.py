@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import egop
 from egop.experiments import images
+from egop.experiments.base import MissingDataError
 from egop.experiments.networks import ResidualNetwork, initialize_
 from egop.experiments.train import train
 
@@ -108,49 +109,84 @@ METHODS: dict[str, Callable[[Start], torch.optim.Optimizer]] = {
 }
 
 
+class _Logits(nn.Module):
+    """A network's outputs, computed in bfloat16 on a GPU."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.model: nn.Module = model
+        self.kind = device.type
+
+    def forward(self, images: Tensor) -> Tensor:
+        layout = torch.channels_last if self.kind == "cuda" else torch.contiguous_format
+        with torch.autocast(self.kind, torch.bfloat16, enabled=self.kind == "cuda", cache_enabled=False):
+            return self.model(images.contiguous(memory_format=layout)).float()
+
+
+@functools.lru_cache(maxsize=1)
+def _network(
+    depths: tuple[int, ...], width: int, classes: int, batch: int, crop: int, device: torch.device
+) -> tuple[_Logits, _Logits]:
+    """The outputs of a network on the device, and the same as a CUDA graph for training; kept for the runs to come.
+
+    A step of a small batch is mostly spent on launching kernels; replayed as a graph it takes less than half the time.
+    """
+    model = ResidualNetwork(depths, width, classes).to(device)
+    eager = graphed = _Logits(model, device)
+    if device.type == "cuda":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        graphed = _Logits(model, device)
+        if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
+        kept = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True  # the fastest kernels are chosen once, for the graph
+        torch.cuda.make_graphed_callables(graphed, (torch.zeros(batch, 3, crop, crop, device=device),))
+        torch.backends.cudnn.benchmark = kept
+    return eager, graphed
+
+
 class Run:
     """One training for the training loop: batches, loss and evaluation, with a clock and the mean loss of an epoch."""
 
     def __init__(self, data: images.Images, config: dict[str, Any], device: torch.device) -> None:
         self.data, self.config, self.device = data, config, device
-        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         seed, size = config["seed"], config["batch"]
-        model = ResidualNetwork(config["depths"], config["width"], data.classes)
-        initialize_(model, torch.Generator().manual_seed(seed))
-        self.model = model.to(device).to(memory_format=self.layout)  # type: ignore[call-overload]
+        start = ResidualNetwork(config["depths"], config["width"], data.classes)
+        initialize_(start, torch.Generator().manual_seed(seed))
+        shape = tuple(config["depths"]), config["width"], data.classes, size, config["crop"]
+        self.logits, self.training_logits = _network(*shape, device)
+        self.model = self.logits.model
+        self.model.load_state_dict(start.state_dict())
+        self.model.zero_grad()
         self.batches = data.training(size, 2 * seed)
-        self.objective = egop.Objective(self.model, self.cross_entropy, data.training(size, 2 * seed + 1))
+        self.objective = egop.Objective(self.model, self.sampled_loss, data.training(size, 2 * seed + 1))
         self.seconds = 0.0
         self.losses: list[Tensor] = []
 
-    def logits(self, model: nn.Module, views: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            return model(views.contiguous(memory_format=self.layout)).float()
+    def sampled_loss(self, model: nn.Module, batch: images.Batch) -> Tensor:
+        return F.cross_entropy(_Logits(model, self.device)(batch[0]), batch[1])
 
-    def cross_entropy(self, model: nn.Module, batch: images.Batch) -> Tensor:
-        return F.cross_entropy(self.logits(model, batch[0]), batch[1])
+    def loss(self, _: nn.Module, batch: images.Batch) -> Tensor:
+        loss = F.cross_entropy(self.training_logits(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
 
     def __iter__(self) -> Iterator[images.Batch]:
         self.losses = []
         self.began = time.perf_counter()
         yield from self.batches
 
-    def loss(self, model: nn.Module, batch: images.Batch) -> Tensor:
-        loss = self.cross_entropy(model, batch)
-        self.losses.append(loss.detach())
-        return loss
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, _: nn.Module) -> dict[str, float]:
         self.seconds += time.perf_counter() - self.began  # the training loop has just waited for the device
-        loss, accuracy = self.scores(model, self.data.validation(ten=False))
+        loss, accuracy = self.scores(self.data.validation(ten=False))
         training = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         return {"loss": loss, "accuracy": accuracy, "training loss": training, "seconds": self.seconds}
 
-    def scores(self, model: nn.Module, batches: Iterable[images.Batch]) -> tuple[float, float]:
+    def scores(self, batches: Iterable[images.Batch]) -> tuple[float, float]:
         """Loss and accuracy of the mean of the outputs over an image's views."""
         total, right, count = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0
         for views, labels in batches:
-            outputs = self.logits(model, views.flatten(0, 1)).unflatten(0, views.shape[:2]).mean(1)
+            outputs = self.logits(views.flatten(0, 1)).unflatten(0, views.shape[:2]).mean(1)
             total += F.cross_entropy(outputs, labels, reduction="sum")
             right += (outputs.argmax(1) == labels).sum()
             count += len(labels)
@@ -169,7 +205,7 @@ class Run:
         curve = train(self.model, optimizer, self.loss, self, config["epochs"], **options)
         with torch.no_grad():
             self.model.eval()
-            ten = self.scores(self.model, self.data.validation(ten=True))
+            ten = self.scores(self.data.validation(ten=True))
         curves = {"validation loss": curve.loss, **curve.metrics}
         left = [math.nan] * (config["epochs"] + 1 - len(curve.loss))  # a run that diverged ended early
         result: dict[str, Any] = {name: [*values, *left] for name, values in curves.items()}
@@ -178,23 +214,27 @@ class Run:
 
 @contextlib.contextmanager
 def fast(device: torch.device) -> Iterator[None]:
-    """On a GPU: TF32 products and the fastest convolutions. And one log line of the sampling is enough."""
+    """On a GPU, TF32 for products in float32. Without the log lines of the sampling, one a renewal."""
     logger = logging.getLogger("egop")
-    kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, logger.level
+    kept = torch.get_float32_matmul_precision(), logger.level
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
-    logger.setLevel(logging.ERROR)  # every renewal would say that batch norm cannot be vmapped
+    logger.setLevel(logging.ERROR)  # they say that batch norm cannot be vmapped
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(kept[0])
-        torch.backends.cudnn.benchmark = kept[1]
-        logger.setLevel(kept[2])
+        logger.setLevel(kept[1])
 
 
 def warm_up(data: images.Images, config: dict[str, Any], device: torch.device) -> None:
-    """On a GPU: one epoch and decompositions that nobody times, so that no run pays for what the first one sets up."""
+    """On a GPU, one epoch and decompositions that nobody times: no run is to pay for what the first one sets up."""
+    try:
+        import pytorch_optimizer  # noqa: F401 - takes seconds
+    except ModuleNotFoundError as error:
+        raise MissingDataError(
+            "SOAP and Muon come from a package that is not installed: pip install pytorch_optimizer"
+        ) from error
     if device.type == "cuda":
         Run(data, config, device)(progress=False)
         torch.linalg.eigh(torch.eye(64, dtype=torch.float64, device=device))

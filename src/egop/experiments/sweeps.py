@@ -50,6 +50,7 @@ def run_sweep(
     problem: Callable[[Sequence[int]], P],
     basis: Callable[[P, str], batched.Basis | None],
     schedule: Callable[[Any], Any] | None = None,
+    compact: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] | None = None,
     **options: Any,
 ) -> None:
     """Do what the store does not have yet; all rates and some trials of one method at a time.
@@ -62,6 +63,7 @@ def run_sweep(
         problem: makes the problems of several seeds.
         basis: makes their bases, for one kind of coordinates; asked once for all optimizers.
         schedule: makes a learning-rate scheduler of an optimizer.
+        compact: what to keep of a result, given the configuration; all of it by default.
         **options: further hyper-parameters of the optimizers.
     """
     for first in range(0, len(sweep.seeds), sweep.at_once):
@@ -94,6 +96,7 @@ def run_sweep(
                     configs = _config(experiment, context.preset, sweep, optimizer, coordinates, rate, seeds)
                     for row, config in enumerate(configs):
                         result = {name: values[row, column].tolist() for name, values in found.items()}
+                        result = result if compact is None else compact(config, result)
                         records.append(finished(config, result, seconds / len(left) / len(seeds), context.device))
                 store.add(*records)
 

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-import egop
-from egop.experiments import baselines, batched
+from egop.experiments import baselines
 from egop.experiments.base import Context, Experiment, Preset, Series, finished, in_processes, median
+from egop.experiments.instances import RANDOM, Trials
 from egop.experiments.records import Record, Store
-from egop.experiments.sweeps import EGOP, ORIGINAL, TUNING, Sweep, curve_series, rate_series, run_sweep
+from egop.experiments.sweeps import ORIGINAL, TUNING, Sweep, curve_series, rate_series, run_sweep
 from egop.experiments.tuning import two_stage
-from egop.linalg import random_orthonormal
-
-RANDOM = "random rotation"
 
 Case = Mapping[str, Any]
+Score = Callable[[Mapping[str, Any]], float]
 
 
 @dataclass(frozen=True)
@@ -37,50 +35,6 @@ class Method:
 
     def __str__(self) -> str:
         return self.optimizer if self.coordinates == ORIGINAL else f"{self.coordinates} {self.optimizer}"
-
-
-class Trials(batched.Problem):
-    """Independent random instances of a problem, one a seed, with a basis each.
-
-    Attributes:
-        seeds: one a trial.
-        samples: gradients for a basis, at points drawn from N(0, I).
-    """
-
-    seeds: Sequence[int]
-    samples: int
-
-    @abc.abstractmethod
-    def alone(self, seed: int) -> Self:
-        """The problem of one trial."""
-
-    def objective(self, seed: int) -> egop.Objective:
-        """The loss of one trial, for the library."""
-        one = self.alone(seed)
-
-        def loss(**values: Tensor) -> Tensor:
-            return one.losses({name: value[None, None] for name, value in values.items()}, 0).sum()
-
-        return egop.Objective.from_function(loss, {name: value[0] for name, value in one.start().items()})
-
-    def basis(self, coordinates: str) -> batched.Basis | None:
-        """A basis for each trial, one block a parameter; none for original coordinates."""
-        if coordinates == ORIGINAL:
-            return None
-        return batched.Basis.stack(
-            [
-                egop.estimate(
-                    self.objective(seed),
-                    rho=egop.Gaussian(),
-                    partition="parameter",
-                    structure=egop.Full() if coordinates == EGOP else egop.RandomRotation(seed=seed),
-                    samples=self.samples,
-                    generator=torch.Generator().manual_seed(seed),
-                    progress=False,
-                )
-                for seed in self.seeds
-            ]
-        )
 
 
 @dataclass(frozen=True)
@@ -95,12 +49,16 @@ class _Task:
 class TunedExperiment(Experiment):
     """Methods on trials of one or more cases, each method tuned for each case.
 
-    The settings have ``trials``, ``tuning trials``, ``steps``, ``record every`` and ``exponents``: of the smallest and
-    largest power of ten to try, for each optimizer.
+    The settings have ``trials``, ``tuning trials``, ``steps``, ``record every``, ``record tuning every`` and
+    ``exponents``: of the smallest and largest power of ten to try, for each optimizer.
     """
 
     cosine: ClassVar[bool] = False  # anneal the learning rates to zero, step by step
-    process: ClassVar[Callable[[Mapping[str, Any]], Record]]  # a run that cannot be batched, from its configuration
+
+    @staticmethod
+    def process(config: Mapping[str, Any]) -> Record:
+        """A run that cannot be batched; a function of a module, so that other processes find it."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def cases(self, preset: Preset) -> list[Case]:
@@ -127,16 +85,20 @@ class TunedExperiment(Experiment):
         return [self.chosen(store, preset, case, method)]
 
     def run(self, store: Store, context: Context) -> None:
-        settings, here = self.settings(context.preset), replace(context, device=torch.device("cpu"))
+        with small(context) as context:
+            self._run(store, context)
+
+    def _run(self, store: Store, context: Context) -> None:
+        settings = self.settings(context.preset)
         pairs = [(case, method) for case in self.cases(context.preset) for method in self.methods(context.preset)]
         while tasks := [task for pair in pairs for task in self._tuning_left(store, context.preset, *pair)]:
-            self._do(tasks, store, here, "tuning")
+            self._do(tasks, store, context, "tuning")
         fresh = range(settings["trials"])
         reported = [
             _Task(case, method, self.rates(store, context.preset, case, method), fresh, settings["record every"])
             for case, method in pairs
         ]
-        self._do(reported, store, here, "trials")
+        self._do(reported, store, context, "trials")
 
     def chosen(self, store: Store, preset: Preset, case: Case, method: Method) -> float:
         """The learning rate that the two-stage search gives on the tuning trials."""
@@ -145,9 +107,17 @@ class TunedExperiment(Experiment):
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} is not tuned yet.")
         return best
 
+    def at_edge(self, store: Store, preset: Preset, case: Case, method: Method) -> str:
+        """A remark for methods whose chosen rate is the smallest or largest that was tried; else nothing."""
+        method = self.tuned_as(method)
+        ends = [10.0**exponent for exponent in self.settings(preset)["exponents"][method.optimizer]]
+        chosen = self.chosen(store, preset, case, method)
+        return f" ({method}: best at the end of the grid, {chosen:g})" if chosen in ends else ""
+
     def tuning(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
         """All runs of the search for a learning rate."""
-        self._search(store, preset, case, method, seen := [])
+        seen: list[Record] = []
+        self._search(store, preset, case, method, seen)
         return seen
 
     def reported(
@@ -168,15 +138,16 @@ class TunedExperiment(Experiment):
     ) -> Series:
         """A recorded curve of the reported trials by step."""
         settings = self.settings(preset)
-        places = [min(step, settings["steps"]) for step in _recorded(settings["steps"], settings["record every"])]
+        every, last = settings["record every"], settings["steps"]
+        places = [min(step, last) for step in range(0, last + every, every)]
         runs = self.reported(store, preset, case, method, rate)
         return _styled(curve_series(runs, name, method.optimizer, method.coordinates, places), method)
 
-    def sweep(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
-        """What the search saw: the score over learning rates, the chosen one marked."""
+    def sweep(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> Series:
+        """What the search saw: its score (or another one) over learning rates, the chosen one marked."""
         chosen = self.chosen(store, preset, case, method)
         runs = self.tuning(store, preset, case, method)
-        return _styled(rate_series(runs, self.score, method.optimizer, method.coordinates, chosen), method)
+        return _styled(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
 
     def _search(
         self, store: Store, preset: Preset, case: Case, method: Method, seen: list[Record] | None = None
@@ -184,7 +155,7 @@ class TunedExperiment(Experiment):
         """How far the search has come: the best rate so far, and what is to be run before it can go on."""
         settings = self.settings(preset)
         seeds = range(TUNING, TUNING + settings["tuning trials"])
-        task = _Task(case, method, [], seeds, max(1, settings["steps"] // 20))
+        task = _Task(case, method, [], seeds, settings["record tuning every"])
         left: list[float] = []
 
         def evaluate(rates: Sequence[float]) -> dict[float, float]:
@@ -234,7 +205,8 @@ class TunedExperiment(Experiment):
             for rate in task.rates
             for config in self._configs(context.preset, task, rate)
         ]
-        in_processes(type(self).process, store.missing(configs), store, context, f"{self.id}, {what}")
+        if configs:
+            in_processes(type(self).process, store.missing(configs), store, context, f"{self.id}, {what}")
 
     def _schedule(self, preset: Preset) -> Callable[[torch.optim.Optimizer], Any] | None:
         steps = self.settings(preset)["steps"]
@@ -251,6 +223,17 @@ class TunedExperiment(Experiment):
         return [self.config(preset, **own, steps=steps, **self._extra(task), seed=seed) for seed in task.seeds]
 
 
+@contextmanager
+def small(context: Context) -> Iterator[Context]:
+    """The CPU and one thread, for tensors that are too small to be shared out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield replace(context, device=torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run_alone(experiment: TunedExperiment, config: Mapping[str, Any]) -> Record:
     """One run of a baseline, as its configuration says."""
     problem = experiment.trials(config, [config["seed"]])
@@ -263,18 +246,6 @@ def run_alone(experiment: TunedExperiment, config: Mapping[str, Any]) -> Record:
         cosine=experiment.cosine,
     )
     return finished(config, found, seconds)
-
-
-def with_decay(rows: int, columns: int, decay: float, generator: torch.Generator) -> Tensor:
-    """A matrix with singular values k^-decay and random singular vectors, in float64."""
-    rank = min(rows, columns)
-    left, right = (random_orthonormal(size, rank, generator) for size in (rows, columns))
-    values = torch.arange(1, rank + 1, dtype=torch.float64) ** -decay
-    return left * values @ right.mT
-
-
-def _recorded(steps: int, every: int) -> list[int]:
-    return list(range(0, steps + every, every))
 
 
 def _styled(series: Series, method: Method) -> Series:
