@@ -43,6 +43,10 @@ def _one_line_errors() -> Iterator[None]:
         _fail(_MISSING.format(name=error.name))
     except OSError as error:
         _fail(str(error))
+    except ValueError as error:
+        if type(error).__name__ != "RecordError":  # by its name: the class would bring torch along
+            raise
+        _fail(str(error))
 
 
 def _fail(message: str, status: int = 1) -> None:

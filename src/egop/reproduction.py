@@ -47,9 +47,9 @@ class Section:
     problem: str | None = None
 
 
-def sections(folder: Path, ids: Iterable[str] = IDS) -> list[Section]:
-    """What the records in a folder say, one section an experiment."""
-    return [_section(experiment(id), store_of(folder, id)) for id in ids]
+def sections(folder: Path, ids: Iterable[str] | None = None) -> list[Section]:
+    """What the records in a folder say, one section an experiment; all of them by default."""
+    return [_section(experiment(id), store_of(folder, id)) for id in (IDS if ids is None else ids)]
 
 
 def _section(one: Experiment, store: Store) -> Section:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Curve", "Record", "Run", "Store", "replacing", "write_json"]
+__all__ = ["Curve", "Record", "RecordError", "Run", "Store", "replacing", "write_json"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ class Record:
     def key(self) -> str:
         """What identifies the configuration: a changed setting never finds an old record."""
         return config_key(self.config)
+
+
+class RecordError(ValueError):
+    """A record that cannot be read; the message says where and what to do."""
 
 
 def config_key(config: Mapping[str, Any]) -> str:
@@ -138,7 +142,7 @@ class Store:
                 entry = json.loads(line)
                 record = Record(**{**entry, "result": _from_null(entry["result"])})
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
+                raise RecordError(
                     f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
                     "the other records are fine."
                 ) from error
