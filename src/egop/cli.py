@@ -181,6 +181,7 @@ def reproduce(
     records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
     data: Annotated[Path | None, typer.Option(help="Folder of data sets that do not ship with the package.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes for runs that cannot be batched.")] = 2,
+    time_budget: Annotated[float | None, typer.Option(help="Seconds after which no new long run starts.")] = None,
 ) -> None:
     """Run the paper's experiments and judge its claims; what is finished is never done again."""
     with _one_line_errors():
@@ -203,7 +204,13 @@ def reproduce(
 
         if device.startswith("cuda") and not torch.cuda.is_available():
             _fail("There is no CUDA device here. Use --device cpu.", status=2)
-        context = Context(preset, torch.device(device), None if data is None else str(data), True, workers)  # type: ignore[arg-type]
+        context = Context(
+            preset,  # type: ignore[arg-type]  # checked above
+            torch.device(device),
+            data=None if data is None else str(data),
+            workers=workers,
+            time_budget=time_budget,
+        )
         outcomes = run(wanted, records, context, say=typer.echo)
         typer.echo(f"\nRecords are in {records}. For the report: egop report --records {records}")
         if any(outcome.problem for outcome in outcomes):

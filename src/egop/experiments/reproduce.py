@@ -62,7 +62,11 @@ def _run(one: Experiment, store: Store, context: Context) -> Outcome:
         one.run(store, context)
     except MissingDataError as error:
         return Outcome(one.id, problem=str(error))
-    return Outcome(one.id, tuple(one.judge(store, context.preset)), time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    try:
+        return Outcome(one.id, tuple(one.judge(store, context.preset)), seconds)
+    except LookupError as error:  # a time budget ended before all runs were done
+        return Outcome(one.id, seconds=seconds, problem=f"not all of its runs are done yet ({error}); run it again")
 
 
 def judged_presets(id: str, folder: Path) -> list[Preset]:
