@@ -30,8 +30,8 @@ lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/mypy
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) egop-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) egop-demo egop-diagnosis build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.
 $(STAMP): pyproject.toml constraints.txt

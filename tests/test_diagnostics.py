@@ -169,6 +169,7 @@ def block_with(**numbers):
         ({"spread": 1.3}, "leave", "already aligned"),
         ({"stability": 0.3}, "sample more", "agree to 0.30 only"),
         ({"stability": 0.3, "effective_dimension": 80}, "use", "Use egop.Full()"),
+        ({"stability": 0.3, "samples": 2000}, "use", "Use egop.Full()"),
         ({"ratio": 1.4}, "leave", "promises nothing"),
         ({"cost": 3.0}, "leave", "costs 3 times a forward and backward pass"),
         ({"cost": 3.0, "leaner": ("Shared", 0.2)}, "use", "Use egop.Shared()"),

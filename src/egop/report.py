@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from egop.diagnostics.values import COLUMNS
 from egop.experiments.base import Panel, Series
 from egop.experiments.race import Race, end
 from egop.experiments.records import Run, replacing, write_json
+from egop.pages import document, text
 
 __all__ = ["page", "write"]
 
@@ -53,17 +52,17 @@ def write(
 def page(diagnosis: Diagnosis, race: Race | None = None, *, title: str, settings: Mapping[str, Any]) -> str:
     """The page as HTML: no scripts, nothing loaded from anywhere, readable on a phone, light and dark."""
     missing = [words for words in (diagnosis.partial, race.partial if race is not None else "") if words]
-    banner = f'<p class="partial"><strong>This page is partial:</strong> {_text("; ".join(missing))}.</p>'
+    banner = f'<p class="partial"><strong>This page is partial:</strong> {text("; ".join(missing))}.</p>'
     speed = (
         f"; one forward and backward pass takes {1000 * diagnosis.pass_seconds:.3g} ms here"
         if diagnosis.pass_seconds is not None
         else ""
     )
     body = [
-        f"<h1>{_text(title)}</h1>",
+        f"<h1>{text(title)}</h1>",
         banner if missing else "",
-        f'<p class="verdict">{_text(diagnosis.verdict)}</p>',
-        f"<p><strong>When to renew the basis:</strong> {_text(diagnosis.refresh)}</p>",
+        f'<p class="verdict">{text(diagnosis.verdict)}</p>',
+        f"<p><strong>When to renew the basis:</strong> {text(diagnosis.refresh)}</p>",
         f'<p class="small">{diagnosis.draws} of {diagnosis.wanted} points drawn{speed}.</p>',
         "<h2>Advice</h2>",
         _advice(diagnosis.blocks),
@@ -76,40 +75,24 @@ def page(diagnosis: Diagnosis, race: Race | None = None, *, title: str, settings
         _race_table(race) if race is not None else "",
         _reading(settings),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # Browsers ask for an icon of their own accord; an empty one keeps them from it.
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{_text(title)} · egop diagnosis</title>\n<style>{_style()}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _style() -> str:
-    return (resources.files("egop") / "report.css").read_text(encoding="utf-8")
-
-
-def _text(words: object) -> str:
-    return html.escape(str(words), quote=True)
+    return document(f"{title} · egop diagnosis", body)
 
 
 def _table(blocks: Sequence[BlockDiagnosis]) -> str:
-    heads = "".join(f'<th scope="col" title="{_text(meaning)}">{_text(name)}</th>' for name, meaning in COLUMNS.items())
+    heads = "".join(f'<th scope="col" title="{text(meaning)}">{text(name)}</th>' for name, meaning in COLUMNS.items())
     rows = []
     for block in blocks:
         first, *cells = block.cells()
         labelled = zip(list(COLUMNS)[1:], cells, strict=True)
-        numbers = "".join(f'<td data-label="{_text(label)}">{_text(cell)}</td>' for label, cell in labelled)
-        rows.append(f'<tr><th scope="row">{_text(first)}</th>{numbers}</tr>')
+        numbers = "".join(f'<td data-label="{text(label)}">{text(cell)}</td>' for label, cell in labelled)
+        rows.append(f'<tr><th scope="row">{text(first)}</th>{numbers}</tr>')
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _advice(blocks: Sequence[BlockDiagnosis]) -> str:
     items = [
         f'<li><span class="badge {block.verdict.replace(" ", "-")}">{block.verdict}</span> '
-        f"<strong>{_text(block.name)}</strong> {_text(block.advice)}</li>"
+        f"<strong>{text(block.name)}</strong> {text(block.advice)}</li>"
         for block in blocks
     ]
     return f'<ul class="advice">{"".join(items)}</ul>'
@@ -164,12 +147,12 @@ def _curve(run: Run, every: int) -> Series:
 
 def _figure(svg: str, heading: str, legend: Sequence[tuple[str, bool, str]], caption: str) -> str:
     entries = "".join(
-        f'<li><span class="line{" dashed" if dashed else ""}" style="border-color:{color}"></span>{_text(label)}</li>'
+        f'<li><span class="line{" dashed" if dashed else ""}" style="border-color:{color}"></span>{text(label)}</li>'
         for color, dashed, label in legend
     )
     return (
-        f'<figure><h2>{_text(heading)}</h2>{svg}<ul class="legend">{entries}</ul>'
-        f"<figcaption>{_text(caption)}</figcaption></figure>"
+        f'<figure><h2>{text(heading)}</h2>{svg}<ul class="legend">{entries}</ul>'
+        f"<figcaption>{text(caption)}</figcaption></figure>"
     )
 
 
@@ -187,16 +170,17 @@ def _race_table(race: Race) -> str:
     )
     heads = "".join(f'<th scope="col">{side}</th>' for side in ("lr", *_SIDES))
     return (
-        f"<h2>Losses at the end of the race</h2><p>{_text(race.optimizer)}, {race.steps} steps, the median of the last looks.</p>"
+        "<h2>Losses at the end of the race</h2>"
+        f"<p>{text(race.optimizer)}, {race.steps} steps; the median of the last looks.</p>"
         f'<table class="narrow"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
     )
 
 
 def _reading(settings: Mapping[str, Any]) -> str:
-    columns = "".join(f"<dt>{_text(name)}</dt><dd>{_text(meaning)}</dd>" for name, meaning in COLUMNS.items())
-    made = ", ".join(f"{_text(name)} {_text(value)}" for name, value in settings.items())
+    columns = "".join(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in COLUMNS.items())
+    made = ", ".join(f"{text(name)} {text(value)}" for name, value in settings.items())
     return (
         f"<details open><summary>How to read this</summary><dl>{columns}</dl></details>"
-        f'<p class="small">Made by egop {_text(__version__)}{": " if made else ""}{made}. The advice follows the '
+        f'<p class="small">Made by egop {text(__version__)}{": " if made else ""}{made}. The advice follows the '
         "simple rules of docs/diagnostics.md; every number it looks at is shown above.</p>"
     )

@@ -39,7 +39,7 @@ def diagnose(
     memory: int | str = "2GiB",
     generator: torch.Generator | None = None,
     progress: bool = True,
-    show: Callable[[Diagnosis], None] | None = None,
+    show: Callable[[Diagnosis], object] | None = None,
 ) -> Diagnosis:
     """Say whether a change of basis is likely to help here, what it would cost, and how sure that is.
 

@@ -23,6 +23,8 @@ NO_GAIN = 0.9
 UNSTABLE = 0.5
 # Where more than this share of all directions is leading, their subspace is nearly everything, and is not judged.
 BROAD = 0.5
+# With this many samples to a dimension more of them are no cure: directions that matter alike have no order.
+PLENTY = 20
 # A block whose basis products take longer than this many forward and backward passes is too costly.
 COSTLY = 1.0
 
@@ -66,7 +68,8 @@ def decide(block: BlockDiagnosis, draws: int, online: bool) -> tuple[Verdict, st
         return "leave", "Leave it: with one entry there are no other coordinates."
     verdict, words = _unpromising(block, draws) or _costly(block, draws) or _promising(block, block.structure, draws)
     if online:  # whatever the spectrum of the start is
-        return "online", f"Learn its basis in training, with refresh=egop.Online(). For a basis estimated up front: {words[0].lower()}{words[1:]}"
+        up_front = f"For a basis estimated up front: {words[0].lower()}{words[1:]}"
+        return "online", f"Learn its basis in training, with refresh=egop.Online(). {up_front}"
     return verdict, words
 
 
@@ -94,8 +97,10 @@ def _unpromising(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | Non
 
 
 def _unstable(block: BlockDiagnosis) -> bool:
-    """Whether two halves agree badly; where most directions are leading ones, there is nothing to agree on."""
-    if block.stability is None or block.chance is None or block.chance > BROAD:
+    """Whether two halves agree badly, and more samples could change that."""
+    if block.stability is None or block.chance is None or block.dimension is None:
+        return False
+    if block.chance > BROAD or block.samples >= PLENTY * block.dimension:
         return False
     return (block.stability - block.chance) / (1 - block.chance) < UNSTABLE
 

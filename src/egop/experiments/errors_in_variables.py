@@ -88,7 +88,9 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             "size": 10,
             "decay": 2.0,
             "samples": 1000,
-            "exponents": dict.fromkeys(optimizers, [-4, 3] if full else [-2, 2]),
+            "exponents": {
+                name: [-4, 4] if full else [-2, 2 if name in baselines.BASELINES else 3] for name in optimizers
+            },
             "baselines": {name: baselines.describe(name) for name in optimizers if name in baselines.BASELINES},
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -12,8 +13,8 @@ from egop.experiments import baselines, batched
 from egop.experiments.base import Judged, Panel, Picture, Preset, Series, first_below, median, verdict
 from egop.experiments.instances import RANDOM, Trials, with_decay
 from egop.experiments.records import Record, Store
-from egop.experiments.sweeps import EGOP, ORIGINAL, by_rate
-from egop.experiments.tuned import Case, Method, TunedExperiment, run_alone
+from egop.experiments.sweeps import EGOP, ORIGINAL
+from egop.experiments.tuned import Case, Method, Score, TunedExperiment, run_alone
 from egop.linalg import random_orthonormal
 
 # Nine digits: no figure shows a smaller difference. Runs that end this close have all found the optimum.
@@ -118,13 +119,12 @@ class MatrixFactorizationExperiment(TunedExperiment):
         """The final loss, relative to the trial's optimum."""
         return float(result["excess"][-1])
 
+    def scores(self) -> list[Score]:
+        return [self.score, _speed]
+
     def fastest(self, store: Store, preset: Preset, method: Method) -> float:
         """The rate with the fewest steps to the threshold, median over the tuning trials."""
-        found = by_rate(self.tuning(store, preset, self.cases(preset)[0], method), _speed)
-        return min(found, key=lambda rate: found[rate][1])
-
-    def rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:
-        return sorted({self.chosen(store, preset, case, method), self.fastest(store, preset, method)})
+        return self.chosen(store, preset, self.cases(preset)[0], method, _speed)
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         return [
@@ -170,7 +170,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         """Median steps to a relative distance from the optimum, at the fastest rate; ``inf`` when not reached."""
         every = self.settings(preset)["record every"]
         runs = self.reported(store, preset, self.cases(preset)[0], method, self.fastest(store, preset, method))
-        return median([_index(run.result["excess"], threshold) * every for run in runs])
+        return median([crossing(run.result["excess"], threshold) * every for run in runs])
 
     def _final(self, store: Store, preset: Preset, method: Method, name: str) -> float:
         return median([run.result[name][-1] for run in self.reported(store, preset, self.cases(preset)[0], method)])
@@ -205,7 +205,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         best = [min(steps[place] for steps in others.values()) for place in range(len(THRESHOLDS))]
         names = [next(rival for rival in others if others[rival][place] == best[place]) for place in range(len(best))]
         numbers = "; ".join(
-            f"to {threshold:g}: EGOP {optimizer} {steps:g}, {name} {other:g}"
+            f"to {threshold:g}: EGOP {optimizer} {steps:.0f}, {name} {other:.0f}"
             for threshold, steps, name, other in zip(THRESHOLDS, mine, names, best, strict=True)
         )
         faster = all(steps < other for steps, other in zip(mine, best, strict=True))
@@ -225,12 +225,18 @@ class MatrixFactorizationExperiment(TunedExperiment):
         return Panel("Steps needed", "relative distance to the optimum", "steps", bars, yscale="linear", kind="bar")
 
 
-def _index(curve: Sequence[float], threshold: float) -> float:
+def crossing(curve: Sequence[float], threshold: float) -> float:
+    """Where a curve first reaches the threshold, in records: straight lines between them, on a logarithmic axis."""
     found = first_below(curve, threshold)
-    return float("inf") if found is None else float(found)
+    if not found:
+        return math.inf if found is None else 0.0
+    before, after = curve[found - 1], max(curve[found], _ROUNDING)
+    if not math.isfinite(before):
+        return float(found)
+    return found - 1 + math.log(before / threshold) / math.log(before / after)
 
 
 def _speed(result: Mapping[str, Any]) -> float:
-    """The place in the curve at which the threshold is reached; behind its end, the closer the better."""
-    found = _index(result["excess"], SPEED)
-    return found if found < float("inf") else len(result["excess"]) + max(result["excess"][-1], 0.0)
+    """Where in the curve the threshold is reached; behind its end where it is not, the closer the better."""
+    found = crossing(result["excess"], SPEED)
+    return found if math.isfinite(found) else len(result["excess"]) + float(result["excess"][-1])

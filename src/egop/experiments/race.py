@@ -76,7 +76,7 @@ class Race:
         best = self.best()
         if best is None:
             tried = len(self.runs) // 2
-            return f"No comparison: no run on one of the sides ended with a finite loss ({tried} learning rates tried on both)."
+            return f"No comparison: one of the sides has no run with a finite loss ({tried} rates tried on both)."
         original, changed = best
         said = (
             f"{self.optimizer}, {self.steps} steps from one start, the best of the learning rates tried on both sides: "
@@ -116,7 +116,7 @@ def race(
     learning_rates: Sequence[float] = LEARNING_RATES,
     seed: int = 0,
     progress: bool = True,
-    show: Callable[[Race], None] | None = None,
+    show: Callable[[Race], object] | None = None,
 ) -> Race:
     """Train copies of the model for a short while in both coordinates. The model itself is left as it is.
 

@@ -80,9 +80,9 @@ class TunedExperiment(Experiment):
         """The method whose learning rates a method is given; itself unless the two are known to be the same."""
         return method
 
-    def rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:
-        """The learning rates of the reported runs."""
-        return [self.chosen(store, preset, case, method)]
+    def scores(self) -> list[Score]:
+        """What learning rates are searched by, each search giving one that is reported."""
+        return [self.score]
 
     def run(self, store: Store, context: Context) -> None:
         with small(context) as context:
@@ -95,14 +95,14 @@ class TunedExperiment(Experiment):
             self._do(tasks, store, context, "tuning")
         fresh = range(settings["trials"])
         reported = [
-            _Task(case, method, self.rates(store, context.preset, case, method), fresh, settings["record every"])
+            _Task(case, method, self._rates(store, context.preset, case, method), fresh, settings["record every"])
             for case, method in pairs
         ]
         self._do(reported, store, context, "trials")
 
-    def chosen(self, store: Store, preset: Preset, case: Case, method: Method) -> float:
-        """The learning rate that the two-stage search gives on the tuning trials."""
-        best, left = self._search(store, preset, case, self.tuned_as(method))
+    def chosen(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> float:
+        """The learning rate that the two-stage search by a score gives on the tuning trials."""
+        best, left = self._search(store, preset, case, self.tuned_as(method), score or self.score)
         if left:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} is not tuned yet.")
         return best
@@ -117,7 +117,7 @@ class TunedExperiment(Experiment):
     def tuning(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
         """All runs of the search for a learning rate."""
         seen: list[Record] = []
-        self._search(store, preset, case, method, seen)
+        self._search(store, preset, case, method, self.score, seen)
         return seen
 
     def reported(
@@ -150,7 +150,13 @@ class TunedExperiment(Experiment):
         return _styled(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
 
     def _search(
-        self, store: Store, preset: Preset, case: Case, method: Method, seen: list[Record] | None = None
+        self,
+        store: Store,
+        preset: Preset,
+        case: Case,
+        method: Method,
+        score: Score,
+        seen: list[Record] | None = None,
     ) -> tuple[float, _Task | None]:
         """How far the search has come: the best rate so far, and what is to be run before it can go on."""
         settings = self.settings(preset)
@@ -166,14 +172,21 @@ class TunedExperiment(Experiment):
             runs = {rate: [run for config in configs[rate] if (run := store.get(config))] for rate in rates}
             if seen is not None:
                 seen.extend(run for found in runs.values() for run in found)
-            return {rate: median([self.score(run.result) for run in found]) for rate, found in runs.items()}
+            return {rate: median([score(run.result) for run in found]) for rate, found in runs.items()}
 
         best, _ = two_stage(evaluate, *settings["exponents"][method.optimizer])
         return best, replace(task, rates=left) if left else None
 
     def _tuning_left(self, store: Store, preset: Preset, case: Case, method: Method) -> Iterable[_Task]:
-        _, left = self._search(store, preset, case, self.tuned_as(method))
-        return [left] if left is not None and self.tuned_as(method) == method else []
+        if self.tuned_as(method) != method:
+            return []
+        searches = [self._search(store, preset, case, method, score)[1] for score in self.scores()]
+        left = [task for task in searches if task is not None]
+        rates = sorted({rate for task in left for rate in task.rates})  # searches share what both of them want
+        return [replace(left[0], rates=rates)] if left else []
+
+    def _rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:
+        return sorted({self.chosen(store, preset, case, method, score) for score in self.scores()})
 
     def _do(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
         """Do what the store does not have yet."""
