@@ -121,11 +121,12 @@ def draw(picture: Picture) -> Figure:
     columns = min(3, len(picture.panels))
     rows = -(-len(picture.panels) // columns)
     figure = Figure(figsize=(4.4 * columns + 0.4, 3.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, place in zip(picture.panels, axes, strict=False):
         (_draw_bars if panel.kind == "bar" else _draw_lines)(place, panel)
         place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale)
-    for place in list(axes)[len(picture.panels) :]:
+        place.set_aspect(panel.aspect)
+    for place in axes[len(picture.panels) :]:
         place.remove()
     return figure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -79,7 +80,7 @@ def _problem(data: str, folder: str | None) -> tuple[nn.Module, Split]:
     return network, four_classes(fashion_mnist(folder)).train
 
 
-def measure(network: nn.Module, train: Split, per_dimension: int, seed: int, context: Context) -> dict[str, Any]:
+def measure(network: nn.Module, train: Split, per_dimension: float, seed: int, context: Context) -> dict[str, Any]:
     """Estimate the EGOP matrix of each layer and keep some of the eigenvalues."""
     network = network.to(context.device)
     tensors = [tensor.to(context.device) for tensor in train.batch]
@@ -89,7 +90,7 @@ def measure(network: nn.Module, train: Split, per_dimension: int, seed: int, con
         rho=egop.Initialization(init_fn=xavier_),
         partition="layer",
         structure=egop.Full(),
-        samples=per_dimension * sum(parameter.numel() for parameter in network.parameters()),
+        samples=math.ceil(per_dimension * sum(parameter.numel() for parameter in network.parameters())),
         generator=torch.Generator().manual_seed(seed),
         progress=context.progress,
     )

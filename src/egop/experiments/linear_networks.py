@@ -7,13 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
 
-import egop
-from egop.experiments import batched
 from egop.experiments.base import Context, Experiment, Judged, Panel, Picture, Preset, compare, median, verdict
-from egop.experiments.data import Batches
-from egop.experiments.models import xavier_
+from egop.experiments.linear_problem import BATCH, BLOCK, FIRST, SIZE, LinearProblem
 from egop.experiments.records import Record, Store
 from egop.experiments.sweeps import (
     EGOP,
@@ -28,119 +24,16 @@ from egop.experiments.sweeps import (
     same_in_both,
 )
 from egop.experiments.tuning import doublings
-from egop.linalg import random_orthonormal
 
 Score = Callable[[Mapping[str, Any]], float]
 
-WIDTHS = (10, 50, 30, 10)  # the paper's appendix has 10-30-50-10; the number of parameters is the same
-NAMES = tuple(f"{layer}.weight" for layer in range(len(WIDTHS) - 1))
-SIZE = sum(inputs * outputs for inputs, outputs in zip(WIDTHS, WIDTHS[1:], strict=False))
-BLOCK = "EGOP, block"
-FIRST = "EGOP, first layer"
 KINDS = {EGOP: "all parameters in one basis", BLOCK: "a basis for each layer", FIRST: "the first layer alone"}
 
 _ADAPTIVE = ("Adam", "Adagrad")
 _EQUIVARIANT = ("SGD", "SGD+momentum")
-_BATCH = 500
 _POINTS = 50  # of a curve that is kept
 _FAR = 10.0
 _COMPARABLE = 0.5  # the share of a gain, in decades, from which on another gain is comparable
-
-
-class LinearProblem(batched.Problem):
-    """Trials of ‖W₃W₂W₁A − Y‖²/n with Y = M*A, each with its own A, M*, start and order of the batches."""
-
-    def __init__(self, seeds: Sequence[int], samples: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.seeds = list(seeds)
-        self.steps_per_epoch = samples // 2 // _BATCH
-        self._to = {"dtype": dtype, "device": device}
-        made = [_data(seed, samples) for seed in self.seeds]
-        inputs = torch.stack([a for a, _ in made])
-        train, validation = inputs[:, : samples // 2], inputs[:, samples // 2 : samples * 7 // 10]
-        self.train = train.to(**self._to)
-        self.target = torch.stack([target for _, target in made]).to(**self._to)
-        # ‖E A‖² = ‖E R‖² for any R with R Rᵀ = A Aᵀ: whole data sets at the price of one batch.
-        self._roots = {name: _root(a).to(**self._to) for name, a in (("loss", train), ("validation loss", validation))}
-        self._bases: dict[str, list[egop.Reparameterization]] = {}
-        self._orders: dict[int, Tensor] = {}
-
-    def network(self, seed: int) -> nn.Module:
-        """The network at a trial's start."""
-        layers = [nn.Linear(*sizes, bias=False) for sizes in zip(WIDTHS, WIDTHS[1:], strict=False)]
-        return xavier_(nn.Sequential(*layers), _generator(seed, 0)).to(**self._to)
-
-    def start(self) -> batched.Point:
-        networks = [dict(self.network(seed).named_parameters()) for seed in self.seeds]
-        return {name: torch.stack([network[name].detach() for network in networks]) for name in NAMES}
-
-    def losses(self, point: batched.Point, step: int) -> Tensor:
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        rows = self._order(epoch)[:, batch * _BATCH : (batch + 1) * _BATCH]
-        inputs = self.train.gather(1, rows[..., None].expand(-1, -1, WIDTHS[0]))
-        return (inputs[:, None] @ self._error(point).mT).square().sum((-2, -1)) / _BATCH
-
-    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
-        error = self._error(point)
-        return {name: (error @ root[:, None]).square().sum((-2, -1)) for name, root in self._roots.items()}
-
-    def basis(self, kind: str) -> batched.Basis | None:
-        """The stacked bases of a kind of coordinates; M = 2d gradients for each."""
-        if kind == ORIGINAL:
-            return None
-        partition = "global" if kind == EGOP else "parameter"
-        if partition not in self._bases:
-            self._bases[partition] = [self._estimate(trial, partition) for trial in range(len(self.seeds))]
-        stacked = batched.Basis.stack(self._bases[partition])
-        return batched.Basis(stacked.blocks[:1]) if kind == FIRST else stacked
-
-    def _estimate(self, trial: int, partition: Any) -> egop.Reparameterization:
-        seed, target = self.seeds[trial], self.target[trial]
-
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            (inputs,) = batch
-            return (model(inputs) - inputs @ target.mT).square().sum() / len(inputs)
-
-        batches = Batches(self.train[trial], size=_BATCH, generator=_generator(seed, 2))
-        return egop.estimate(
-            egop.Objective(self.network(seed), loss, batches),
-            rho=egop.Initialization(init_fn=xavier_),
-            partition=partition,
-            structure=egop.Full(),
-            samples=2 * SIZE,
-            generator=_generator(seed, 3),
-            progress=False,
-        )
-
-    def _error(self, point: batched.Point) -> Tensor:
-        first, second, third = (point[name] for name in NAMES)
-        return third @ (second @ first) - self.target[:, None]
-
-    def _order(self, epoch: int) -> Tensor:
-        """The order of the samples in an epoch, a row a trial."""
-        if epoch not in self._orders:
-            count = self.train.shape[1]
-            orders = [torch.randperm(count, generator=_generator(seed, 4 + epoch)) for seed in self.seeds]
-            self._orders = {epoch: torch.stack(orders).to(self._to["device"])}
-        return self._orders[epoch]
-
-
-def _generator(seed: int, purpose: int) -> torch.Generator:
-    """A stream of its own for the start (0), the data (1), the estimation (2, 3) and each epoch (from 4 on)."""
-    return torch.Generator().manual_seed(100_003 * seed + purpose)
-
-
-def _data(seed: int, samples: int) -> tuple[Tensor, Tensor]:
-    """The rows of Aᵀ, whose singular values are k^-2, and M*."""
-    generator = _generator(seed, 1)
-    left = random_orthonormal(samples, WIDTHS[0], generator)
-    right = random_orthonormal(WIDTHS[0], WIDTHS[0], generator)
-    singular = torch.arange(1, WIDTHS[0] + 1, dtype=torch.float64) ** -2.0
-    return left * singular @ right.mT, torch.randn(WIDTHS[-1], WIDTHS[0], generator=generator, dtype=torch.float64)
-
-
-def _root(inputs: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(inputs.mT @ inputs / inputs.shape[1])
-    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
 
 
 class LinearNetworksExperiment(Experiment):
@@ -163,22 +56,23 @@ class LinearNetworksExperiment(Experiment):
         }
         return {
             "trials": 10 if full else 3,
-            "tuning trials": 5 if full else 3,
-            "epochs": 1000 if full else 50,
+            "tuning trials": 5 if full else 2,
+            "epochs": 1000 if full else 30,
             "samples": 20_000,  # half to train, a fifth to validate, the rest is the paper's test set
-            "batch": _BATCH,
+            "batch": BATCH,
+            "gradients": 2 * SIZE,
             "precision": "float64" if full else "float32",
             "rates": rates,
         }
 
     def run(self, store: Store, context: Context) -> None:
         settings = self.settings(context.preset)
-        epochs, steps_per_epoch = settings["epochs"], settings["samples"] // 2 // _BATCH
+        epochs, steps_per_epoch = settings["epochs"], settings["samples"] // 2 // BATCH
         common: dict[str, Any] = {
             "steps": epochs * steps_per_epoch,
             "record_every": steps_per_epoch,
             "at_once": 10 if context.device.type == "cuda" else 3,
-            "extra": {"samples": settings["samples"], "precision": settings["precision"]},
+            "extra": {name: settings[name] for name in ("samples", "gradients", "precision")},
         }
         rates, reported = settings["rates"], range(settings["trials"])
         adaptive = {name: rates[name] for name in _ADAPTIVE}
@@ -191,7 +85,11 @@ class LinearNetworksExperiment(Experiment):
                 store,
                 context,
                 problem=lambda seeds: LinearProblem(
-                    seeds, settings["samples"], getattr(torch, settings["precision"]), context.device
+                    seeds,
+                    settings["samples"],
+                    settings["gradients"],
+                    getattr(torch, settings["precision"]),
+                    context.device,
                 ),
                 basis=lambda problem, kind: problem.basis(kind),
                 schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs),
@@ -223,8 +121,8 @@ class LinearNetworksExperiment(Experiment):
             found.append(_share(optimizer, finals, FIRST, wanted=optimizer == "Adagrad"))
         found.append(self._adaptive(store, preset))
         for optimizer in _EQUIVARIANT:
-            pair = (self._reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
-            found.append(same_in_both(f"linear-networks/{optimizer}-same", *pair, "loss", 0.05))
+            original, turned = (self._reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
+            found.append(same_in_both(f"linear-networks/{optimizer}-same", original, turned, "loss", 0.05))
         return found
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
@@ -311,6 +209,10 @@ def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any
     return numbers | {"epoch": kept} | {name: [values[k] for k in kept] for name, values in result.items()}
 
 
+def _decades(loss: float) -> float:
+    return math.log10(loss) if loss > 0 else -math.inf
+
+
 def _lower(optimizer: str, finals: Mapping[str, float]) -> Judged:
     found = f"EGOP: {finals[EGOP]:.3g}; original: {finals[ORIGINAL]:.3g} (holds from a factor of {_FAR:g})."
     words = f"EGOP {optimizer} ends at a far lower training loss than {optimizer}."
@@ -319,7 +221,7 @@ def _lower(optimizer: str, finals: Mapping[str, float]) -> Judged:
 
 def _share(optimizer: str, finals: Mapping[str, float], kind: str, *, wanted: bool) -> Judged:
     """Compare gains in decades of the final loss: a variant's with that of reparameterising everything."""
-    gain, own = (math.log10(finals[ORIGINAL] / max(finals[each], 1e-300)) for each in (EGOP, kind))
+    gain, own = (_decades(finals[ORIGINAL]) - _decades(finals[each]) for each in (EGOP, kind))
     words = f"EGOP {optimizer}, {KINDS[kind]}: a gain {'comparable to' if wanted else 'much smaller than'} that of "
     found = (
         f"{own:.2f} decades below original coordinates, against {gain:.2f} for all parameters in one basis "

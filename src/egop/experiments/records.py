@@ -118,7 +118,8 @@ class Store:
 
     def add(self, *records: Record) -> None:
         """Append finished runs, all of them or none."""
-        lines = "".join(json.dumps(_line(record), allow_nan=False, separators=(",", ":")) + "\n" for record in records)
+        entries = [_line(record) for record in records]
+        lines = "".join(json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n" for entry in entries)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
@@ -130,7 +131,8 @@ class Store:
             if self.path.exists():
                 os.truncate(self.path, size)
             raise
-        self._records |= {record.key: record for record in records}
+        # As they will be read again, so that a run that goes on sees the same numbers as one that was interrupted.
+        self._records |= {record.key: record for record in map(_record, entries)}
 
     def _read(self) -> None:
         content = self.path.read_bytes()
@@ -139,14 +141,17 @@ class Store:
             os.truncate(self.path, whole)
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
-                entry = json.loads(line)
-                record = Record(**{**entry, "result": _from_null(entry["result"])})
+                record = _record(json.loads(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
                     "the other records are fine."
                 ) from error
             self._records[record.key] = record
+
+
+def _record(entry: dict[str, Any]) -> Record:
+    return Record(**{**entry, "result": _from_null(entry["result"])})
 
 
 def _line(record: Record) -> dict[str, Any]:
