@@ -43,6 +43,12 @@ def test_a_configuration_is_found_whatever_the_order_of_its_settings(tmp_path):
     assert store.missing([CONFIG]) == []
 
 
+def test_a_store_in_use_shows_the_numbers_that_it_will_read_again(tmp_path):
+    store = Store(tmp_path / "toy.jsonl")
+    store.add(Record(CONFIG, {"loss": [1 / 3, 2 / 3]}))
+    assert list(store) == list(Store(tmp_path / "toy.jsonl"))
+
+
 @pytest.mark.parametrize("change", [{"lr": 0.2}, {"seed": 4}, {"experiment": "other"}, {"added": 1}])
 def test_a_changed_setting_never_finds_an_old_record(tmp_path, change):
     store = Store(tmp_path / "toy.jsonl")
