@@ -34,6 +34,7 @@ ROOMS = [
     "binding",
     "moments",
     "refresh",
+    "states",
     "optimizer",
     "parametrize",
     "rotate",

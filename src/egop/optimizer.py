@@ -16,9 +16,9 @@ from egop.objective import plain_name
 from egop.partition import layers_of
 from egop.refresh import Refresh, Refresher
 from egop.reparameterization import Reparameterization
+from egop.states import STATE_VERSION, check_state, shapes_of
 from egop.structures import ChangeOfBasis, rebuild
 
-STATE_VERSION = 1
 _OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "layers", "refresher")
 
 
@@ -198,7 +198,7 @@ class ReparameterizedOptimizer(Optimizer):
         state["egop"] = {
             "version": STATE_VERSION,
             "optimizer": self._class.__name__,
-            "shapes": _shapes(self.param_groups),
+            "shapes": shapes_of(self.param_groups),
             "inner": self._inner_shapes(),
             "blocks": [
                 block.change.describe()
@@ -226,7 +226,7 @@ class ReparameterizedOptimizer(Optimizer):
             ) from error
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        _check_state(state_dict, self.param_groups, self._class)
+        check_state(state_dict, self.param_groups, self._class)
         saved = state_dict["egop"]
         basis = Reparameterization([rebuild(each, _cloned(each["tensors"])) for each in saved["blocks"]])
         blocks = bind(basis, self.param_groups)
@@ -318,41 +318,6 @@ def _check_class(optimizer_class: Any) -> None:
         )
 
 
-def _check_state(state_dict: Any, groups: list[dict[str, Any]], optimizer_class: type[Optimizer]) -> None:
-    """Raise an error that says so when a state dict is not of this kind of optimizer over these parameters."""
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
-    saved = state_dict.get("egop")
-    if saved is None:
-        raise ValueError(
-            "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
-            "coordinate system cannot be loaded: load the model's weights alone, and start with a new optimizer."
-        )
-    if saved["version"] != STATE_VERSION:
-        raise ValueError(f"The state dict has version {saved['version']}; this egop reads {STATE_VERSION}.")
-    if saved["optimizer"] != optimizer_class.__name__:
-        raise ValueError(f"The state dict is of {saved['optimizer']}, this optimizer runs {optimizer_class.__name__}.")
-    own, others = _shapes(groups), saved["shapes"]
-    if len(own) != len(others):
-        raise ValueError(f"The state dict has {len(others)} parameter group(s), the optimizer {len(own)}.")
-    for here, there in zip(own, others, strict=True):
-        if here.keys() != there.keys():
-            raise ValueError(
-                f"The state dict is of another model: only it has {sorted(there.keys() - here.keys())}, "
-                f"only the optimizer has {sorted(here.keys() - there.keys())}."
-            )
-        for name, shape in here.items():
-            if shape != there[name]:
-                raise ValueError(
-                    f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
-                )
-        if list(here) != list(there):  # state goes by position
-            raise ValueError(
-                f"The state dict has the parameters in another order: {list(there)}, but here {list(here)}. "
-                "Give them to the optimizer in the order in which they were saved."
-            )
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
@@ -360,13 +325,6 @@ def _is_number(value: Any) -> bool:
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     for one, other in zip(source, target, strict=True):
         other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
-
-
-def _shapes(groups: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
-    return [
-        {plain_name(name): list(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)}
-        for group in groups
-    ]
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

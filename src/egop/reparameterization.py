@@ -15,7 +15,7 @@ from torch import Tensor
 
 from egop.spectrum import Spectrum
 from egop.structures import ChangeOfBasis, rebuild
-from egop.structures.base import Coordinates, as_tuple
+from egop.structures.views import Coordinates, as_tuple
 from egop.units import format_bytes, format_count, format_table
 
 FORMAT_VERSION = 1

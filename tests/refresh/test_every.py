@@ -99,7 +99,7 @@ def test_around_a_basis_that_does_not_change_it_is_exactly_no_change(kind, struc
     basis = basis_of(MLP, structure=structure)
     model, plain = MLP.build(), MLP.build()
     optimizer = begin(model, basis, kind, steps=2, moments="rotate")
-    monkeypatch.setattr("egop.refresh.estimate_plan", lambda *_, **__: copy.deepcopy(basis))
+    monkeypatch.setattr("egop.refresh.every.estimate_plan", lambda *_, **__: copy.deepcopy(basis))
     steps(model, optimizer, 12)
     assert optimizer.refresher.renewals == 5
     other = egop.ReparameterizedOptimizer(plain, kind, basis, lr=0.01)

@@ -11,7 +11,7 @@ import cases
 import egop
 from cases import DEEP, MLP
 from egop.linalg import eigenbasis, orthonormality_error, random_orthonormal
-from egop.refresh import off_diagonal, power_iteration
+from egop.refresh.online import off_diagonal, power_iteration
 from explicit import basis_of, distance, identical, logistic
 
 RENEWABLE = [egop.Full(), egop.Shared(), egop.Kronecker()]

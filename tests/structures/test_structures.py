@@ -11,7 +11,7 @@ import torch
 import cases
 import egop
 from egop.structures import rebuild
-from egop.structures.base import flatten, unflatten
+from egop.structures.views import flatten, unflatten
 
 
 def fits(structure, block):

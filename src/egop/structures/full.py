@@ -11,17 +11,8 @@ from torch import Tensor
 
 from egop.linalg import OuterProducts
 from egop.partition import Block
-from egop.structures.base import (
-    Accumulator,
-    ChangeOfBasis,
-    Coordinates,
-    EigenAccumulator,
-    Structure,
-    as_tuple,
-    flatten,
-    rows_times,
-    unflatten,
-)
+from egop.structures.base import Accumulator, ChangeOfBasis, EigenAccumulator, Structure
+from egop.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 
 
 class FullChange(ChangeOfBasis):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, Coordinates, Structure, as_tuple, flatten
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.structures.views import Coordinates, as_tuple, flatten
 
 
 class IdentityChange(ChangeOfBasis):

@@ -13,19 +13,9 @@ from torch import Tensor
 from egop.linalg import OuterProducts
 from egop.partition import Block
 from egop.spectrum import Spectrum
-from egop.structures.base import (
-    Accumulator,
-    ChangeOfBasis,
-    Coordinates,
-    Structure,
-    as_matrix,
-    as_tuple,
-    check_matrix,
-    density,
-    from_matrix,
-    matrix_shape,
-)
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, density
 from egop.structures.shared import ROWS_WANTED
+from egop.structures.views import Coordinates, as_matrix, as_tuple, check_matrix, from_matrix, matrix_shape
 
 
 class KroneckerChange(ChangeOfBasis):

@@ -13,17 +13,8 @@ from torch import Tensor
 from egop.partition import Block
 from egop.sketch import RowSketch
 from egop.spectrum import Spectrum
-from egop.structures.base import (
-    Accumulator,
-    ChangeOfBasis,
-    Coordinates,
-    Structure,
-    as_tuple,
-    density,
-    flatten,
-    rows_times,
-    unflatten,
-)
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, density
+from egop.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 
 # Gradients are kept as they are up to this many bytes, then sketched.
 _ROWS_BYTES = 512 * 2**20

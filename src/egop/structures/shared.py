@@ -12,18 +12,8 @@ from torch import Tensor
 
 from egop.linalg import OuterProducts
 from egop.partition import Block
-from egop.structures.base import (
-    Accumulator,
-    ChangeOfBasis,
-    Coordinates,
-    EigenAccumulator,
-    Structure,
-    as_matrix,
-    as_tuple,
-    check_matrix,
-    from_matrix,
-    matrix_shape,
-)
+from egop.structures.base import Accumulator, ChangeOfBasis, EigenAccumulator, Structure
+from egop.structures.views import Coordinates, as_matrix, as_tuple, check_matrix, from_matrix, matrix_shape
 
 # How many rows or kernels the paper's rule asks for in every layer.
 ROWS_WANTED = 1000

@@ -1,181 +1,23 @@
-"""When a basis is renewed: from samples every so often, or from the training gradients as they come."""
+"""Online and WhenDrifted: the basis learnt from the training gradients as they come."""
 
 from __future__ import annotations
 
-import abc
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from egop import linalg
-from egop.binding import BoundBlock
-from egop.distributions import Distribution, Recentered
-from egop.estimate import estimate, estimate_plan
 from egop.moments import Moments, check_moments
-from egop.objective import Objective, plain_name
-from egop.partition import Layer, Partition, partition_parameters
-from egop.plan import Plan, StructureChoice, make_plan
+from egop.objective import plain_name
+from egop.partition import Partition, partition_parameters
+from egop.plan import StructureChoice, make_plan
+from egop.refresh.base import Rebasable, Refresh, Refresher, check_decay, check_positive
 from egop.reparameterization import Reparameterization
 from egop.structures import ChangeOfBasis, Kronecker, Shared
 from egop.units import parse_bytes
-
-
-class Rebasable(Protocol):
-    """What a refresh needs of an optimizer."""
-
-    param_groups: list[dict[str, Any]]
-    layers: dict[str, Layer]
-
-    @property
-    def blocks(self) -> Sequence[BoundBlock]:
-        """The blocks with their live parameters."""
-
-    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
-        """Go on in another basis."""
-
-
-class Refresh(abc.ABC):
-    """When and how an optimizer's basis is renewed: configuration only."""
-
-    @abc.abstractmethod
-    def begin(self, optimizer: Rebasable) -> Refresher:
-        """What keeps count for one optimizer."""
-
-
-class Refresher(abc.ABC):
-    """What renews the basis of one optimizer, by its ``rebase``.
-
-    A decomposition that fails (not finite, not converging) keeps the old basis: it is counted, the first one is warned
-    about, and training goes on.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.renewals = 0
-        self.failures = 0
-
-    @abc.abstractmethod
-    def before_step(self, optimizer: Rebasable) -> None:
-        """Called with fresh gradients, before the inner optimizer steps."""
-
-    @abc.abstractmethod
-    def after_step(self, optimizer: Rebasable) -> None:
-        """Called after the inner optimizer has stepped."""
-
-    @abc.abstractmethod
-    def renew(self, optimizer: Rebasable) -> None:
-        """Renew the basis now, from scratch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly, as plain values and tensors."""
-        return {"steps": self.steps, "renewals": self.renewals, "failures": self.failures}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state dict."""
-        self.steps, self.renewals, self.failures = state["steps"], state["renewals"], state["failures"]
-
-    def failed(self, error: Exception) -> None:
-        """Count a decomposition that did not succeed."""
-        self.failures += 1
-        if self.failures == 1:
-            warnings.warn(
-                f"The basis could not be renewed and stays as it is ({error}). Training goes on; further failures are "
-                "only counted, in optimizer.refresher.failures.",
-                stacklevel=2,
-            )
-
-
-@dataclass(frozen=True)
-class Every(Refresh):
-    """Estimate the basis again every so many steps, around wherever training has come: the paper's periodic form.
-
-    Args:
-        steps: how many steps lie between two estimates.
-        objective: what to sample gradients of.
-        rho: where the points are drawn; by default at the current parameters, where gradients differ by their batches.
-        samples: how many points; by default what the structures ask for.
-        partition: which parameters form a block, when the optimizer has no basis to start with.
-        structure: their structure, likewise.
-        memory: what all bases together may take, likewise.
-        moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
-        seed: of the sampling; each renewal draws from this and its number.
-        progress: show a progress bar while sampling.
-    """
-
-    steps: int
-    objective: Objective | None = None
-    rho: Distribution = Recentered()  # noqa: RUF009 - frozen, so it can be shared
-    samples: int | None = None
-    partition: Partition = "layer"
-    structure: StructureChoice = "auto"
-    memory: int | str = "2GiB"
-    moments: Moments = "rotate"
-    seed: int = 0
-    progress: bool = False
-
-    def __post_init__(self) -> None:
-        _check_positive("steps", self.steps)
-        check_moments(self.moments)
-        if not isinstance(self.objective, Objective):
-            raise TypeError(
-                f"egop.Every needs an egop.Objective to sample gradients of, got {self.objective!r}. "
-                "To learn the basis from the training gradients alone, use egop.Online()."
-            )
-        if self.samples is not None:
-            _check_positive("samples", self.samples)
-        if not isinstance(self.rho, Distribution):
-            raise TypeError(f"rho must be a distribution such as egop.Recentered(), got {self.rho!r}.")
-        self.rho.check(self.objective)
-
-    def begin(self, optimizer: Rebasable) -> Refresher:
-        """What keeps count for one optimizer."""
-        return _Periodic(self, self.objective)
-
-
-class _Periodic(Refresher):
-    def __init__(self, config: Every, objective: Objective | None) -> None:
-        super().__init__()
-        assert objective is not None
-        self.config, self.objective = config, objective
-
-    def before_step(self, optimizer: Rebasable) -> None:
-        if self.steps % self.config.steps == 0 and (self.steps > 0 or not optimizer.blocks):
-            self.renew(optimizer)
-
-    def after_step(self, optimizer: Rebasable) -> None:
-        self.steps += 1
-
-    def renew(self, optimizer: Rebasable) -> None:
-        config = self.config
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.renewals)
-        self.renewals += 1
-        first = not optimizer.blocks
-        try:
-            if not first:
-                plan = Plan({block.change.block: block.change.structure() for block in optimizer.blocks}, {}, {})
-                basis = estimate_plan(
-                    self.objective, plan, config.rho, config.samples, generator, "auto", config.progress
-                )
-            else:
-                basis = estimate(
-                    self.objective,
-                    rho=config.rho,
-                    partition=config.partition,
-                    structure=config.structure,
-                    samples=config.samples,
-                    memory=config.memory,
-                    generator=generator,
-                    progress=config.progress,
-                )
-        except (torch.linalg.LinAlgError, FloatingPointError) as error:
-            self.failed(error)
-        else:
-            # A first basis that comes late, after one that failed, finds moments of other coordinates.
-            optimizer.rebase(basis, moments="reset" if first else config.moments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +47,8 @@ class Online(Refresh):
     moments: Moments = "rotate"
 
     def __post_init__(self) -> None:
-        _check_positive("every", self.every)
-        _check_decay(self.decay)
+        check_positive("every", self.every)
+        check_decay(self.decay)
         check_moments(self.moments)
 
     def begin(self, optimizer: Rebasable) -> Refresher:
@@ -237,8 +79,8 @@ class WhenDrifted(Refresh):
     moments: Moments = "rotate"
 
     def __post_init__(self) -> None:
-        _check_positive("check_every", self.check_every)
-        _check_decay(self.decay)
+        check_positive("check_every", self.check_every)
+        check_decay(self.decay)
         check_moments(self.moments)
         if not 0 < self.tolerance < 1:
             raise ValueError(f"Invalid tolerance value: {self.tolerance}. Must be between 0 and 1.")
@@ -387,13 +229,3 @@ def _not_renewable(config: Online | WhenDrifted, kinds: str) -> str:
         f"egop.{type(config).__name__} renews bases of structure Full, Shared and Kronecker, not {kinds}. "
         "Use egop.Every(...), which can renew every structure."
     )
-
-
-def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"Invalid {name} value: {value!r}. Must be a whole number of at least 1.")
-
-
-def _check_decay(decay: float) -> None:
-    if not 0 <= decay < 1:
-        raise ValueError(f"Invalid decay value: {decay}. Must be at least 0 and below 1.")

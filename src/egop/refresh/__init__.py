@@ -1,0 +1,7 @@
+"""When a basis is renewed: from samples every so often, or from the training gradients as they come."""
+
+from egop.refresh.base import Refresh, Refresher
+from egop.refresh.every import Every
+from egop.refresh.online import Online, WhenDrifted
+
+__all__ = ["Every", "Online", "Refresh", "Refresher", "WhenDrifted"]

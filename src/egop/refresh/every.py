@@ -1,0 +1,104 @@
+"""Every: the basis estimated again every so many steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from egop.distributions import Distribution, Recentered
+from egop.estimate import estimate, estimate_plan
+from egop.moments import Moments, check_moments
+from egop.objective import Objective
+from egop.partition import Partition
+from egop.plan import Plan, StructureChoice
+from egop.refresh.base import Rebasable, Refresh, Refresher, check_positive
+
+
+@dataclass(frozen=True)
+class Every(Refresh):
+    """Estimate the basis again every so many steps, around wherever training has come: the paper's periodic form.
+
+    Args:
+        steps: how many steps lie between two estimates.
+        objective: what to sample gradients of.
+        rho: where the points are drawn; by default at the current parameters, where gradients differ by their batches.
+        samples: how many points; by default what the structures ask for.
+        partition: which parameters form a block, when the optimizer has no basis to start with.
+        structure: their structure, likewise.
+        memory: what all bases together may take, likewise.
+        moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
+        seed: of the sampling; each renewal draws from this and its number.
+        progress: show a progress bar while sampling.
+    """
+
+    steps: int
+    objective: Objective | None = None
+    rho: Distribution = Recentered()  # noqa: RUF009 - frozen, so it can be shared
+    samples: int | None = None
+    partition: Partition = "layer"
+    structure: StructureChoice = "auto"
+    memory: int | str = "2GiB"
+    moments: Moments = "rotate"
+    seed: int = 0
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("steps", self.steps)
+        check_moments(self.moments)
+        if not isinstance(self.objective, Objective):
+            raise TypeError(
+                f"egop.Every needs an egop.Objective to sample gradients of, got {self.objective!r}. "
+                "To learn the basis from the training gradients alone, use egop.Online()."
+            )
+        if self.samples is not None:
+            check_positive("samples", self.samples)
+        if not isinstance(self.rho, Distribution):
+            raise TypeError(f"rho must be a distribution such as egop.Recentered(), got {self.rho!r}.")
+        self.rho.check(self.objective)
+
+    def begin(self, optimizer: Rebasable) -> Refresher:
+        """What keeps count for one optimizer."""
+        return _Periodic(self, self.objective)
+
+
+class _Periodic(Refresher):
+    def __init__(self, config: Every, objective: Objective | None) -> None:
+        super().__init__()
+        assert objective is not None
+        self.config, self.objective = config, objective
+
+    def before_step(self, optimizer: Rebasable) -> None:
+        if self.steps % self.config.steps == 0 and (self.steps > 0 or not optimizer.blocks):
+            self.renew(optimizer)
+
+    def after_step(self, optimizer: Rebasable) -> None:
+        self.steps += 1
+
+    def renew(self, optimizer: Rebasable) -> None:
+        config = self.config
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.renewals)
+        self.renewals += 1
+        first = not optimizer.blocks
+        try:
+            if not first:
+                plan = Plan({block.change.block: block.change.structure() for block in optimizer.blocks}, {}, {})
+                basis = estimate_plan(
+                    self.objective, plan, config.rho, config.samples, generator, "auto", config.progress
+                )
+            else:
+                basis = estimate(
+                    self.objective,
+                    rho=config.rho,
+                    partition=config.partition,
+                    structure=config.structure,
+                    samples=config.samples,
+                    memory=config.memory,
+                    generator=generator,
+                    progress=config.progress,
+                )
+        except (torch.linalg.LinAlgError, FloatingPointError) as error:
+            self.failed(error)
+        else:
+            # A first basis that comes late, after one that failed, finds moments of other coordinates.
+            optimizer.rebase(basis, moments="reset" if first else config.moments)
