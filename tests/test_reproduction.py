@@ -100,7 +100,7 @@ def test_the_report_shows_claims_numbers_settings_device_and_figures(tmp_path, t
     reproduction.write_markdown(found, tmp_path / "out" / "reproduction.md")
     reproduction.write_html(found, tmp_path / "out" / "reproduction.html")
     text = (tmp_path / "out" / "reproduction.md").read_text()
-    assert "Of 1 claims: 1 holds." in text
+    assert "Of 1 claims 1 hold." in text
     assert "| Fast is lower than slow \\| really. | holds | fast: 0.25; slow: 0.5. |" in text
     assert "Preset: **quick**. 4 runs, 2 seconds in all, on CPU" in text
     assert "trials: 2; rates: [0.1, 0.2]" in text
@@ -147,7 +147,7 @@ def test_the_command_line_lists_runs_and_reports(tmp_path, toys):
     assert "holds: Fast is lower than slow" in ran.output
     report = egop_command("report", "--records", tmp_path / "records", "--out", tmp_path / "out")
     assert report.exit_code == 0, report.output
-    assert "Of 1 claims: 1 holds." in report.output
+    assert "Of 1 claims 1 hold." in report.output
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from egop.experiments.reproduce import store_of
 from egop.pages import document, text
 
 _INTRODUCTION = (
-    "Made by `egop report` from the records of `egop reproduce`; no number here was typed by hand. Each claim of the "
-    "paper stands beside what was measured. Sections marked *quick* ran at small sizes with few trials."
+    "Made by egop report from the records of egop reproduce; no number here was typed by hand. Each claim of the paper "
+    "stands beside what was measured. Sections of the quick preset ran at small sizes with few trials."
 )
 
 
@@ -53,16 +53,17 @@ def sections(folder: Path, ids: Iterable[str] | None = None) -> list[Section]:
 
 
 def _section(one: Experiment, store: Store) -> Section:
+    """The full preset where all of its runs are there, else the quick one, else what is still missing."""
     presets: tuple[Preset, ...] = ("full", "quick")
+    missing = None
     for preset in presets:
-        records = one.records(store, preset)
-        if records:
+        if records := one.records(store, preset):
             try:
-                judged, pictures = one.judge(store, preset), one.pictures(store, preset)
-            except (LookupError, ValueError) as error:  # some of the runs are still to come
-                return _about(one, preset, records, problem=f"Not all of its runs are there yet ({error}).")
-            return _about(one, preset, records, judged, pictures)
-    return Section(one, problem="It has not been run.")
+                return _about(one, preset, records, one.judge(store, preset), one.pictures(store, preset))
+            except (LookupError, ValueError) as error:
+                problem = f"Not all of its runs are there yet ({error})."
+                missing = missing or _about(one, preset, records, problem=problem)
+    return missing or Section(one, problem="It has not been run.")
 
 
 def _about(
@@ -89,8 +90,9 @@ def _about(
 def counts(found: Sequence[Section]) -> str:
     """How many claims hold, in a sentence."""
     verdicts = [judged.verdict for section in found for judged in section.judged]
-    parts = [f"{verdicts.count(v)} {v}" for v in ("holds", "does not hold", "cannot be judged") if verdicts.count(v)]
-    return f"Of {len(verdicts)} claims: {', '.join(parts)}." if verdicts else "Nothing has been run yet."
+    words = {"holds": "hold", "does not hold": "do not hold", "cannot be judged": "cannot be judged"}
+    parts = [f"{verdicts.count(verdict)} {said}" for verdict, said in words.items() if verdict in verdicts]
+    return f"Of {len(verdicts)} claims {', '.join(parts)}." if verdicts else "Nothing has been run yet."
 
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
