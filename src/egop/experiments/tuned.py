@@ -58,7 +58,7 @@ class TunedExperiment(Experiment):
     @staticmethod
     def process(config: Mapping[str, Any]) -> Record:
         """A run that cannot be batched; a function of a module, so that other processes find it."""
-        raise NotImplementedError
+        raise RuntimeError(f"No method of this experiment runs in a process of its own: {config}.")
 
     @abc.abstractmethod
     def cases(self, preset: Preset) -> list[Case]:
