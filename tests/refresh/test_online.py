@@ -296,3 +296,8 @@ def test_structures_that_cannot_be_renewed_are_refused_and_nothing_changes(struc
     with pytest.raises(ValueError, match=message):
         steps(model, optimizer, 1)
     assert cases.state_of(model)["parameters"] == before["parameters"]
+
+
+def test_the_first_settings_can_be_given_by_position():
+    assert egop.Online(5, 0.9) == egop.Online(every=5, decay=0.9)
+    assert egop.WhenDrifted(0.2, 7) == egop.WhenDrifted(tolerance=0.2, check_every=7)

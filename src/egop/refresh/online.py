@@ -20,7 +20,7 @@ from egop.structures import ChangeOfBasis, Kronecker, Shared
 from egop.units import parse_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Online(Refresh):
     """Keep the basis current from the training gradients themselves; nothing is sampled.
 
@@ -56,7 +56,7 @@ class Online(Refresh):
         return _Streaming(self, optimizer)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WhenDrifted(Refresh):
     """As :class:`Online`, but the basis is renewed only when it no longer diagonalises the gradients' Gram matrices.
 
