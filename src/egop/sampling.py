@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -64,11 +65,14 @@ def sample_gradients(
     rho.check(objective)
     wanted = list(objective.parameters) if names is None else list(names)
     base = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
-    with objective.preserved(seed=base), tqdm(total=samples, desc="Sampling gradients", disable=not progress) as bar:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(objective.preserved(seed=base))
         points = _draw(objective, rho, base)
         first = next(points)
         many, size = _choose(objective, wanted, first, method, chunk_bytes)
         points = itertools.chain([first], points)
+        # Only now, so that what is said of the choice does not run into it.
+        bar = stack.enter_context(tqdm(total=samples, desc="Sampling gradients", disable=not progress))
         done = 0
         while done < samples:
             chunk = list(itertools.islice(points, min(size, samples - done)))
