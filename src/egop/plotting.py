@@ -7,7 +7,7 @@ bytes.
 import html
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from egop.experiments.base import Panel, Picture, Series
+from egop.experiments.base import Panel, Picture
 from egop.experiments.records import Run, replacing
 
 __all__ = [
@@ -69,7 +69,7 @@ _BLOCK_COLORS = ("#4b2991", "#c0369d", "#fa7876", "#edd9a3")
 
 def plot_losses(axes: Axes, runs: Sequence[Run], *, title: str = "Training loss") -> None:
     """Loss by epoch: a colour for each optimizer, dashed in EGOP coordinates."""
-    colors = _colors(runs)
+    colors = _colors(run.optimizer for run in runs)
     for run in runs:
         transformed = run.coordinates == "EGOP"
         axes.plot(
@@ -132,7 +132,7 @@ def draw(picture: Picture) -> Figure:
 
 
 def _draw_lines(axes: Axes, panel: Panel) -> None:
-    colors = _method_colors(panel.series)
+    colors = _colors(series.method or series.label for series in panel.series)
     for series in panel.series:
         color = colors[series.method or series.label]
         dashes = (0, (3, 1.2)) if series.egop else "solid"
@@ -150,7 +150,7 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
 
 
 def _draw_bars(axes: Axes, panel: Panel) -> None:
-    colors = _method_colors(panel.series)
+    colors = _colors(series.method or series.label for series in panel.series)
     width = 0.8 / len(panel.series)
     for index, series in enumerate(panel.series):
         places = [number + width * (index - (len(panel.series) - 1) / 2) for number in range(len(series.x))]
@@ -165,12 +165,6 @@ def _draw_bars(axes: Axes, panel: Panel) -> None:
     axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0, ha="right")
     if len(panel.series) > 1:
         axes.legend(loc="best", fontsize=7)
-
-
-def _method_colors(series: Sequence[Series]) -> dict[str, str]:
-    names = dict.fromkeys(each.method or each.label for each in series)
-    unknown = [name for name in names if name not in COLORS]
-    return COLORS | {name: _MORE_COLORS[index % len(_MORE_COLORS)] for index, name in enumerate(unknown)}
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
@@ -232,9 +226,9 @@ def _embedded(figure: Figure, name: str, label: str, *, transparent: bool) -> st
     return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda found: f"{found[1]} {role}", svg)
 
 
-def _colors(runs: Sequence[Run]) -> dict[str, str]:
-    names = dict.fromkeys(run.optimizer for run in runs)
-    unknown = [name for name in names if name not in COLORS]
+def _colors(methods: Iterable[str]) -> dict[str, str]:
+    """A colour for each method: its own where it has one, so that it is the same in all pictures."""
+    unknown = [name for name in dict.fromkeys(methods) if name not in COLORS]
     return COLORS | {name: _MORE_COLORS[index % len(_MORE_COLORS)] for index, name in enumerate(unknown)}
 
 
