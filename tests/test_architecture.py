@@ -19,8 +19,10 @@ PACKAGE = Path(egop.__file__).parent
 
 # The rooms of the design, from the ground up: each may use the ones before it. Some are still to be built.
 ROOMS = [
+    "randomness",
     "objective",
     "distributions",
+    "gradients",
     "sampling",
     "partition",
     "units",
@@ -31,8 +33,9 @@ ROOMS = [
     "plan",
     "reparameterization",
     "estimate",
-    "binding",
     "moments",
+    "binding",
+    "batches",
     "refresh",
     "states",
     "optimizer",
@@ -42,6 +45,7 @@ ROOMS = [
     "theory",
     "constrained",
     "experiments",
+    "bench",
     "plotting",
     "pages",
     "report",

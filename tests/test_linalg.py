@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -154,25 +155,67 @@ def test_rows_whose_decomposition_fails_are_decomposed_through_their_outer_produ
     torch.testing.assert_close(vectors[:, :4], expected[1][:, :4], rtol=0, atol=1e-6)
 
 
-def test_many_rows_do_not_need_memory_for_their_number_squared(monkeypatch):
+@pytest.mark.parametrize("decomposition", ["svd", "qr"])
+def test_many_rows_do_not_need_memory_for_their_number_squared(monkeypatch, decomposition):
     sizes = []
-    real = torch.linalg.svd
+    real = getattr(torch.linalg, decomposition)
 
     def watched(matrix, **options):
         result = real(matrix, **options)
         sizes.append(max(each.numel() for each in result))
         return result
 
-    monkeypatch.setattr(torch.linalg, "svd", watched)
+    monkeypatch.setattr(torch.linalg, decomposition, watched)
     rows = rows_of(500, 3)
     assert_is_eigenbasis(*linalg.eigenbasis_of_rows(rows), outer(rows))
-    assert sizes == [rows.numel()]
+    assert 0 < max(sizes) <= rows.numel()
+
+
+@pytest.mark.parametrize(("count", "dimension"), [(40, 160), (160, 40)])
+def test_the_eigenbasis_of_rows_is_as_accurate_as_their_singular_value_decomposition(count, dimension):
+    generator = torch.Generator().manual_seed(0)
+    left, right = (linalg.random_orthonormal(size, 40, generator) for size in (count, dimension))
+    singular = 10.0 ** -torch.linspace(0, 10, 40, dtype=torch.float64)
+    values, vectors = linalg.eigenbasis_of_rows(left * singular @ right.mT)
+    # squared, the last of them would be lost beside the first
+    assert (values[:40].sqrt() * count**0.5 - singular).abs().max() < 1e-14
+    cosines = (vectors[:, :40] * right).sum(0).abs()
+    assert (1 - cosines).max() < 1e-8
+    assert linalg.orthonormality_error(vectors) < 1e-13
 
 
 def test_rows_of_zeros_have_a_basis_with_eigenvalues_zero():
     values, vectors = linalg.eigenbasis_of_rows(torch.zeros(2, 4))
     assert values.tolist() == [0.0] * 4
     assert linalg.orthonormality_error(vectors) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda vectors: vectors[:, 3].mul_(1 + 1e-7), lambda vectors: vectors[5, 2].add_(1e-7)]
+)
+@pytest.mark.parametrize("solver", ["eigh", "svd"])
+def test_a_small_fault_of_a_solver_in_one_place_is_noticed(monkeypatch, wrong, solver):
+    real = getattr(torch.linalg, solver)
+
+    def faulty(matrix):
+        result = real(matrix)
+        wrong(result[1] if solver == "eigh" else result[2].mT)
+        return result
+
+    monkeypatch.setattr(torch.linalg, solver, faulty)
+    rows = rows_of(40, 12)
+    with pytest.raises(torch.linalg.LinAlgError, match="not orthonormal"):
+        linalg.eigenbasis(outer(rows)) if solver == "eigh" else linalg.eigenbasis_of_rows(rows)
+
+
+@pytest.mark.parametrize("route", ["eigh", "svd", "auto"])
+def test_rows_may_come_in_any_chunks_and_slices(monkeypatch, route):
+    rows = rows_of(30, 6, dtype=torch.float32)
+    monkeypatch.setattr(linalg, "_SLICE_BYTES", 4 * 8 * 6)
+    products = linalg.OuterProducts(6, route)
+    for part in rows.split([1, 17, 2, 10]):
+        products.add(part)
+    assert_is_eigenbasis(*products.eigenbasis(), outer(rows))
 
 
 # --- signs ---
@@ -209,3 +252,52 @@ def test_the_orthonormality_error_is_the_largest_deviation_from_the_identity():
     vectors = torch.tensor([[1.0, 0.25], [0.0, 1.0]])
     assert linalg.orthonormality_error(vectors) == 0.25
     assert linalg.orthonormality_error(torch.eye(4)[:, :2]) == 0
+
+
+# --- orthonormalisation and precision ---
+
+
+def decaying(power, size=40, seed=0):
+    """Columns whose lengths and angles both degrade, as a Gram matrix times a basis that has drifted."""
+    generator = torch.Generator().manual_seed(seed)
+    V, W = (linalg.random_orthonormal(size, size, generator) for _ in range(2))
+    return V * torch.arange(1, size + 1, dtype=torch.float64) ** -power @ V.mT @ W
+
+
+@pytest.mark.parametrize("power", [0.0, 2.0, 4.0, 6.0])
+def test_cholesky_qr_is_the_q_of_a_qr_decomposition(power):
+    matrices = torch.stack([decaying(power, seed=seed) for seed in range(3)])
+    found, expected = linalg.cholesky_qr(matrices), linalg.orthonormalized(matrices)
+    for each in found:
+        assert linalg.orthonormality_error(each) < 1e-12
+    # The directions themselves are as uncertain as the condition number makes them.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13 * float(torch.linalg.cond(matrices).max()) + 1e-13)
+
+
+def test_orthonormalized_columns_keep_their_sides_and_their_spans():
+    matrices = decaying(1.0)
+    found = linalg.orthonormalized(matrices)
+    triangle = found.mT @ matrices
+    assert (triangle.diagonal() > 0).all()
+    torch.testing.assert_close(triangle.tril(-1), torch.zeros_like(triangle), rtol=0, atol=1e-13)
+
+
+def test_columns_that_are_not_finite_stay_so():
+    matrices = decaying(1.0)
+    matrices[3, 4] = torch.nan
+    assert not torch.isfinite(linalg.cholesky_qr(matrices)).all()
+
+
+def test_products_are_exact_within_and_as_before_after():
+    kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    kept = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        before = [kind.fp32_precision for kind in kinds]
+        with contextlib.suppress(ZeroDivisionError), linalg.exact_products():
+            assert [kind.fp32_precision for kind in kinds] == ["ieee", "ieee"]
+            raise ZeroDivisionError
+        assert [kind.fp32_precision for kind in kinds] == before
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(kept)

@@ -221,7 +221,8 @@ def test_every_optimizer_can_be_rebased(optimizer, policy):
     wrapped.rebase(second, moments=policy)
     assert identical(cases.parameters_of(model), before)
     for block in wrapped.blocks:
-        torch.testing.assert_close(block.values()[0], block.parameters[0].detach(), rtol=0, atol=1e-12)
+        (decoded,) = block.change.decode([coordinate.detach() for coordinate in block.coordinates])
+        torch.testing.assert_close(decoded, block.parameters[0].detach(), rtol=0, atol=1e-12)
     steps(model, wrapped, 4)
     assert all(torch.isfinite(value).all() for value in cases.parameters_of(model).values())
     assert distance(cases.parameters_of(model), before) > 1e-4

@@ -82,7 +82,7 @@ def soap(name, every, eps=1e-8):
 
 @cache
 def online(name, every, structure=egop.Kronecker(), after_first=None, eps=1e-8):  # noqa: B008 - frozen
-    arguments = {"refresh": egop.Online(every=every, decay=DECAY, structure=structure), "eps": eps}
+    arguments = {"refresh": egop.Online(every=every, decay=DECAY, structure=structure, spread=False), "eps": eps}
     return train(
         name,
         lambda model: egop.ReparameterizedOptimizer(model, torch.optim.Adam, lr=LR, betas=BETAS, **arguments),
@@ -105,15 +105,16 @@ def weigh_the_first_gradient_as_soap(optimizer):
 def power_iteration_in_place(gram, basis):
     """One QR iteration as SOAP's, each vector staying in its place, so that squared moments can stay in theirs."""
     image = gram @ basis
-    order = (basis * image).sum(0).argsort(descending=True)
-    return torch.linalg.qr(image[:, order])[0][:, order.argsort()]
+    order = (basis * image).sum(-2, keepdim=True).argsort(descending=True)
+    fresh = torch.linalg.qr(image.gather(-1, order.expand_as(image)))[0]
+    return fresh.gather(-1, order.argsort().expand_as(image))
 
 
 @contextmanager
 def squared_moments_as_soap():
     """Sorted along with the vectors, never rotated."""
     with (
-        mock.patch("egop.refresh.online.power_iteration", power_iteration_in_place),
+        mock.patch("egop.refresh.streaming.power_iteration", power_iteration_in_place),
         mock.patch.object(KroneckerChange, "squares_from", lambda self, old, squares: squares),
     ):
         yield

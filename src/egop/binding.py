@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egop.linalg import exact_products
 from egop.objective import plain_name
 from egop.reparameterization import Reparameterization
 from egop.structures import ChangeOfBasis
@@ -32,7 +33,7 @@ class BoundBlock:
         self.rest: list[Tensor] | None = None
         self._seen: list[_Look] = []
         self.take(self.parameters)
-        self._note()
+        self.note()
         for coordinate in self.coordinates:
             coordinate.requires_grad_()
 
@@ -64,11 +65,16 @@ class BoundBlock:
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Make the coordinates, and the rest where there is one, stand for these tensors."""
         exact = [tensor.to(self.change.block.dtype) for tensor in tensors]
-        encoded = self.change.encode(exact)
-        self._write(encoded)
+        with exact_products():
+            self._write(self.change.encode(exact))
+        self.keep_rest_of(exact)
+
+    def keep_rest_of(self, tensors: Sequence[Tensor]) -> None:
+        """Keep what the basis leaves out of these tensors, which the coordinates stand for, if it is to be kept."""
         if not self.change.complete and self.change.settings["keep_rest"]:
-            inside = self.change.decode(encoded)
-            self.rest = [whole - part for whole, part in zip(exact, inside, strict=True)]
+            with exact_products():
+                inside = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
+            self.rest = [whole - part for whole, part in zip(tensors, inside, strict=True)]
 
     def whole(self, decoded: Sequence[Tensor]) -> Sequence[Tensor]:
         """Decoded tensors together with what the basis leaves out."""
@@ -76,40 +82,36 @@ class BoundBlock:
             return decoded
         return [part + rest for part, rest in zip(decoded, self.rest, strict=True)]
 
-    def values(self) -> Sequence[Tensor]:
-        """What the coordinates stand for, in their own precision."""
-        return self.whole(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
-
-    def rebase(self, change: ChangeOfBasis) -> None:
-        """Express the same point in another basis of the same kind."""
-        self.follow()
-        values = self.values()
-        self.change = self.change.taking(change)
-        self.take(values)
-        self.drop_rest()
-
     def drop_rest(self) -> None:
         """Write to the parameters what the coordinates stand for, where the rest is not to be kept."""
         if not self.change.complete and self.rest is None:
-            self.accept(self.values())
+            self.accept(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
 
-    def follow(self) -> None:
-        """If a parameter was changed from outside, take its new value into the coordinates."""
-        if all(_as_seen(parameter, seen) for parameter, seen in zip(self.parameters, self._seen, strict=True)):
-            return
-        # Where the values are not looked at, written may still mean unchanged. The coordinates hold more than the
-        # parameters do (rounding, and the bits below half precision): they are kept when they still stand for them.
-        pairs = zip(self.parameters, self.values(), strict=True)
+    @property
+    def was_written(self) -> bool:
+        """Whether someone else may have written to a parameter."""
+        return any(not _as_seen(parameter, seen) for parameter, seen in zip(self.parameters, self._seen, strict=True))
+
+    def follow(self, decoded: Sequence[Tensor]) -> None:
+        """If a parameter is not what the coordinates stand for, take its new value into them.
+
+        Where values are not looked at, written may still mean unchanged. The coordinates hold more than the parameters
+        do (rounding, and the bits below half precision): they are kept when they still stand for them.
+
+        Args:
+            decoded: what the coordinates decode to, by the same product as in a step, since its rounding counts here.
+        """
+        pairs = zip(self.parameters, self.whole(decoded), strict=True)
         if not all(torch.equal(parameter, value.to(parameter.dtype)) for parameter, value in pairs):
             self.take(self.parameters)
-        self._note()
+        self.note()
 
     @torch.no_grad()
     def accept(self, tensors: Sequence[Tensor]) -> None:
         """Write decoded tensors into the parameters."""
         for parameter, tensor in zip(self.parameters, self.whole(tensors), strict=True):
             parameter.copy_(tensor)
-        self._note()
+        self.note()
 
     def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str]) -> None:
         """Take saved coordinates (and rest), which stand for the parameters with these digests."""
@@ -142,52 +144,9 @@ class BoundBlock:
             for own, new in zip(self.coordinates, coordinates, strict=True):
                 own.copy_(new)
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """The coordinates stand for the parameters as they are now."""
         self._seen = [_look(parameter) for parameter in self.parameters]
-
-
-class Batch:
-    """Blocks of one kind and shape, which go through one product."""
-
-    def __init__(self, blocks: list[BoundBlock]) -> None:
-        self.blocks = blocks
-        self._stacked: ChangeOfBasis | None = None
-        if len(blocks) > 1 and blocks[0].change.tensors:
-            change = type(blocks[0].change)
-            self._stacked = change.stack([block.change for block in blocks])
-            for index, block in enumerate(blocks):  # views, so that every basis is held once
-                own = {name: tensor[index] for name, tensor in self._stacked.tensors.items()}
-                block.change = block.change.replaced(own)
-        self._active: list[BoundBlock] = []
-
-    def encode_gradients(self) -> None:
-        """Give the coordinates of every block that has a gradient theirs."""
-        self._active = [block for block in self.blocks if block.has_gradient]
-        gradients = [block.gradients() for block in self._active]
-        for block in self._active:
-            block.follow()
-        for block, encoded in zip(self._active, self._apply("encode", gradients), strict=True):
-            for coordinate, gradient in zip(block.coordinates, encoded, strict=True):
-                coordinate.grad = gradient
-
-    def decode_coordinates(self) -> None:
-        """Write the stepped coordinates back to the parameters."""
-        coordinates = [[coordinate.detach() for coordinate in block.coordinates] for block in self._active]
-        for block, decoded in zip(self._active, self._apply("decode", coordinates), strict=True):
-            block.accept(decoded)
-
-    def drop_gradients(self) -> None:
-        """Leave no gradient that a later step without one could take for its own."""
-        for block in self._active:
-            for coordinate in block.coordinates:
-                coordinate.grad = None
-        self._active = []
-
-    def _apply(self, method: str, values: list[list[Tensor]]) -> Iterable[Sequence[Tensor]]:
-        if self._stacked is None or len(self._active) < len(self.blocks):
-            return [getattr(block.change, method)(each) for block, each in zip(self._active, values, strict=True)]
-        together = getattr(self._stacked, method)([torch.stack(group) for group in zip(*values, strict=True)])
-        return zip(*(tensor.unbind() for tensor in together), strict=True)
 
 
 def bind(
@@ -224,14 +183,6 @@ def bind(
             )
         blocks.append(BoundBlock(change, [member[1] for member in members if member]))
     return blocks
-
-
-def gather(blocks: Sequence[BoundBlock]) -> list[Batch]:
-    """The blocks by kind and shape."""
-    alike: dict[Any, list[BoundBlock]] = {}
-    for block in blocks:
-        alike.setdefault(block.change.signature, []).append(block)
-    return [Batch(members) for members in alike.values()]
 
 
 def named_groups(params: Any, taken: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -311,11 +262,11 @@ def _look(parameter: Tensor) -> _Look:
 
 
 def _as_seen(parameter: Tensor, seen: _Look) -> bool:
-    if isinstance(seen, str):
-        return _digest(parameter) == seen
+    if isinstance(seen, tuple):
+        return (parameter._version, parameter.data_ptr()) == seen
     if isinstance(seen, Tensor):
         return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
-    return (parameter._version, parameter.data_ptr()) == seen
+    return _digest(parameter) == seen
 
 
 def _digest_seen(parameter: Tensor, seen: _Look) -> str:

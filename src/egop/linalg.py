@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+
+# float64 copies of rows are made in slices of at most this size.
+_SLICE_BYTES = 256 * 2**20
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
@@ -25,36 +32,43 @@ def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     matrix = _finite(matrix.double())
     matrix = (matrix + matrix.mT) / 2
-    shift = matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    for attempt in (
-        lambda: torch.linalg.eigh(matrix),
-        lambda: torch.linalg.eigh(matrix + shift),
-    ):
+    shift = matrix.diagonal().mean()
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
         try:
-            vectors = attempt()[1].flip(-1)
-            break
+            values, vectors = torch.linalg.eigh(matrix + shift * torch.eye(len(matrix)).to(matrix))
+            values = values - shift
         except torch.linalg.LinAlgError:
-            continue
-    else:
-        vectors = torch.linalg.svd(matrix)[0]
-    values = (vectors * (matrix @ vectors)).sum(-2).clamp_min(0)  # Rayleigh quotients: the same whatever the attempt
-    values, order = values.sort(descending=True, stable=True)
-    return values, _orthonormal(fix_signs(vectors[:, order]))
+            vectors, values, _ = torch.linalg.svd(matrix)
+            vectors, values = vectors.flip(-1), values.flip(-1)  # ascending, as from eigh
+    return values.flip(-1).clamp_min(0), _orthonormal(fix_signs(vectors.flip(-1)))
 
 
 def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for the mean of the rows' outer products, by SVD of the rows: better conditioned, cheaper for few rows.
+    """The same for the mean of the rows' outer products, from the rows themselves: better conditioned.
+
+    A QR decomposition comes first and leaves a triangle with as many rows and columns as there are rows (or
+    dimensions, if these are fewer) for the SVD. For few rows this costs no more than the eigenvectors of their inner
+    products, and unlike those it does not square the singular values, whose small ones would be lost.
 
     The basis is complete: directions that no row has come last, with eigenvalue zero.
     """
     rows = _finite(rows.double())
-    try:  # only rows fewer than the dimension leave directions to complete
-        _, singular, vectors = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
+    count, dimension = rows.shape
+    try:
+        if count < dimension:
+            vectors, triangle = torch.linalg.qr(rows.mT, mode="complete")
+            turned, singular, _ = torch.linalg.svd(triangle[:count])
+            vectors[:, :count] = vectors[:, :count] @ turned
+        else:
+            _, singular, vectors = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)
+            vectors = vectors.mT
     except torch.linalg.LinAlgError:
-        return eigenbasis(rows.mT @ rows / len(rows))
-    values = rows.new_zeros(rows.shape[1])
-    values[: len(singular)] = singular.square() / len(rows)
-    return values, _orthonormal(fix_signs(vectors.mT))
+        return eigenbasis(rows.mT @ rows / count)
+    values = rows.new_zeros(dimension)
+    values[: len(singular)] = singular.square() / count
+    return values, _orthonormal(fix_signs(vectors))
 
 
 class OuterProducts:
@@ -99,10 +113,11 @@ class OuterProducts:
 
     def _fold(self) -> None:
         for rows in self.rows:
-            double = rows.double()
             if self.total is None:
-                self.total = double.new_zeros(self.dimension, self.dimension)
-            self.total.addmm_(double.mT, double)
+                self.total = rows.new_zeros(self.dimension, self.dimension, dtype=torch.float64)
+            # In float64: the rounding of a float32 product would bury all eigenvalues a millionth of the first or less.
+            for part in rows.split(max(1, _SLICE_BYTES // (8 * self.dimension))):
+                self.total.addmm_(part.double().mT, part.double())
         self.rows.clear()
 
 
@@ -126,10 +141,64 @@ def _finite(matrix: Tensor) -> Tensor:
 
 
 def _orthonormal(vectors: Tensor) -> Tensor:
-    error = orthonormality_error(vectors)
+    # A few random vectors there and back: all inner products would cost more than many a decomposition. An entry of
+    # VᵀV − I that is too large shows in its row of (VᵀV − I) x, whose signs x leave a small chance of cancelling.
+    signs = torch.randint(2, (vectors.shape[1], 8), generator=torch.Generator().manual_seed(0))
+    probes = (2 * signs - 1).to(vectors)
+    error = float((vectors.mT @ (vectors @ probes) - probes).abs().max())
     if not error < 1e-8:
         raise torch.linalg.LinAlgError(
             f"The decomposition gave vectors that are not orthonormal (error {error:.1e}). "
             "Gradients of extreme scale, or a faulty LAPACK build, are likely causes."
         )
     return vectors.contiguous()
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 matrices in full precision, whatever the program has chosen for its network.
+
+    Bases must stay orthonormal and points must not lose digits; TF32 keeps 11 bits of 24.
+    """
+    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    kept = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for kind, precision in zip(kinds, kept, strict=True):
+            kind.fp32_precision = precision
+
+
+def orthonormalized(matrices: Tensor) -> Tensor:
+    """Gram-Schmidt of the columns, first to last: the Q of their QR decompositions with positive diagonals of R.
+
+    Householder QR is slow on a GPU. Where float64 is fast there, Cholesky-QR does the same with matrix products: the
+    columns are divided by R, twice, R being the Cholesky factor of their inner products. A shift makes the first
+    division possible for columns that are nearly dependent, and the second one removes what it left.
+    """
+    if not _has_fast_float64(matrices.device):
+        vectors, triangle = torch.linalg.qr(matrices)
+        signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
+        return vectors * torch.where(signs == 0, 1, signs).unsqueeze(-2)
+    return cholesky_qr(matrices)
+
+
+def cholesky_qr(matrices: Tensor) -> Tensor:
+    """The same by Cholesky decompositions in float64."""
+    columns = matrices.double()
+    columns = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(1e-300)
+    shift = 10 * columns.shape[-2] * torch.finfo(torch.float64).eps  # above the rounding of an inner product
+    for extra in (shift, 0.0):
+        inner = columns.mT @ columns
+        inner.diagonal(dim1=-2, dim2=-1).add_(extra)
+        # Without the check, which would wait for the device: what fails is not finite, and the caller looks at it.
+        lower, _ = torch.linalg.cholesky_ex(inner)
+        columns = torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+    return columns.to(matrices.dtype)
+
+
+def _has_fast_float64(device: torch.device) -> bool:
+    """Data-centre GPUs (V100, A100, H100, B200) have a tenth or more of float32's rate in float64, others a 32nd."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((7, 0), (8, 0), (9, 0), (10, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -25,6 +25,16 @@ def check_moments(moments: str) -> None:
         raise ValueError(f"Invalid moments value: {moments!r}. Must be 'rotate', 'keep' or 'reset'.")
 
 
+def check_movable(states: Iterable[Mapping[str, Any]]) -> None:
+    """Raise an error for state that :func:`rotated` does not know."""
+    keys = {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    for key in sorted(keys - LINEAR - SQUARED - MAGNITUDES - STEP_SIZES):
+        raise ValueError(
+            f"The optimizer's state has '{key}', and it is not known how that follows a change of basis. "
+            "Use moments='reset' or moments='keep'."
+        )
+
+
 def rotated(states: Sequence[Mapping[str, Any]], old: ChangeOfBasis, new: ChangeOfBasis) -> list[dict[str, Any]]:
     """The state of a block's coordinates after a change of basis.
 
@@ -37,6 +47,7 @@ def rotated(states: Sequence[Mapping[str, Any]], old: ChangeOfBasis, new: Change
         old: the basis that the states are in.
         new: the basis that they are wanted in.
     """
+    check_movable(states)
     fresh = [dict(state) for state in states]
     keys = {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
     for key in sorted(keys):
@@ -47,13 +58,8 @@ def rotated(states: Sequence[Mapping[str, Any]], old: ChangeOfBasis, new: Change
             moved = new.encode(old.decode(values))
         elif key in SQUARED:
             moved = new.squares_from(old, values)
-        elif key in MAGNITUDES:
-            moved = tuple(v.sqrt() for v in new.squares_from(old, tuple(value.square() for value in values)))
         else:
-            raise ValueError(
-                f"The optimizer's state has '{key}', and it is not known how that follows a change of basis. "
-                "Use moments='reset' or moments='keep'."
-            )
+            moved = tuple(v.sqrt() for v in new.squares_from(old, tuple(value.square() for value in values)))
         for state, value in zip(fresh, moved, strict=True):
-            state[key] = value.clone()
+            state[key] = value
     return fresh

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.binding import BoundBlock, bind, gather, named_groups
-from egop.moments import Moments, check_moments, rotated
+from egop.batches import Batch, Batches
+from egop.binding import BoundBlock, bind, named_groups
+from egop.moments import Moments, check_moments, check_movable
 from egop.objective import plain_name
 from egop.partition import layers_of
 from egop.refresh import Refresh, Refresher
 from egop.reparameterization import Reparameterization
 from egop.states import STATE_VERSION, check_state, shapes_of
-from egop.structures import ChangeOfBasis, rebuild
+from egop.structures import rebuild
 
-_OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "layers", "refresher")
+_OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "_compiled", "layers", "refresher")
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -44,7 +45,8 @@ class ReparameterizedOptimizer(Optimizer):
             ``optimizer_class`` does, until a state dict with a basis is loaded.
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
-        **hyperparameters: handed to ``optimizer_class``.
+        compile: whether the basis products of a step go through ``torch.compile``.
+        **hyperparameters: handed to ``optimizer_class``, ``foreach`` and ``fused`` too.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -61,6 +63,7 @@ class ReparameterizedOptimizer(Optimizer):
         basis: Reparameterization | None = None,
         *,
         refresh: Refresh | None = None,
+        compile: bool = False,
         **hyperparameters: Any,
     ) -> None:
         _check_class(optimizer_class)
@@ -72,6 +75,7 @@ class ReparameterizedOptimizer(Optimizer):
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **hyperparameters)
         self._class = optimizer_class
         self._hyperparameters = hyperparameters
+        self._compiled = compile
         self._inner: Optimizer | None = None
         self._blocks: list[BoundBlock] = []
         self.refresher: Refresher | None = None
@@ -98,8 +102,13 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     def basis(self) -> Reparameterization:
-        """The change of basis of each block as it is now."""
-        return Reparameterization([block.change for block in self._blocks])
+        """A copy of the change of basis of each block as it is now."""
+        return Reparameterization([block.change.replaced(_cloned(block.change.tensors)) for block in self._blocks])
+
+    @property
+    def batches(self) -> Batches:
+        """The blocks, batched by kind and shape."""
+        return self._batches
 
     @property
     def inner(self) -> Optimizer:
@@ -122,7 +131,7 @@ class ReparameterizedOptimizer(Optimizer):
             block.drop_rest()
         self._blocks += blocks
         self.inner.add_param_group(self._inner_group(len(self.param_groups) - 1))
-        self._batches = gather(self._blocks)
+        self._gather()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -139,12 +148,13 @@ class ReparameterizedOptimizer(Optimizer):
             self.refresher.before_step(self)
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
-            for batch in self._batches:
-                batch.encode_gradients()
+            self._batches.collect()
+            if self.refresher is not None:
+                self.refresher.observe(self)
+            self._batches.encode_gradients()
             self._step_coordinates()
         finally:
-            for batch in self._batches:
-                batch.drop_gradients()
+            self._batches.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         if self.refresher is not None:
@@ -167,13 +177,35 @@ class ReparameterizedOptimizer(Optimizer):
         if not all(name in own and own[name].change.alike(change) for name, change in basis.items()):
             self._replace_blocks(bind(basis, self.param_groups), moments)
             return
-        moved = {own[name]: change for name, change in basis.items() if not own[name].change.equal(change)}
-        states = {block: self._moved_states(block, change, moments) for block, change in moved.items()}
-        for block, change in moved.items():
-            block.rebase(change)
-            self.inner.state.update(zip(block.coordinates, states[block], strict=True))
-        if moved:
-            self._batches = gather(self._blocks)
+        if moments == "rotate":
+            check_movable(
+                self.inner.state.get(coordinate, {}) for block in own.values() for coordinate in block.coordinates
+            )
+        for batch in self._batches:
+            fresh = [basis.get(block.change.block.name) for block in batch.blocks]
+            moved = [
+                index
+                for index, (block, change) in enumerate(zip(batch.blocks, fresh, strict=True))
+                if change is not None and not block.change.equal(change)
+            ]
+            together = len(moved) == len(batch.blocks)
+            for members in [slice(None)] if together else [slice(index, index + 1) for index in moved]:
+                changes = [change for change in fresh[members] if change is not None]
+                self.turn(batch, members, type(changes[0]).stack(changes).tensors, moments)
+
+    def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
+        """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
+
+        Args:
+            batch: one of :attr:`batches`.
+            members: which of its blocks.
+            tensors: their new bases, stacked.
+            moments: as in :meth:`rebase`.
+        """
+        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate")
+        if moments == "reset":
+            for block in batch.blocks[members]:
+                self.inner.state.update(zip(block.coordinates, self._fresh_states(block), strict=True))
 
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
@@ -184,8 +216,7 @@ class ReparameterizedOptimizer(Optimizer):
     def _step_coordinates(self) -> None:
         try:
             self.inner.step()
-            for batch in self._batches:
-                batch.decode_coordinates()
+            self._batches.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
             for block in self._blocks:
                 block.distrust()
@@ -253,15 +284,10 @@ class ReparameterizedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_blocks" in state:  # a copy; torch also comes here while it loads parameter groups
-            self._batches = gather(self._blocks)
+            self._gather()
 
-    def _moved_states(self, block: BoundBlock, change: ChangeOfBasis, moments: Moments) -> list[dict[str, Any]]:
-        """The inner states of a block's coordinates, as they are to be after a change of basis."""
-        states = [self.inner.state.get(coordinate, {}) for coordinate in block.coordinates]
-        if moments == "keep" or not any(states):
-            return states
-        if moments == "rotate":
-            return rotated(states, block.change, block.change.taking(change))
+    def _fresh_states(self, block: BoundBlock) -> list[dict[str, Any]]:
+        """The inner states of a block's coordinates as they are before the first step."""
         group = next(group for group in self.inner.param_groups if _contains(group["params"], block.coordinates[0]))
         fresh = self._class([{**group, "params": block.coordinates}], **self._hyperparameters)
         return [dict(fresh.state.get(coordinate, {})) for coordinate in block.coordinates]
@@ -284,7 +310,10 @@ class ReparameterizedOptimizer(Optimizer):
         """Make the inner optimizer over the coordinates and the parameters outside every block."""
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
         self._inner = self._class(groups, **self._hyperparameters)
-        self._batches = gather(self._blocks)
+        self._gather()
+
+    def _gather(self) -> None:
+        self._batches = Batches(self._blocks, compiled=self._compiled)
 
     def _inner_shapes(self) -> list[list[int]]:
         return [list(tensor.shape) for group in self.inner.param_groups for tensor in group["params"]]

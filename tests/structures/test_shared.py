@@ -143,10 +143,10 @@ def test_the_gram_matrices_of_one_gradient_are_those_of_its_kernels(layer, struc
     _, change = finished(structure, block, gradients)
     kernels = layer.kernels(gradients[0])
     expected = {"basis": kernels.mT @ kernels, "left": kernels @ kernels.mT, "right": kernels.mT @ kernels}
-    found = change.grams([gradients[0]])
+    found = change.rows([gradients[0]])
     assert found.keys() == change.tensors.keys()
-    for side, gram in found.items():
-        torch.testing.assert_close(gram, expected[side], rtol=0, atol=1e-12)
+    for side, rows in found.items():
+        torch.testing.assert_close(rows.mT @ rows, expected[side], rtol=0, atol=1e-12)
 
 
 @layers

@@ -7,10 +7,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from egop.batches import Batch, Batches
 from egop.binding import BoundBlock
 from egop.moments import Moments
 from egop.partition import Layer
 from egop.reparameterization import Reparameterization
+
+_NOT_SOUND = "the gradients' Gram matrix is not finite, or its decomposition failed"
 
 
 class Rebasable(Protocol):
@@ -23,8 +29,15 @@ class Rebasable(Protocol):
     def blocks(self) -> Sequence[BoundBlock]:
         """The blocks with their live parameters."""
 
+    @property
+    def batches(self) -> Batches:
+        """The blocks, batched by kind and shape."""
+
     def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
         """Go on in another basis."""
+
+    def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
+        """Go on in other bases of some blocks of one batch."""
 
 
 class Refresh(abc.ABC):
@@ -45,11 +58,16 @@ class Refresher(abc.ABC):
     def __init__(self) -> None:
         self.steps = 0
         self.renewals = 0
-        self.failures = 0
+        self._failures = 0  # as far as the host knows
+        self._counted: Tensor | None = None  # all of them, on a device that is not waited for
+        self._arriving: Tensor | None = None  # a copy of that count, on its way to the host
 
     @abc.abstractmethod
     def before_step(self, optimizer: Rebasable) -> None:
         """Called with fresh gradients, before the inner optimizer steps."""
+
+    def observe(self, optimizer: Rebasable) -> None:  # noqa: B027 - only some look at the gradients of the training
+        """Called when the gradients have been collected in ``optimizer.batches``, before they are encoded."""
 
     @abc.abstractmethod
     def after_step(self, optimizer: Rebasable) -> None:
@@ -59,20 +77,49 @@ class Refresher(abc.ABC):
     def renew(self, optimizer: Rebasable) -> None:
         """Renew the basis now, from scratch."""
 
+    @property
+    def failures(self) -> int:
+        """How many decompositions have failed so far."""
+        if self._counted is not None:
+            self._learn(int(self._counted))
+        return self._failures
+
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on exactly, as plain values and tensors."""
         return {"steps": self.steps, "renewals": self.renewals, "failures": self.failures}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state dict."""
-        self.steps, self.renewals, self.failures = state["steps"], state["renewals"], state["failures"]
+        self.steps, self.renewals, self._failures = state["steps"], state["renewals"], state["failures"]
+        self._counted = self._arriving = None
+
+    def count_failures(self, sound: Tensor) -> None:
+        """Count the decompositions that are not sound; on a GPU without waiting for it."""
+        bad = sound.logical_not().sum()
+        if bad.device.type != "cuda":
+            self._learn(self._failures + int(bad))
+            return
+        if self._counted is None or self._arriving is None:
+            self._counted = torch.full_like(bad, self._failures)
+            self._arriving = torch.full((), self._failures, dtype=bad.dtype, pin_memory=True)
+        self._counted += bad
+        self._arriving.copy_(self._counted, non_blocking=True)
+
+    def look_for_failures(self) -> None:
+        """Say so when the count that was on its way shows the first failure."""
+        if self._arriving is not None:
+            self._learn(max(self._failures, int(self._arriving)))
 
     def failed(self, error: Exception) -> None:
-        """Count a decomposition that did not succeed."""
-        self.failures += 1
-        if self.failures == 1:
+        """Count a decomposition that raised an error."""
+        self._learn(self._failures + 1, str(error))
+
+    def _learn(self, failures: int, why: str = _NOT_SOUND) -> None:
+        first = self._failures == 0 and failures > 0
+        self._failures = failures
+        if first:
             warnings.warn(
-                f"The basis could not be renewed and stays as it is ({error}). Training goes on; further failures are "
+                f"The basis could not be renewed and stays as it is ({why}). Training goes on; further failures are "
                 "only counted, in optimizer.refresher.failures.",
                 stacklevel=2,
             )

@@ -68,8 +68,11 @@ class ChangeOfBasis(abc.ABC):
     def structure(self) -> Structure:
         """The structure that estimates another one of its kind."""
 
-    def grams(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """For each of its tensors the matrix of one gradient whose eigenvectors it holds; None if not so built."""
+    def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
+        """For each of its tensors the rows of one gradient whose outer products it diagonalises; None if not so built.
+
+        The sum of their outer products, ``rows.mT @ rows``, is the Gram matrix that an online basis follows.
+        """
         return None
 
     def squares_from(self, old: Self, squares: Coordinates) -> Coordinates:
@@ -114,15 +117,17 @@ class ChangeOfBasis(abc.ABC):
         """The same kind of change with other tensors."""
         return type(self)(self.block, tensors, self.settings)
 
-    def taking(self, other: ChangeOfBasis) -> Self:
-        """This one with another one's tensors, on this one's device and in its precision."""
-        return self.replaced({name: other.tensors[name].to(tensor) for name, tensor in self.tensors.items()})
-
     @classmethod
     def stack(cls, changes: Sequence[Self]) -> Self:
-        """Several of one kind and shape as one, with a new leading dimension."""
+        """Several of one kind and shape as one, with a new leading dimension; a single one is not copied."""
         first = changes[0]
+        if len(changes) == 1:
+            return first.replaced({name: tensor.unsqueeze(0) for name, tensor in first.tensors.items()})
         return first.replaced({name: torch.stack([each.tensors[name] for each in changes]) for name in first.tensors})
+
+    def part(self, members: slice | list[int]) -> Self:
+        """Some of several that were stacked."""
+        return self.replaced({name: tensor[members] for name, tensor in self.tensors.items()})
 
     def describe(self) -> dict[str, Any]:
         """What it is for, in plain values; with :attr:`tensors` all that is needed to build it again."""

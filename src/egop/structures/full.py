@@ -41,9 +41,8 @@ class FullChange(ChangeOfBasis):
     def cost_per_step(self) -> int:
         return 4 * self.block.size**2
 
-    def grams(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        vector = flatten(gradients, self.block)
-        return {"basis": vector.unsqueeze(-1) * vector.unsqueeze(-2)}
+    def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {"basis": flatten(gradients, self.block).unsqueeze(-2)}
 
     def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
         rotation = self.tensors["basis"].mT @ old.tensors["basis"]

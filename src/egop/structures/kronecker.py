@@ -46,9 +46,9 @@ class KroneckerChange(ChangeOfBasis):
         rows, columns = matrix_shape(self.block)
         return 4 * rows * columns * (rows + columns)
 
-    def grams(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+    def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         matrix = as_matrix(gradients, self.block)
-        return {"left": matrix @ matrix.mT, "right": matrix.mT @ matrix}
+        return {"left": matrix.mT, "right": matrix}
 
     def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
         left = self.tensors["left"].mT @ old.tensors["left"]

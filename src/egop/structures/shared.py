@@ -47,9 +47,8 @@ class SharedChange(ChangeOfBasis):
         rows, columns = matrix_shape(self.block)
         return 4 * rows * columns**2
 
-    def grams(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        matrix = as_matrix(gradients, self.block)
-        return {"basis": matrix.mT @ matrix}
+    def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {"basis": as_matrix(gradients, self.block)}
 
     def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
         rotation = self.tensors["basis"].mT @ old.tensors["basis"]

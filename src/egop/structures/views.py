@@ -55,14 +55,14 @@ def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
     """
     (tensor,) = as_tuple(tensors)
     (shape,) = block.shapes
-    flatten(tensor, block)  # checks the shape
     leading = tensor.shape[: tensor.dim() - len(shape)]
+    if tensor.shape[len(leading) :] != shape:
+        flatten(tensor, block)  # says what is wrong
     if groups := block.transposed[0]:
         tensor = tensor.reshape(*leading, groups, shape[0] // groups, *shape[1:]).transpose(
             len(leading) + 1, len(leading) + 2
         )
-    rows, columns = matrix_shape(block)
-    return tensor.reshape(*leading, rows, columns)
+    return tensor if tensor.dim() == len(leading) + 2 else tensor.reshape(*leading, *matrix_shape(block))
 
 
 def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
@@ -73,7 +73,7 @@ def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
         matrix = matrix.reshape(*leading, groups, shape[1], shape[0] // groups, *shape[2:]).transpose(
             len(leading) + 1, len(leading) + 2
         )
-    return (matrix.reshape(*leading, *shape),)
+    return (matrix if matrix.shape == leading + shape else matrix.reshape(*leading, *shape),)
 
 
 def matrix_shape(block: Block) -> tuple[int, int]:

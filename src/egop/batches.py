@@ -1,0 +1,214 @@
+"""Blocks of one kind and shape as one batch: their products, and a change of their basis, are single calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from egop.binding import BoundBlock
+from egop.linalg import exact_products
+from egop.moments import rotated
+from egop.structures import ChangeOfBasis
+
+States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
+
+
+class Batch:
+    """Blocks whose bases and coordinates lie side by side in memory, each block's own being views.
+
+    Args:
+        blocks: of one signature.
+    """
+
+    def __init__(self, blocks: list[BoundBlock]) -> None:
+        self.blocks = blocks
+        self.change = type(blocks[0].change).stack([block.change for block in blocks])
+        self.coordinates = [
+            torch.stack([coordinate.detach() for coordinate in group])
+            for group in zip(*(block.coordinates for block in blocks), strict=True)
+        ]
+        self._parameters = list(zip(*(block.parameters for block in blocks), strict=True))
+        self.active: list[int] = []  # which blocks have a gradient in this step
+        self.gradients: list[Tensor] = []  # theirs, stacked, one tensor for each parameter of a block
+        self._share_basis()
+        for index, block in enumerate(blocks):
+            for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
+                coordinate.data = stacked[index]
+
+    def collect(self) -> None:
+        """Stack the gradients of all blocks that have one."""
+        dtype = self.change.block.dtype
+        found = [[parameter.grad for parameter in group] for group in self._parameters]
+        if all(each is not None and each.dtype is dtype and not each.is_sparse for group in found for each in group):
+            self.active = list(range(len(self.blocks)))
+            self.gradients = [_stack(group) for group in found]  # the common case, with nothing done block by block
+            return
+        self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
+        apart = [self.blocks[index].gradients() for index in self.active]
+        self.gradients = [_stack(group) for group in zip(*apart, strict=True)]
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient that a later step without one could take for its own."""
+        for index in self.active:
+            for coordinate in self.blocks[index].coordinates:
+                coordinate.grad = None
+        self.active, self.gradients = [], []
+
+    def active_part(self) -> tuple[ChangeOfBasis, list[Tensor]]:
+        """The bases and the coordinates of the blocks that have a gradient."""
+        if len(self.active) == len(self.blocks):
+            return self.change, self.coordinates
+        return self.change.part(self.active), [stacked[self.active] for stacked in self.coordinates]
+
+    def follow(self, blocks: Sequence[BoundBlock]) -> None:
+        """Take what someone else has written to the blocks' parameters into the coordinates."""
+        written = [block for block in blocks if block.was_written]
+        if written:
+            decoded = zip(*self.change.decode(self.coordinates), strict=True)
+            for block, tensors in zip(self.blocks, decoded, strict=True):
+                if block in written:
+                    block.follow(tensors)
+
+    def turn(self, members: slice, tensors: Mapping[str, Tensor], states: States, *, rotate: bool) -> None:
+        """Express some blocks' points in other bases.
+
+        Args:
+            members: which blocks.
+            tensors: their new bases, stacked.
+            states: the inner optimizer's state.
+            rotate: whether that is carried into the new coordinates.
+        """
+        blocks = self.blocks[members]
+        self.follow(blocks)
+        old = self.change.part(members)
+        new = old.replaced({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
+        moved = _moved_states(blocks, states, old, new) if rotate else ([], [])
+        with exact_products():  # the point itself must not lose digits with every change
+            decoded = old.decode([stacked[members] for stacked in self.coordinates])
+            values = [block.whole(own) for block, own in zip(blocks, zip(*decoded, strict=True), strict=True)]
+            encoded = new.encode([_stack(group) for group in zip(*values, strict=True)])
+        if len(blocks) == len(self.blocks):  # the old tensors may be someone's: they are not written to
+            self.change = new
+            self._share_basis()
+        else:
+            for name, tensor in self.change.tensors.items():
+                tensor[members].copy_(new.tensors[name])
+        copy_all(*moved)
+        for stacked, fresh in zip(self.coordinates, encoded, strict=True):
+            stacked[members].copy_(fresh)
+        for block, value in zip(blocks, values, strict=True):
+            block.keep_rest_of(value)
+            block.drop_rest()
+
+    def _share_basis(self) -> None:
+        for index, block in enumerate(self.blocks):  # views, so that every basis is held once
+            block.change = block.change.replaced({name: tensor[index] for name, tensor in self.change.tensors.items()})
+
+
+class Batches:
+    """All blocks of an optimizer, batched by kind and shape.
+
+    Args:
+        blocks: in any order.
+        compiled: whether the products of a step go through ``torch.compile``, all of them as one graph.
+    """
+
+    def __init__(self, blocks: Iterable[BoundBlock], *, compiled: bool = False) -> None:
+        alike: dict[Any, list[BoundBlock]] = {}
+        for block in blocks:
+            alike.setdefault(block.change.signature, []).append(block)
+        self._each = [Batch(members) for members in alike.values()]
+        self._encode, self._decode = (torch.compile(each) if compiled else each for each in (_encoded, _decoded))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._each)
+
+    def collect(self) -> None:
+        """Stack the gradients of all blocks that have one."""
+        for batch in self._each:
+            batch.collect()
+
+    def encode_gradients(self) -> None:
+        """Give the coordinates of every block that has a gradient theirs."""
+        active = [batch for batch in self._each if batch.active]
+        for batch in active:
+            batch.follow([batch.blocks[index] for index in batch.active])
+        encoded = self._encode([(batch.active_part()[0], batch.gradients) for batch in active])
+        for batch, parts in zip(active, encoded, strict=True):
+            for place, gradients in enumerate(parts):
+                for index, gradient in zip(batch.active, gradients, strict=True):
+                    batch.blocks[index].coordinates[place].grad = gradient
+
+    def decode_coordinates(self) -> None:
+        """Write the stepped coordinates back to the parameters."""
+        active = [batch for batch in self._each if batch.active]
+        decoded = self._decode([batch.active_part() for batch in active])
+        blocks: list[BoundBlock] = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for batch, parts in zip(active, decoded, strict=True):
+            for index, tensors in zip(batch.active, zip(*parts, strict=True), strict=True):
+                blocks.append(batch.blocks[index])
+                targets += blocks[-1].parameters
+                sources += blocks[-1].whole(tensors)
+        copy_all(targets, sources)
+        for block in blocks:
+            block.note()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of this step."""
+        for batch in self._each:
+            batch.drop_gradients()
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy every source to its target.
+
+    ``torch._foreach_copy_`` has a private name, but it is what torch's own optimizers write many tensors with in few
+    kernels; a test notices when it goes away.
+    """
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+Parts = Sequence[tuple[ChangeOfBasis, list[Tensor]]]
+
+
+def _encoded(parts: Parts) -> list[list[Sequence[Tensor]]]:
+    return [[stacked.unbind() for stacked in change.encode(gradients)] for change, gradients in parts]
+
+
+def _decoded(parts: Parts) -> list[list[Sequence[Tensor]]]:
+    return [[stacked.unbind() for stacked in change.decode(coordinates)] for change, coordinates in parts]
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def _moved_states(
+    blocks: Sequence[BoundBlock], states: States, old: ChangeOfBasis, new: ChangeOfBasis
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The state tensors of the blocks' coordinates, and what they are to be in the new basis."""
+    own = [[_tensors(states.get(coordinate, {})) for coordinate in block.coordinates] for block in blocks]
+    kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
+    for index, each in enumerate(own):
+        kinds.setdefault(tuple(tuple(state) for state in each), []).append(index)
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for kind, places in kinds.items():
+        stacked = [{key: _stack([own[i][k][key] for i in places]) for key in keys} for k, keys in enumerate(kind)]
+        sides = (old, new) if len(kinds) == 1 else (old.part(places), new.part(places))
+        for k, fresh in enumerate(rotated(stacked, *sides)):
+            for key, value in fresh.items():
+                targets += [own[index][k][key] for index in places]
+                sources += value.unbind()
+    return targets, sources
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Single numbers (step counters) stay as they are."""
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}

@@ -1,0 +1,212 @@
+"""What keeps a basis current from the training gradients: running Gram matrices, batched as the blocks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from egop.batches import Batch, Batches
+from egop.moments import Moments
+from egop.refresh.base import Rebasable, Refresher
+from egop.refresh.iteration import decomposed, is_sound, off_diagonal, power_iteration
+from egop.reparameterization import Reparameterization
+from egop.structures import ChangeOfBasis
+
+Place = tuple[Batch, slice]  # some neighbours in a batch
+Method = Callable[[Tensor, Tensor], Tensor]
+
+
+class Streaming(Refresher):
+    """Running means of the gradients' Gram matrices, and a basis that follows them.
+
+    On a GPU nothing here waits for the device: whether a new basis is sound is decided there, and how many were not
+    comes to the host later.
+
+    Args:
+        begin: the original coordinates in the structures that are wanted, for an optimizer that has no basis yet.
+        every: how many steps lie between two renewals of a block's basis.
+        decay: of the running means.
+        moments: what becomes of the inner optimizer's moments.
+        spread: whether the blocks are renewed in turn rather than all in one step.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Rebasable], Reparameterization],
+        every: int,
+        decay: float,
+        moments: Moments,
+        *,
+        spread: bool = False,
+    ) -> None:
+        super().__init__()
+        self.begin, self.every, self.decay, self.moments, self.spread = begin, every, decay, moments, spread
+        self.grams: dict[str, dict[str, Tensor]] = {}  # of every block that has had a gradient
+        self._stacks: dict[Batch, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
+        self._turns: tuple[Batches, dict[Batch, list[int]]] | None = None
+        self._from_nothing = False
+
+    def before_step(self, optimizer: Rebasable) -> None:
+        """On the first step of an optimizer without a basis, start from the original coordinates."""
+        if self.steps == 0 and not optimizer.blocks:
+            optimizer.rebase(self.begin(optimizer), moments="reset")
+            self._from_nothing = True
+
+    def observe(self, optimizer: Rebasable) -> None:
+        """Take the gradients into the running means."""
+        self._stacks = {batch: self._stacks[batch] for batch in optimizer.batches if batch in self._stacks}
+        for batch in optimizer.batches:
+            if batch.active and is_renewable(batch.change):
+                self._observe(batch)
+        if self._from_nothing:
+            self.renew(optimizer)
+            self._from_nothing = False
+
+    def after_step(self, optimizer: Rebasable) -> None:
+        """Renew the bases whose turn it is."""
+        self.steps += 1
+        self._renew(optimizer, self._due(optimizer), power_iteration)
+        self.renewals += self.steps % self.every == 0
+
+    def renew(self, optimizer: Rebasable) -> None:
+        """Renew all bases now, from scratch."""
+        self._renew(optimizer, self._seen(optimizer), decomposed)
+        self.renewals += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts and the Gram matrices."""
+        return super().state_dict() | {"grams": self.grams}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state dict."""
+        grams = {name: {key: gram.clone() for key, gram in own.items()} for name, own in state["grams"].items()}
+        super().load_state_dict(state)
+        self.grams, self._stacks = grams, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: stacks and turns belong to the batches of this optimizer."""
+        return self.__dict__ | {"_stacks": {}, "_turns": None}
+
+    def _observe(self, batch: Batch) -> None:
+        change, _ = batch.active_part()
+        rows = change.rows(batch.gradients)
+        assert rows is not None
+        stacks = self._stacked(batch)
+        names = [batch.blocks[index].change.block.name for index in batch.active]
+        known = [name in self.grams for name in names]
+        together = len(names) == len(batch.blocks) and len(set(known)) == 1
+        for place in [slice(None)] if together else [slice(k, k + 1) for k in range(len(names))]:
+            first = batch.active[place][0]
+            members = slice(None) if together else slice(first, first + 1)
+            # The mean starts at the first gradient's own Gram matrix.
+            decay = self.decay if known[place][0] else 0.0
+            for key, stack in stacks.items():
+                own = rows[key][place]
+                stack[members].baddbmm_(own.mT, own, beta=decay, alpha=1 - decay)
+        for name, index in zip(names, batch.active, strict=True):
+            self.grams.setdefault(name, {key: stack[index] for key, stack in stacks.items()})
+
+    def _stacked(self, batch: Batch) -> dict[str, Tensor]:
+        """The Gram matrices of a batch's blocks, made when the batch is new."""
+        if batch not in self._stacks:
+            self._stacks = {
+                known: own for known, own in self._stacks.items() if self._turns and known in self._turns[1]
+            }
+            tensors = batch.change.tensors.items()
+            stacks = {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in tensors}
+            for index, block in enumerate(batch.blocks):
+                for key, gram in self.grams.get(block.change.block.name, {}).items():
+                    self.grams[block.change.block.name][key] = stacks[key][index].copy_(gram)
+            self._stacks[batch] = stacks
+        return self._stacks[batch]
+
+    def _seen(self, optimizer: Rebasable) -> Iterator[Place]:
+        """All blocks that have had a gradient."""
+        for batch in optimizer.batches:
+            yield from self._runs(batch, range(len(batch.blocks)))
+
+    def _due(self, optimizer: Rebasable) -> Iterator[Place]:
+        """Those whose turn it is."""
+        if not self.spread:
+            if self.steps % self.every == 0:
+                yield from self._seen(optimizer)
+            return
+        if self._turns is None or self._turns[0] is not optimizer.batches:
+            self._turns = optimizer.batches, _turns(optimizer.batches, self.every)
+        for batch, turns in self._turns[1].items():
+            now = [index for index, turn in enumerate(turns) if turn == self.steps % self.every]
+            yield from self._runs(batch, now)
+
+    def _runs(self, batch: Batch, wanted: Iterable[int]) -> Iterator[Place]:
+        """Of these blocks those that have had a gradient, neighbours together."""
+        chosen = [index for index in wanted if batch.blocks[index].change.block.name in self.grams]
+        for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
+            members = [index for _, index in run]
+            yield batch, slice(members[0], members[-1] + 1)
+
+    def _renew(self, optimizer: Rebasable, places: Iterator[Place], method: Method) -> None:
+        self.look_for_failures()
+        for batch, members in places:
+            old = batch.change.part(members).tensors
+            grams = {key: stack[members] for key, stack in self._stacked(batch).items()}
+            try:
+                fresh = {key: method(gram, old[key]) for key, gram in grams.items()}
+            except torch.linalg.LinAlgError:
+                fresh = {key: torch.full_like(basis, torch.nan) for key, basis in old.items()}
+            sound = torch.stack([is_sound(basis, old[key]) for key, basis in fresh.items()]).all(0)
+            self.count_failures(sound)
+            choose = sound[:, None, None]
+            for gram in grams.values():  # what is not finite would never leave a running mean again
+                gram.copy_(torch.where(choose, gram, 0))
+            kept = {key: torch.where(choose, basis, old[key]) for key, basis in fresh.items()}
+            optimizer.turn(batch, members, kept, self.moments)
+
+
+class Drifting(Streaming):
+    """The same, but renewed from scratch, and only when the basis no longer diagonalises the Gram matrices.
+
+    Args:
+        tolerance: how large the part off the diagonal may be.
+        **settings: as for the other.
+    """
+
+    def __init__(self, tolerance: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.tolerance = tolerance
+
+    def after_step(self, optimizer: Rebasable) -> None:
+        """Renew all bases if one has drifted."""
+        self.steps += 1
+        if self.steps % self.every == 0 and self._drifted(optimizer):
+            self.renew(optimizer)
+
+    def _drifted(self, optimizer: Rebasable) -> bool:
+        parts = [
+            (off_diagonal(gram[members], batch.change.tensors[key][members]) <= self.tolerance).logical_not()
+            for batch, members in self._seen(optimizer)
+            for key, gram in self._stacked(batch).items()
+        ]
+        return bool(torch.cat(parts).any()) if parts else False
+
+
+def is_renewable(change: ChangeOfBasis) -> bool:
+    """Whether a change of basis consists of eigenvectors of Gram matrices."""
+    return type(change).rows is not ChangeOfBasis.rows
+
+
+def _turns(batches: Batches, every: int) -> dict[Batch, list[int]]:
+    """For each block the step of a round in which it is renewed, so that all steps of a round have like costs."""
+    costs = {
+        batch: sum(tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values()) for batch in batches
+    }  # of one block
+    total, before = sum(costs[batch] * len(batch.blocks) for batch in batches), 0.0
+    turns: dict[Batch, list[int]] = {}
+    for batch, cost in costs.items():
+        places = [before + (index + 0.5) * cost for index in range(len(batch.blocks))]
+        turns[batch] = [int(every * place / total) for place in places] if total else [0] * len(places)
+        before += cost * len(batch.blocks)
+    return turns

@@ -1,0 +1,115 @@
+"""Blocks take turns in being renewed, and no step waits for the device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+from cases import DEEP
+from egop.refresh.streaming import _turns
+from explicit import distance, identical, logistic
+
+
+def steps(model, optimizer, count, first=0):
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        logistic(model, DEEP.batches()[step % 4]).backward()
+        optimizer.step()
+
+
+def tensors(optimizer):
+    return {
+        (name, key): value.clone() for name, change in optimizer.basis.items() for key, value in change.tensors.items()
+    }
+
+
+def online(model, kind=torch.optim.Adam, refresh=None, **arguments):
+    refresh = refresh or egop.Online(every=4, structure=egop.Kronecker())
+    return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, **{"lr": 0.01} | arguments)
+
+
+def test_every_block_is_renewed_once_in_a_round_and_never_all_of_them_in_one_step():
+    model = DEEP.build()
+    optimizer = online(model)
+    steps(model, optimizer, 4)
+    for first in (4, 8):
+        renewed = []
+        for step in range(first, first + 4):
+            before = tensors(optimizer)
+            steps(model, optimizer, 1, first=step)
+            after = tensors(optimizer)
+            renewed.append({name for name, key in before if not torch.equal(before[name, key], after[name, key])})
+        assert sorted(name for names in renewed for name in names) == sorted(optimizer.basis)
+        assert max(map(len, renewed)) < len(optimizer.basis)
+    assert optimizer.refresher.renewals == 1 + 3  # the first one, and three rounds
+
+
+def test_the_steps_of_a_round_have_like_costs():
+    widths = [8] * 12 + [16] * 3 + [32] * 10
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in widths))
+    optimizer = online(model, refresh=egop.Online(structure=egop.Shared()))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    costs = [0] * 10
+    for batch, turns in _turns(optimizer.batches, 10).items():
+        for block, turn in zip(batch.blocks, turns, strict=True):
+            costs[turn] += block.change.tensors["basis"].shape[-1] ** 3
+    assert sum(costs) == sum(width**3 for width in widths)
+    assert max(costs) <= sum(costs) / 10 + 32**3  # no more than one block above an equal share
+
+
+def test_turns_leave_momentum_descent_where_it_is():
+    model, plain = DEEP.build(), DEEP.build()
+    steps(model, online(model, torch.optim.SGD, momentum=0.9), 25)
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9), 25)
+    assert distance(cases.parameters_of(model), cases.parameters_of(plain)) < 1e-12
+
+
+def test_a_copy_and_a_resumed_run_take_the_same_turns():
+    model = DEEP.build()
+    optimizer = online(model)
+    steps(model, optimizer, 6)
+    pair = copy.deepcopy((model, optimizer))
+    resumed = DEEP.build()
+    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+    other = online(resumed)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in ((model, optimizer), pair, (resumed, other)):
+        steps(*each, 7, first=6)
+    assert identical(cases.parameters_of(model), cases.parameters_of(pair[0]))
+    assert identical(cases.parameters_of(model), cases.parameters_of(resumed))
+
+
+def test_a_basis_that_was_looked_at_does_not_change_under_ones_hands():
+    model = DEEP.build()
+    optimizer = online(model)
+    steps(model, optimizer, 2)
+    seen = optimizer.basis
+    kept = {name: change.dense() for name, change in seen.items()}
+    steps(model, optimizer, 4, first=2)
+    assert identical({name: change.dense() for name, change in seen.items()}, kept)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("structure", [egop.Shared(), egop.Kronecker()], ids=str)
+def test_no_step_waits_for_the_device(structure):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32)).cuda()
+    optimizer = online(model, torch.optim.AdamW, egop.Online(every=3, structure=structure), fused=True)
+    inputs = torch.randn(16, 64, device="cuda")
+    for step in range(12):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        torch.cuda.set_sync_debug_mode("error" if step > 0 else "default")  # the first step decomposes
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.refresher.failures == 0
+    for change in optimizer.basis.values():
+        assert change.round_trip_error() < 1e-5
