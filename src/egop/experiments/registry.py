@@ -19,6 +19,7 @@ _PLACES = {
     "convex": "convex:ConvexExperiment",
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
+    "language-model": "language_model:LanguageModelExperiment",
 }
 
 IDS: tuple[str, ...] = tuple(_PLACES)
