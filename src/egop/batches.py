@@ -11,6 +11,7 @@ from torch import Tensor
 from egop.binding import BoundBlock
 from egop.linalg import exact_products
 from egop.moments import rotated
+from egop.sharding import is_first_shard, sum_over_shards
 from egop.structures import ChangeOfBasis
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
@@ -30,7 +31,6 @@ class Batch:
             torch.stack([coordinate.detach() for coordinate in group])
             for group in zip(*(block.coordinates for block in blocks), strict=True)
         ]
-        self._parameters = list(zip(*(block.parameters for block in blocks), strict=True))
         self.active: list[int] = []  # which blocks have a gradient in this step
         self.gradients: list[Tensor] = []  # theirs, stacked, one tensor for each parameter of a block
         self._share_basis()
@@ -38,10 +38,27 @@ class Batch:
             for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
                 coordinate.data = stacked[index]
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether this process has some rows of each block, and others the rest."""
+        return self.blocks[0].by_rows
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is this process that has the first rows."""
+        return not self.by_rows or is_first_shard(self.blocks[0].owners[0])
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum of what each process has for its rows."""
+        return sum_over_shards(tensor, self.blocks[0].owners[0]) if self.by_rows else tensor
+
     def collect(self) -> None:
         """Stack the gradients of all blocks that have one."""
+        for block in self.blocks:
+            if block.sharded:
+                block.pull()
         dtype = self.change.block.dtype
-        found = [[parameter.grad for parameter in group] for group in self._parameters]
+        found = list(zip(*([parameter.grad for parameter in block.parameters] for block in self.blocks), strict=True))
         if all(each is not None and each.dtype is dtype and not each.is_sparse for group in found for each in group):
             self.active = list(range(len(self.blocks)))
             self.gradients = [_stack(group) for group in found]  # the common case, with nothing done block by block
@@ -119,7 +136,7 @@ class Batches:
     def __init__(self, blocks: Iterable[BoundBlock], *, compiled: bool = False) -> None:
         alike: dict[Any, list[BoundBlock]] = {}
         for block in blocks:
-            alike.setdefault(block.change.signature, []).append(block)
+            alike.setdefault(block.signature, []).append(block)
         self._each = [Batch(members) for members in alike.values()]
         self._encode, self._decode = (torch.compile(each) if compiled else each for each in (_encoded, _decoded))
 
@@ -156,6 +173,8 @@ class Batches:
                 sources += blocks[-1].whole(tensors)
         copy_all(targets, sources)
         for block in blocks:
+            if block.sharded:
+                block.push()
             block.note()
 
     def drop_gradients(self) -> None:

@@ -14,20 +14,32 @@ from torch import Tensor, nn
 from egop.linalg import exact_products
 from egop.objective import plain_name
 from egop.reparameterization import Reparameterization
+from egop.sharding import is_cut_by_rows, is_sharded, layout, like, local, whole, write
 from egop.structures import ChangeOfBasis
 
 
 class BoundBlock:
-    """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps."""
+    """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps.
 
-    def __init__(self, change: ChangeOfBasis, parameters: Sequence[Tensor]) -> None:
+    Where parameters are sharded (FSDP2), a structure that turns rows one by one works on the rows that are here; for
+    any other the whole tensors are gathered in every step.
+    """
+
+    def __init__(self, change: ChangeOfBasis, owners: Sequence[Tensor]) -> None:
+        self.owners = list(owners)
+        self.sharded = any(is_sharded(owner) for owner in owners)
+        self.by_rows = self.sharded and change.rowwise and not any(change.block.transposed)
+        self.by_rows = self.by_rows and all(is_cut_by_rows(owner) for owner in owners)
+        self.parameters = [local(owner) if self.by_rows else whole(owner) for owner in owners]
         # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
-        dtype = functools.reduce(torch.promote_types, [parameter.dtype for parameter in parameters], torch.float32)
-        self.change = change.to(parameters[0].device, dtype)
-        self.change.block = dataclasses.replace(change.block, dtype=dtype)
-        self.parameters = list(parameters)
+        dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners], torch.float32)
+        shapes = tuple(parameter.shape for parameter in self.parameters)
+        block = dataclasses.replace(change.block, dtype=dtype, shapes=shapes)
+        tensors = change.to(self.parameters[0].device, dtype).tensors
+        self.change = type(change)(block, tensors, change.settings)
         self.coordinates = [
-            torch.empty(shape, dtype=dtype, device=parameters[0].device) for shape in change.coordinate_shapes()
+            torch.empty(shape, dtype=dtype, device=self.parameters[0].device)
+            for shape in self.change.coordinate_shapes()
         ]
         # What a basis that is not complete leaves out of the parameters, and the optimizer must not lose.
         self.rest: list[Tensor] | None = None
@@ -36,6 +48,39 @@ class BoundBlock:
         self.note()
         for coordinate in self.coordinates:
             coordinate.requires_grad_()
+
+    @property
+    def name(self) -> str:
+        """The name of the block."""
+        return self.change.block.name
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What two blocks must share to be batched; the same on all processes, also where pieces differ in size."""
+        return self.change.signature, tuple((owner.shape, layout(owner)) for owner in self.owners)
+
+    def pull(self) -> None:
+        """Look at sharded parameters and their gradients as they are now."""
+        view = local if self.by_rows else whole
+        for index, owner in enumerate(self.owners):
+            self.parameters[index] = view(owner)
+            self.parameters[index].requires_grad_(owner.requires_grad)
+            self.parameters[index].grad = None if owner.grad is None else view(owner.grad)
+
+    def push(self) -> None:
+        """Write what was gathered back to the sharded parameters."""
+        for owner, parameter in zip(self.owners, self.parameters, strict=True):
+            if is_sharded(owner) and not self.by_rows:
+                write(owner, parameter)
+
+    def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
+        """Its change of basis for the whole parameters, wherever they are."""
+        block = dataclasses.replace(self.change.block, shapes=tuple(owner.shape for owner in self.owners))
+        return type(self.change)(block, self.change.tensors if tensors is None else tensors, self.change.settings)
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """A tensor of the coordinates' shape as all processes together have it, for a state dict."""
+        return like(tensor, self.owners[0]) if self.by_rows and tensor.dim() > 0 else tensor
 
     @property
     def has_gradient(self) -> bool:
@@ -111,17 +156,18 @@ class BoundBlock:
         """Write decoded tensors into the parameters."""
         for parameter, tensor in zip(self.parameters, self.whole(tensors), strict=True):
             parameter.copy_(tensor)
+        self.push()
         self.note()
 
     def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str]) -> None:
         """Take saved coordinates (and rest), which stand for the parameters with these digests."""
         for own, saved in zip(self.coordinates, coordinates, strict=True):
-            if own.shape != saved.shape:
+            if own.shape != local(saved).shape:
                 raise ValueError(
                     f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
                     f" but {tuple(own.shape)} here."
                 )
-        self._write(coordinates)
+        self._write([local(saved) for saved in coordinates])
         if self.rest is not None and rest is not None:
             self.rest = [saved.to(own, copy=True) for own, saved in zip(self.rest, rest, strict=True)]
         self._seen = list(stand_for)
@@ -213,7 +259,15 @@ def named_groups(params: Any, taken: Iterable[str] = ()) -> list[dict[str, Any]]
                 raise TypeError(f"Parameter '{name}' is complex; egop works with real floating-point parameters.")
         params, param_names = [parameter for _, parameter in members], [name for name, _ in members]
         checked.append({**group, "params": params, "param_names": param_names})
-    return checked
+    return _without_wrapper(checked)
+
+
+def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Names as the model has them: ``DistributedDataParallel`` puts ``module.`` before every one."""
+    names = [name for group in groups for name in group["param_names"]]
+    if not all(name.startswith(_WRAPPER) for name in names):
+        return groups
+    return [group | {"param_names": [name.removeprefix(_WRAPPER) for name in group["param_names"]]} for group in groups]
 
 
 def _members(group: Any) -> list[tuple[str, Any]]:
@@ -241,8 +295,11 @@ def _names_wanted(given: Any) -> str:
 
 
 def _with_or_without_module(name: str, found: Mapping[str, Any]) -> Any:
-    """DistributedDataParallel puts ``module.`` before every name."""
-    return found.get(f"module.{name}") or found.get(name.removeprefix("module."))
+    return found.get(f"{_WRAPPER}{name}") or found.get(name.removeprefix(_WRAPPER))
+
+
+# What DistributedDataParallel puts before every name.
+_WRAPPER = "module."
 
 
 # What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.

@@ -17,10 +17,11 @@ from egop.objective import plain_name
 from egop.partition import layers_of
 from egop.refresh import Refresh, Refresher
 from egop.reparameterization import Reparameterization
-from egop.states import STATE_VERSION, check_state, shapes_of
+from egop.sharding import Pieces
+from egop.states import STATE_VERSION, check_state, inner_shapes, inner_state, load_inner_state, shapes_of
 from egop.structures import rebuild
 
-_OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "_compiled", "layers", "refresher")
+_OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "_pieces", "_compiled", "layers", "refresher")
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -78,6 +79,7 @@ class ReparameterizedOptimizer(Optimizer):
         self._compiled = compile
         self._inner: Optimizer | None = None
         self._blocks: list[BoundBlock] = []
+        self._pieces = Pieces()
         self.refresher: Refresher | None = None
         super().__init__(groups, dict(template.defaults))
         self._blocks = bind(basis, self.param_groups)
@@ -103,7 +105,7 @@ class ReparameterizedOptimizer(Optimizer):
     @property
     def basis(self) -> Reparameterization:
         """A copy of the change of basis of each block as it is now."""
-        return Reparameterization([block.change.replaced(_cloned(block.change.tensors)) for block in self._blocks])
+        return Reparameterization([block.whole_change(_cloned(block.change.tensors)) for block in self._blocks])
 
     @property
     def batches(self) -> Batches:
@@ -149,12 +151,14 @@ class ReparameterizedOptimizer(Optimizer):
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
             self._batches.collect()
+            self._pieces.pull()
             if self.refresher is not None:
                 self.refresher.observe(self)
             self._batches.encode_gradients()
             self._step_coordinates()
         finally:
             self._batches.drop_gradients()
+            self._pieces.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         if self.refresher is not None:
@@ -174,7 +178,7 @@ class ReparameterizedOptimizer(Optimizer):
         """
         check_moments(moments)
         own = {block.change.block.name: block for block in self._blocks}
-        if not all(name in own and own[name].change.alike(change) for name, change in basis.items()):
+        if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
             self._replace_blocks(bind(basis, self.param_groups), moments)
             return
         if moments == "rotate":
@@ -225,16 +229,17 @@ class ReparameterizedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates."""
         state = super().state_dict()
-        state["state"] = self.inner.state_dict()["state"]
+        state["state"] = inner_state(self.inner, self._blocks, self._pieces)
         state["egop"] = {
             "version": STATE_VERSION,
             "optimizer": self._class.__name__,
             "shapes": shapes_of(self.param_groups),
-            "inner": self._inner_shapes(),
+            "inner": inner_shapes(self.inner, self._blocks, self._pieces),
             "blocks": [
-                block.change.describe()
+                block.whole_change().describe()
                 | {"tensors": dict(block.change.tensors)}
-                | {"coordinates": block.coordinates, "rest": block.rest, "stand_for": block.stand_for()}
+                | {"coordinates": [block.spread(coordinate) for coordinate in block.coordinates]}
+                | {"rest": block.rest, "stand_for": block.stand_for()}
                 for block in self._blocks
             ],
             "refresh": None if self.refresher is None else self.refresher.state_dict(),
@@ -266,15 +271,9 @@ class ReparameterizedOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self._blocks = blocks
         self._build()
-        if self._inner_shapes() != saved["inner"]:  # state goes by position
+        if inner_shapes(self.inner, self._blocks, self._pieces) != saved["inner"]:  # state goes by position
             raise ValueError("The state dict is incomplete or damaged: its blocks are not those that it has state of.")
-        groups = self.inner.state_dict()["param_groups"]
-        self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups})
-        # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
-        tensors = [tensor for group in self.inner.param_groups for tensor in group["params"]]
-        for index, state in state_dict["state"].items():
-            own = self.inner.state[tensors[index]]
-            own.update({key: value.to(own[key].device) for key, value in state.items() if _is_number(value)})
+        load_inner_state(self.inner, state_dict["state"])
         if self.refresher is not None and saved["refresh"] is not None:
             self.refresher.load_state_dict(saved["refresh"])
 
@@ -315,15 +314,12 @@ class ReparameterizedOptimizer(Optimizer):
     def _gather(self) -> None:
         self._batches = Batches(self._blocks, compiled=self._compiled)
 
-    def _inner_shapes(self) -> list[list[int]]:
-        return [list(tensor.shape) for group in self.inner.param_groups for tensor in group["params"]]
-
     def _inner_group(self, index: int) -> dict[str, Any]:
         group = {key: value for key, value in self.param_groups[index].items() if key != "param_names"}
-        blocks = {id(parameter): block for block in self._blocks for parameter in block.parameters}
+        blocks = {id(owner): block for block in self._blocks for owner in block.owners}
         members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
         for parameter in group["params"]:
-            inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [parameter]
+            inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [self._pieces.of(parameter)]
             members |= {id(tensor): tensor for tensor in inside}
         return group | {"params": list(members.values())}
 
@@ -345,10 +341,6 @@ def _check_class(optimizer_class: Any) -> None:
             f"{optimizer_class.__name__} evaluates the loss several times within a step, which egop does not support. "
             "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

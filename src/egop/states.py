@@ -1,13 +1,16 @@
-"""Whether a saved state fits an optimizer."""
+"""What is saved of an optimizer, and whether a saved state fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from egop.binding import BoundBlock
 from egop.objective import plain_name
+from egop.sharding import Pieces, local
 
 STATE_VERSION = 1
 
@@ -53,3 +56,43 @@ def shapes_of(groups: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
         {plain_name(name): list(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)}
         for group in groups
     ]
+
+
+def inner_state(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -> dict[int, dict[str, Any]]:
+    """The inner optimizer's state by position, tensors as all processes together have them."""
+    spread = _spreading(inner, blocks, pieces)
+    return {
+        index: {key: spread[index](value) if isinstance(value, Tensor) else value for key, value in own.items()}
+        for index, own in inner.state_dict()["state"].items()
+    }
+
+
+def inner_shapes(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -> list[list[int]]:
+    """The shapes of all that the inner optimizer steps, by position."""
+    spread = _spreading(inner, blocks, pieces)
+    return [list(spread[index](tensor).shape) for index, tensor in enumerate(_stepped(inner))]
+
+
+def load_inner_state(inner: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Give the inner optimizer its state by position, as it was saved."""
+    here = {
+        index: {key: local(value) if isinstance(value, Tensor) else value for key, value in own.items()}
+        for index, own in state.items()
+    }
+    inner.load_state_dict({"state": here, "param_groups": inner.state_dict()["param_groups"]})
+    # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
+    tensors = _stepped(inner)
+    for index, saved in here.items():
+        own = inner.state[tensors[index]]
+        numbers = {key: value for key, value in saved.items() if isinstance(value, Tensor) and value.dim() == 0}
+        own.update({key: value.to(own[key].device) for key, value in numbers.items()})
+
+
+def _stepped(inner: Optimizer) -> list[Tensor]:
+    return [tensor for group in inner.param_groups for tensor in group["params"]]
+
+
+def _spreading(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -> list[Callable[[Tensor], Tensor]]:
+    """For each position what makes a tensor of the processes' pieces of it."""
+    own = {id(coordinate): block.spread for block in blocks for coordinate in block.coordinates}
+    return [own.get(id(tensor)) or pieces.spreading(tensor) for tensor in _stepped(inner)]

@@ -48,6 +48,7 @@ class Streaming(Refresher):
         self.grams: dict[str, dict[str, Tensor]] = {}  # of every block that has had a gradient
         self._stacks: dict[Batch, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
         self._turns: tuple[Batches, dict[Batch, list[int]]] | None = None
+        self._totals: set[str] = set()  # blocks whose Gram matrices were loaded, so that every process has all of them
         self._from_nothing = False
 
     def before_step(self, optimizer: Rebasable) -> None:
@@ -79,13 +80,22 @@ class Streaming(Refresher):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts and the Gram matrices."""
-        return super().state_dict() | {"grams": self.grams}
+        grams = {name: dict(own) for name, own in self.grams.items()}
+        for batch, stacks in self._stacks.items():
+            for key, stack in stacks.items() if batch.by_rows else ():
+                total = batch.summed(stack)
+                # From here on the first process has it all, as after loading: both go on alike to the last bit.
+                stack.copy_(total if batch.is_first else torch.zeros_like(total))
+                for block, own in zip(batch.blocks, total, strict=True):
+                    if block.name in grams:
+                        grams[block.name][key] = own
+        return super().state_dict() | {"grams": grams}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state dict."""
         grams = {name: {key: gram.clone() for key, gram in own.items()} for name, own in state["grams"].items()}
         super().load_state_dict(state)
-        self.grams, self._stacks = grams, {}
+        self.grams, self._stacks, self._totals = grams, {}, set(grams)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks and turns belong to the batches of this optimizer."""
@@ -96,7 +106,7 @@ class Streaming(Refresher):
         rows = change.rows(batch.gradients)
         assert rows is not None
         stacks = self._stacked(batch)
-        names = [batch.blocks[index].change.block.name for index in batch.active]
+        names = [batch.blocks[index].name for index in batch.active]
         known = [name in self.grams for name in names]
         together = len(names) == len(batch.blocks) and len(set(known)) == 1
         for place in [slice(None)] if together else [slice(k, k + 1) for k in range(len(names))]:
@@ -119,8 +129,11 @@ class Streaming(Refresher):
             tensors = batch.change.tensors.items()
             stacks = {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in tensors}
             for index, block in enumerate(batch.blocks):
-                for key, gram in self.grams.get(block.change.block.name, {}).items():
-                    self.grams[block.change.block.name][key] = stacks[key][index].copy_(gram)
+                for key, gram in self.grams.get(block.name, {}).items():
+                    self.grams[block.name][key] = stacks[key][index].copy_(gram)
+                    if block.name in self._totals and batch.by_rows and not batch.is_first:
+                        stacks[key][index].zero_()
+                self._totals.discard(block.name)
             self._stacks[batch] = stacks
         return self._stacks[batch]
 
@@ -143,7 +156,7 @@ class Streaming(Refresher):
 
     def _runs(self, batch: Batch, wanted: Iterable[int]) -> Iterator[Place]:
         """Of these blocks those that have had a gradient, neighbours together."""
-        chosen = [index for index in wanted if batch.blocks[index].change.block.name in self.grams]
+        chosen = [index for index in wanted if batch.blocks[index].name in self.grams]
         for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
             members = [index for _, index in run]
             yield batch, slice(members[0], members[-1] + 1)
@@ -154,7 +167,7 @@ class Streaming(Refresher):
             old = batch.change.part(members).tensors
             grams = {key: stack[members] for key, stack in self._stacked(batch).items()}
             try:
-                fresh = {key: method(gram, old[key]) for key, gram in grams.items()}
+                fresh = {key: method(batch.summed(gram), old[key]) for key, gram in grams.items()}
             except torch.linalg.LinAlgError:
                 fresh = {key: torch.full_like(basis, torch.nan) for key, basis in old.items()}
             sound = torch.stack([is_sound(basis, old[key]) for key, basis in fresh.items()]).all(0)
@@ -186,7 +199,9 @@ class Drifting(Streaming):
 
     def _drifted(self, optimizer: Rebasable) -> bool:
         parts = [
-            (off_diagonal(gram[members], batch.change.tensors[key][members]) <= self.tolerance).logical_not()
+            (
+                off_diagonal(batch.summed(gram[members]), batch.change.tensors[key][members]) <= self.tolerance
+            ).logical_not()
             for batch, members in self._seen(optimizer)
             for key, gram in self._stacked(batch).items()
         ]

@@ -34,6 +34,8 @@ class ChangeOfBasis(abc.ABC):
     # Whether ``decode(encode(x)) == x`` for every x. If not, the optimizer keeps the rest of the starting point, or
     # drops it, as the structure says.
     complete: ClassVar[bool] = True
+    # Whether it turns every row of a tensor by itself, so that some of the rows can be turned without the others.
+    rowwise: ClassVar[bool] = False
 
     def __init__(self, block: Block, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> None:
         self.block = block

@@ -18,6 +18,7 @@ class IdentityChange(ChangeOfBasis):
     """Coordinates equal to the tensors."""
 
     kind = "Identity"
+    rowwise = True
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         flatten(tensors, self.block)  # checks the shapes

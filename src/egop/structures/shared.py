@@ -23,6 +23,7 @@ class SharedChange(ChangeOfBasis):
     """``decode(C) = C Vᵀ``: every row of the weight (kernel, embedded token) rotated by the same V."""
 
     kind = "Shared"
+    rowwise = True
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         return (as_matrix(tensors, self.block) @ self.tensors["basis"],)

@@ -1,0 +1,60 @@
+"""Runs a function in several processes that know of each other, for at most so long: a hang is a failure."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120
+
+
+def run(function, world, *arguments, timeout=TIMEOUT):
+    """What ``function(rank, world, *arguments)`` returned in each process; an error in one of them is raised here."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_main, args=(function, rank, world, folder, arguments), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            _wait(processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
+        assert not errors, f"{len(errors)} of {world} processes failed; the first one:\n{errors[0]}"
+        assert all(process.exitcode == 0 for process in processes), "a process was killed"
+        return [torch.load(Path(folder) / f"result-{rank}", weights_only=True) for rank in range(world)]
+
+
+def _wait(processes, end):
+    """Until all have ended, or one has failed and the others would wait for it."""
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(0.5)  # so that others can say what happened to them
+            return
+        assert time.monotonic() < end, "the processes hang"
+        time.sleep(0.02)
+
+
+def _main(function, rank, world, folder, arguments):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+        result = function(rank, world, *arguments)
+        torch.save(result, Path(folder) / f"result-{rank}")
+        dist.barrier()
+    except BaseException:
+        (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
+    finally:
+        dist.destroy_process_group()
