@@ -12,7 +12,7 @@ $(shell rm -f $(STAMP))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo bench test lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ help: ## list the targets
 demo: $(STAMP) ## the digits network in both coordinates: a table and a picture in egop-demo/ (options: ARGS="--epochs 20")
 	@echo "Starting the demo (about half a minute on two cores)"  # importing torch alone takes two seconds
 	@$(BIN)/egop demo $(ARGS)
+
+bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (options: ARGS="--only steps")
+	@$(BIN)/egop bench $(ARGS)
 
 test: lint ## lint, then all tests on two processes (options: ARGS="-k optimizer")
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
@@ -30,7 +33,7 @@ lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/mypy
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) egop-demo egop-records egop-report egop-diagnosis build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) egop-demo egop-records egop-report egop-diagnosis egop-bench.json build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.

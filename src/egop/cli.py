@@ -171,6 +171,44 @@ def diagnose(
 
 
 @app.command()
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="As for diagnose; the factory may also return the model alone. It is called on the meta device, where "
+            "no weights are allocated. Built in: egop.scaling:resnet50, :gpt2, :llama_1b and :llama_8b.",
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Devices that share the work.")] = 8,
+    structure: Annotated[
+        str | None, typer.Option(help="auto, full, shared, kronecker, auxiliary:RANK or reduced:RANK; several if none.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="What all bases together may take; no limit by default.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of a language model, on each device in a step.")] = None,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the numbers to this file.")] = None,
+) -> None:
+    """Say what memory and communication a model would take under each structure, AdamW, SOAP and Muon."""
+    with _one_line_errors():
+        from egop.experiments.factories import FactoryError, parse_structure
+        from egop.experiments.records import write_json
+        from egop.experiments.shapes import load_model
+        from egop.scaling.report import STRUCTURES, report
+        from egop.units import parse_bytes
+
+        try:
+            structures = STRUCTURES if structure is None else (parse_structure(structure),)
+            limit = None if memory is None else parse_bytes(memory)
+            found = report(load_model(target), structures, ranks=ranks, memory=limit, tokens=tokens)
+        except (FactoryError, ValueError) as error:
+            _fail(str(error), status=2)
+        typer.echo(str(found))
+        if json is not None:
+            write_json(json, asdict(found))
+            typer.echo(f"\nSaved {json}.")
+
+
+@app.command()
 def reproduce(
     ids: Annotated[
         list[str] | None, typer.Argument(metavar="[ID]...", help="Which experiments; none lists them.")
@@ -232,6 +270,35 @@ def report(
         reproduction.write_markdown(found, out / "reproduction.md")
         reproduction.write_html(found, out / "reproduction.html")
         typer.echo(f"{reproduction.counts(found)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
+
+
+@app.command()
+def bench(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help="One of the parts; several times for several. All by default."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The JSON file; it is replaced.")] = Path("egop-bench.json"),
+    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each method; by default what suits it.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: only to see that everything works.")] = False,
+) -> None:
+    """Measure what a basis and a step cost, beside AdamW, SOAP, Shampoo and Muon."""
+    with _one_line_errors():
+        typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
+        import torch
+
+        from egop.bench.run import PARTS, failures, run
+
+        if unknown := [part for part in only or [] if part not in PARTS]:
+            _fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)
+        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if chosen.startswith("cuda") and not torch.cuda.is_available():
+            _fail("There is no CUDA device here. Use --device cpu.", status=2)
+        kept = run(torch.device(chosen), out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
+        typer.echo(f"\nSaved {out}.")
+        if found := failures(kept):
+            _fail(f"{len(found)} rows failed, see above.")
 
 
 if __name__ == "__main__":

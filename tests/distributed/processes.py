@@ -31,6 +31,7 @@ def run(function, world, *arguments, timeout=TIMEOUT):
                 process.kill()
                 process.join()
         errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
+        errors.sort(key=lambda error: "Connection closed" in error)  # what only follows from another's failure last
         assert not errors, f"{len(errors)} of {world} processes failed; the first one:\n{errors[0]}"
         assert all(process.exitcode == 0 for process in processes), "a process was killed"
         return [torch.load(Path(folder) / f"result-{rank}", weights_only=True) for rank in range(world)]

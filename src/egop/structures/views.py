@@ -79,8 +79,9 @@ def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
 def matrix_shape(block: Block) -> tuple[int, int]:
     """The numbers of rows and columns of :func:`as_matrix`."""
     (shape,) = block.shapes
-    rows = block.transposed[0] * shape[1] if block.transposed[0] else shape[0]
-    return rows, block.size // rows
+    if groups := block.transposed[0]:
+        return groups * shape[1], shape[0] // groups * math.prod(shape[2:])
+    return shape[0], math.prod(shape[1:])
 
 
 def check_matrix(block: Block, structure: str) -> None:

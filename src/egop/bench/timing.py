@@ -1,0 +1,152 @@
+"""Time and memory: methods take turns, round after round, so that whatever disturbs the machine disturbs them all."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_STATM = Path("/proc/self/statm")  # the memory of this process, in pages
+
+
+def wait(device: torch.device) -> None:
+    """Until everything that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Marks:
+    """Marks in the stream of work, and the seconds between them.
+
+    On a GPU these are events: nobody waits for the device until the seconds are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        wait(device)
+
+    def mark(self) -> None:
+        """Put a mark after what has been asked for so far."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between each mark and the next."""
+        wait(self._device)
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._device.type == "cuda":
+            return [one.elapsed_time(other) / 1000 for one, other in pairs]
+        return [other - one for one, other in pairs]
+
+
+def taken(work: Callable[[], object], device: torch.device) -> float:
+    """The seconds that a piece of work takes, by the clock on the wall."""
+    wait(device)
+    began = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - began
+
+
+def interleaved(
+    turns: Mapping[str, Callable[[], T]], rounds: int, limit: float | None = None
+) -> tuple[dict[str, list[T]], dict[str, str]]:
+    """Let everything have its turn, for some rounds.
+
+    Args:
+        turns: what to do, by name.
+        rounds: how often.
+        limit: what has taken this many seconds in all has no further turn.
+
+    Returns:
+        What came back, by name and round, and why something failed, by name.
+    """
+    found: dict[str, list[T]] = {name: [] for name in turns}
+    failed: dict[str, str] = {}
+    spent = dict.fromkeys(turns, 0.0)
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            if name in failed or (limit is not None and spent[name] > limit):
+                continue
+            began = time.perf_counter()
+            try:
+                found[name].append(turn())
+            except Exception as error:  # one method that fails is not to cost the others' numbers
+                failed[name] = reason(error)
+            spent[name] += time.perf_counter() - began
+    return {name: values for name, values in found.items() if name not in failed}, failed
+
+
+def reason(error: Exception) -> str:
+    """Why something failed, in one line."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}"[:300]
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """The least and the largest of several rounds, and how many there were."""
+    known = list(values)
+    return {"low": min(known), "high": max(known), "rounds": len(known)}
+
+
+class PeakMemory:
+    """The most memory held inside a ``with`` block, beyond what was held before it.
+
+    On a GPU torch counts its bytes. On the CPU the memory of the process is read every other millisecond, which misses
+    what is held for less than that, and counts nothing that was free in the process already.
+
+    Attributes:
+        bytes: the answer, after the block; None where it cannot be had.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        if self._device.type == "cuda":
+            wait(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        elif _STATM.exists():
+            self._before = self._largest = _held()
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+        elif _STATM.exists():
+            self._stop.set()
+            self._thread.join()
+            self.bytes = max(self._largest, _held()) - self._before
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self._largest = max(self._largest, _held())
+
+
+def _held() -> int:
+    import resource  # not on every system; where /proc is, it is
+
+    return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
