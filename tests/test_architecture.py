@@ -40,6 +40,7 @@ ROOMS = [
     "refresh",
     "states",
     "optimizer",
+    "checkpoint",
     "parametrize",
     "rotate",
     "diagnostics",

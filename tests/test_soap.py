@@ -114,7 +114,7 @@ def power_iteration_in_place(gram, basis):
 def squared_moments_as_soap():
     """Sorted along with the vectors, never rotated."""
     with (
-        mock.patch("egop.refresh.streaming.power_iteration", power_iteration_in_place),
+        mock.patch("egop.refresh.iteration.power_iteration", power_iteration_in_place),
         mock.patch.object(KroneckerChange, "squares_from", lambda self, old, squares: squares),
     ):
         yield

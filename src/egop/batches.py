@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class Batches:
         for block in blocks:
             alike.setdefault(block.signature, []).append(block)
         self._each = [Batch(members) for members in alike.values()]
-        self._encode, self._decode = (torch.compile(each) if compiled else each for each in (_encoded, _decoded))
+        self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._each)
@@ -153,8 +153,9 @@ class Batches:
         active = [batch for batch in self._each if batch.active]
         for batch in active:
             batch.follow([batch.blocks[index] for index in batch.active])
-        encoded = self._encode([(batch.active_part()[0], batch.gradients) for batch in active])
+        encoded = self._apply("encode", [(batch.active_part()[0], batch.gradients) for batch in active])
         for batch, parts in zip(active, encoded, strict=True):
+            batch.gradients = []
             for place, gradients in enumerate(parts):
                 for index, gradient in zip(batch.active, gradients, strict=True):
                     batch.blocks[index].coordinates[place].grad = gradient
@@ -162,20 +163,16 @@ class Batches:
     def decode_coordinates(self) -> None:
         """Write the stepped coordinates back to the parameters."""
         active = [batch for batch in self._each if batch.active]
-        decoded = self._decode([batch.active_part() for batch in active])
-        blocks: list[BoundBlock] = []
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
+        decoded = self._apply("decode", [batch.active_part() for batch in active])
         for batch, parts in zip(active, decoded, strict=True):
+            targets: list[Tensor] = []
+            sources: list[Tensor] = []
             for index, tensors in zip(batch.active, zip(*parts, strict=True), strict=True):
-                blocks.append(batch.blocks[index])
-                targets += blocks[-1].parameters
-                sources += blocks[-1].whole(tensors)
-        copy_all(targets, sources)
-        for block in blocks:
-            if block.sharded:
-                block.push()
-            block.note()
+                targets += batch.blocks[index].parameters
+                sources += batch.blocks[index].whole(tensors)
+            copy_all(targets, sources)
+            for index in batch.active:
+                batch.blocks[index].wrote()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step."""
@@ -194,14 +191,18 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 Parts = Sequence[tuple[ChangeOfBasis, list[Tensor]]]
+_Apply = Callable[[str, Parts], Iterable[list[Sequence[Tensor]]]]
 
 
-def _encoded(parts: Parts) -> list[list[Sequence[Tensor]]]:
-    return [[stacked.unbind() for stacked in change.encode(gradients)] for change, gradients in parts]
+def _applied(method: str, parts: Parts) -> Iterator[list[Sequence[Tensor]]]:
+    """Encode or decode, one batch after the other, so that what comes out need not all be held at once."""
+    for change, tensors in parts:
+        yield [stacked.unbind() for stacked in getattr(change, method)(tensors)]
 
 
-def _decoded(parts: Parts) -> list[list[Sequence[Tensor]]]:
-    return [[stacked.unbind() for stacked in change.decode(coordinates)] for change, coordinates in parts]
+def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
+    """The same as one graph, for ``torch.compile``."""
+    return list(_applied(method, parts))
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -28,8 +28,8 @@ class BoundBlock:
     def __init__(self, change: ChangeOfBasis, owners: Sequence[Tensor]) -> None:
         self.owners = list(owners)
         self.sharded = any(is_sharded(owner) for owner in owners)
-        self.by_rows = self.sharded and change.rowwise and not any(change.block.transposed)
-        self.by_rows = self.by_rows and all(is_cut_by_rows(owner) for owner in owners)
+        self.rowwise = change.rowwise and not any(change.block.transposed)
+        self.by_rows = self.sharded and self.rowwise and all(is_cut_by_rows(owner) for owner in owners)
         self.parameters = [local(owner) if self.by_rows else whole(owner) for owner in owners]
         # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
         dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners], torch.float32)
@@ -67,7 +67,7 @@ class BoundBlock:
             self.parameters[index].requires_grad_(owner.requires_grad)
             self.parameters[index].grad = None if owner.grad is None else view(owner.grad)
 
-    def push(self) -> None:
+    def _push(self) -> None:
         """Write what was gathered back to the sharded parameters."""
         for owner, parameter in zip(self.owners, self.parameters, strict=True):
             if is_sharded(owner) and not self.by_rows:
@@ -78,9 +78,9 @@ class BoundBlock:
         block = dataclasses.replace(self.change.block, shapes=tuple(owner.shape for owner in self.owners))
         return type(self.change)(block, self.change.tensors if tensors is None else tensors, self.change.settings)
 
-    def spread(self, tensor: Tensor) -> Tensor:
-        """A tensor of the coordinates' shape as all processes together have it, for a state dict."""
-        return like(tensor, self.owners[0]) if self.by_rows and tensor.dim() > 0 else tensor
+    def spread(self, place: int, tensor: Tensor) -> Tensor:
+        """A tensor of the shape of one of the coordinates as all processes together have it, for a state dict."""
+        return like(tensor, self.owners[place]) if self.by_rows and tensor.dim() > 0 else tensor
 
     @property
     def has_gradient(self) -> bool:
@@ -156,7 +156,12 @@ class BoundBlock:
         """Write decoded tensors into the parameters."""
         for parameter, tensor in zip(self.parameters, self.whole(tensors), strict=True):
             parameter.copy_(tensor)
-        self.push()
+        self.wrote()
+
+    def wrote(self) -> None:
+        """The parameters have been written from the coordinates."""
+        if self.sharded:
+            self._push()
         self.note()
 
     def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str]) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP
+from egop.refresh import iteration
+from egop.refresh.replay import Replayed
 from egop.refresh.streaming import _turns
 from explicit import distance, identical, logistic
 
@@ -102,10 +104,11 @@ def test_no_step_waits_for_the_device(structure):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32)).cuda()
     optimizer = online(model, torch.optim.AdamW, egop.Online(every=3, structure=structure), fused=True)
     inputs = torch.randn(16, 64, device="cuda")
-    for step in range(12):
+    for step in range(15):
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
-        torch.cuda.set_sync_debug_mode("error" if step > 0 else "default")  # the first step decomposes
+        # The first step decomposes, and in the second round the renewals are recorded.
+        torch.cuda.set_sync_debug_mode("error" if step > 6 else "default")
         try:
             optimizer.step()
         finally:
@@ -113,3 +116,20 @@ def test_no_step_waits_for_the_device(structure):
     assert optimizer.refresher.failures == 0
     for change in optimizer.basis.values():
         assert change.round_trip_error() < 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_replayed_is_what_is_computed():
+    """Also after copies, for several shapes, and with input that cannot be decomposed."""
+    replayed = Replayed(iteration.renewed)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for count, size in [(1, 96), (3, 40), (1, 96), (1, 96), (3, 40), (1, 96), (3, 40)]:
+        rows = torch.randn(count, 200, size, generator=generator, device="cuda")
+        gram = rows.mT @ rows
+        basis = torch.linalg.qr(torch.randn(count, size, size, generator=generator, device="cuda"))[0]
+        for input in (gram, torch.full_like(gram, torch.nan)):
+            for found, expected in zip(replayed(input, basis), iteration.renewed(input, basis), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert replayed(gram, basis)[1].all()
+        assert not replayed(torch.full_like(gram, torch.nan), basis)[1].any()
+    assert not copy.deepcopy(replayed)._seen

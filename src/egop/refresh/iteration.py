@@ -36,6 +36,22 @@ def decomposed(gram: Tensor, basis: Tensor) -> Tensor:
         return torch.full_like(basis, torch.nan)
 
 
+def renewed(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """One power iteration and whether it went well; where it did not, the old basis."""
+    return checked(power_iteration(gram, basis), basis)
+
+
+def from_scratch(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvectors and whether they could be found; where not, the old basis."""
+    return checked(decomposed(gram, basis), basis)
+
+
+def checked(fresh: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+    """A new basis where it is sound, else the old one; and whether it is."""
+    sound = is_sound(fresh, old)
+    return torch.where(sound[..., None, None], fresh, old), sound
+
+
 def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
     """Whether a new basis takes a few vectors, the first of the old one, there and back; not if it is not finite."""
     probes = old[..., :_PROBES]

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from egop.batches import Batch, Batches
 from egop.moments import Moments
+from egop.refresh import iteration
 from egop.refresh.base import Rebasable, Refresher
-from egop.refresh.iteration import decomposed, is_sound, off_diagonal, power_iteration
+from egop.refresh.replay import Replayed
 from egop.reparameterization import Reparameterization
 from egop.structures import ChangeOfBasis
 
 Place = tuple[Batch, slice]  # some neighbours in a batch
-Method = Callable[[Tensor, Tensor], Tensor]
+Method = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # of Gram matrices and bases: new bases, and which are sound
 
 
 class Streaming(Refresher):
@@ -50,6 +51,7 @@ class Streaming(Refresher):
         self._turns: tuple[Batches, dict[Batch, list[int]]] | None = None
         self._totals: set[str] = set()  # blocks whose Gram matrices were loaded, so that every process has all of them
         self._from_nothing = False
+        self._iterate = Replayed(iteration.renewed)
 
     def before_step(self, optimizer: Rebasable) -> None:
         """On the first step of an optimizer without a basis, start from the original coordinates."""
@@ -70,12 +72,12 @@ class Streaming(Refresher):
     def after_step(self, optimizer: Rebasable) -> None:
         """Renew the bases whose turn it is."""
         self.steps += 1
-        self._renew(optimizer, self._due(optimizer), power_iteration)
+        self._renew(optimizer, self._due(optimizer), self._iterate)
         self.renewals += self.steps % self.every == 0
 
     def renew(self, optimizer: Rebasable) -> None:
         """Renew all bases now, from scratch."""
-        self._renew(optimizer, self._seen(optimizer), decomposed)
+        self._renew(optimizer, self._seen(optimizer), iteration.from_scratch)
         self.renewals += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,16 +168,16 @@ class Streaming(Refresher):
         for batch, members in places:
             old = batch.change.part(members).tensors
             grams = {key: stack[members] for key, stack in self._stacked(batch).items()}
-            try:
-                fresh = {key: method(batch.summed(gram), old[key]) for key, gram in grams.items()}
-            except torch.linalg.LinAlgError:
-                fresh = {key: torch.full_like(basis, torch.nan) for key, basis in old.items()}
-            sound = torch.stack([is_sound(basis, old[key]) for key, basis in fresh.items()]).all(0)
-            self.count_failures(sound)
-            choose = sound[:, None, None]
-            for gram in grams.values():  # what is not finite would never leave a running mean again
-                gram.copy_(torch.where(choose, gram, 0))
-            kept = {key: torch.where(choose, basis, old[key]) for key, basis in fresh.items()}
+            kept, sound = {}, []
+            for key, gram in grams.items():
+                try:
+                    kept[key], right = method(batch.summed(gram), old[key])
+                except torch.linalg.LinAlgError:
+                    kept[key], right = old[key].clone(), torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
+                # What is not finite would never leave a running mean again.
+                torch.where(right[:, None, None], gram, torch.zeros_like(gram[:1, :1, :1]), out=gram)
+                sound.append(right)
+            self.count_failures(torch.stack(sound).all(0))
             optimizer.turn(batch, members, kept, self.moments)
 
 
@@ -200,7 +202,8 @@ class Drifting(Streaming):
     def _drifted(self, optimizer: Rebasable) -> bool:
         parts = [
             (
-                off_diagonal(batch.summed(gram[members]), batch.change.tensors[key][members]) <= self.tolerance
+                iteration.off_diagonal(batch.summed(gram[members]), batch.change.tensors[key][members])
+                <= self.tolerance
             ).logical_not()
             for batch, members in self._seen(optimizer)
             for key, gram in self._stacked(batch).items()

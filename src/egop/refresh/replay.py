@@ -1,0 +1,61 @@
+"""Many small kernels as one call: a function on a GPU, recorded as a CUDA graph for every shape that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class Replayed:
+    """A function of tensors that is recorded when a shape comes for the second time, and replayed from then on.
+
+    A decomposition is hundreds of launches, which take the host longer than the device. The recordings share one pool
+    of memory: none of them runs beside another, and what they return is copied out at once. On other devices, and
+    inside someone else's recording, the function is called as it is.
+
+    Args:
+        function: has no host side: no random numbers, no reading of values.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self._seen: dict[Any, _Recording | None] = {}
+        self._pool: Any = None
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What the function returns."""
+        if tensors[0].device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return self.function(*tensors)
+        key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        if key not in self._seen:  # the first call also sets up what the libraries need, which cannot be recorded
+            self._seen[key] = None
+            return self.function(*tensors)
+        recording = self._seen[key]
+        if recording is None:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            recording = self._seen[key] = _Recording(self.function, tensors, self._pool)
+        return recording(*tensors)
+
+    def __reduce__(self) -> tuple[type[Replayed], tuple[Function]]:
+        """A copy makes recordings of its own."""
+        return Replayed, (self.function,)
+
+
+class _Recording:
+    def __init__(self, function: Function, tensors: tuple[Tensor, ...], pool: Any) -> None:
+        with torch.cuda.device(tensors[0].device):
+            self.inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool):
+                self.outputs = function(*self.inputs)
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        for own, tensor in zip(self.inputs, tensors, strict=True):
+            own.copy_(tensor)
+        self.graph.replay()
+        return tuple(output.clone() for output in self.outputs)
