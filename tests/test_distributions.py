@@ -198,6 +198,123 @@ def test_an_init_function_draws_instead_of_the_module():
     assert (rows.std(0) > 0.15).all()
 
 
+def normal(model):
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 2.0, 3.0)
+
+
+def through_data(model):
+    """As many an older initialiser writes; vmap refuses it."""
+    for parameter in model.parameters():
+        parameter.data.normal_(2.0, 3.0)
+
+
+def with_python(model):
+    for parameter in model.parameters():
+        parameter.fill_(random.gauss(2.0, 3.0))
+        parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+def with_numpy(model):
+    for parameter in model.parameters():
+        parameter.fill_(np.random.normal(2.0, 3.0))  # noqa: NPY002
+        parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+def in_turns():
+    """Every call gives the next of many stored points: a state that vmap would not see."""
+    numbers = iter(torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 3 + 2)
+
+    def init(model):
+        number = next(numbers)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, number.item())
+
+    return init
+
+
+def past_its_argument(model):
+    """A parameter that is not reached through the model given."""
+
+    def init(_):
+        for parameter in kept:
+            nn.init.normal_(parameter, 2.0, 3.0)
+
+    kept = list(model.parameters())
+    return init
+
+
+INITIALISERS = {
+    "plain": lambda model: normal,
+    "through data": lambda model: through_data,
+    "Python": lambda model: with_python,
+    "numpy": lambda model: with_numpy,
+    "in turns": lambda model: in_turns(),
+    "past its argument": past_its_argument,
+}
+
+
+@pytest.mark.parametrize("kind", INITIALISERS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_initialisations_drawn_many_at_a_time_are_each_one_of_their_own(kind, frozen):
+    model = cases.MLP.build()
+    model[0].weight.requires_grad_(not frozen)  # an initialiser draws it all the same
+    objective = egop.Objective(model, cases.cross_entropy, [])
+    rho = egop.Initialization(init_fn=INITIALISERS[kind](model))
+    before = cases.state_of(model)
+    points = rho.drawer(objective)(torch.Generator().manual_seed(3), 300)
+    assert cases.state_of(model) == before
+    assert {name: value.shape[1:] for name, value in points.items()} == {
+        name: parameter.shape for name, parameter in objective.parameters.items()
+    }
+    first = torch.stack([value.flatten(1)[:, 0] for value in points.values()])
+    for entries in first:
+        assert len(set(entries.tolist())) == 300
+        assert entries.mean().item() == pytest.approx(2, abs=5 * 3 / 300**0.5)
+        assert entries.std().item() == pytest.approx(3, rel=5 * (0.5 / 300) ** 0.5)
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [("plain", True), ("through data", False), ("Python", False)])
+def test_an_initialiser_is_called_once_for_many_points_where_that_does_the_same(kind, at_once):
+    calls = []
+
+    def counted(model):
+        calls.append(model)
+        INITIALISERS[kind](model)(model)
+
+    drawer = egop.Initialization(init_fn=counted).drawer(cases.MLP.objective())
+    drawer(torch.Generator(), 100)
+    tried = len(calls)
+    drawer(torch.Generator(), 100)
+    assert len(calls) - tried == (1 if at_once else 100)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_kind_of_layer_is_initialised_many_at_a_time(layer):
+    objective = egop.Objective(LAYERS[layer](), lambda model, batch: 0, [])
+    points = egop.Initialization().drawer(objective)(torch.Generator().manual_seed(1), 200)
+    generator = torch.Generator().manual_seed(2)
+    singly = [egop.Initialization().draw(objective, generator) for _ in range(200)]
+    for name, found in points.items():
+        expected = torch.stack([point[name] for point in singly])
+        spread = expected.std().item()
+        if spread == 0:
+            assert torch.equal(found, expected), name
+            continue
+        assert found.std(0).min() > 0.5 * spread, name
+        assert found.std().item() == pytest.approx(spread, rel=10 / found.numel() ** 0.5), name
+        assert found.mean().item() == pytest.approx(expected.mean().item(), abs=8 * spread / found.numel() ** 0.5), name
+
+
+def test_an_initialiser_that_fails_is_heard():
+    def init(model):
+        raise ZeroDivisionError
+
+    drawer = egop.Initialization(init_fn=init).drawer(cases.MLP.objective())
+    with pytest.raises(ZeroDivisionError):
+        drawer(torch.Generator(), 100)
+
+
 def test_an_init_function_may_use_any_global_random_numbers_and_draws_repeat():
     def init(model):
         with torch.no_grad():
@@ -311,6 +428,28 @@ def test_the_noise_of_half_precision_is_drawn_in_single():
     narrow = egop.Objective.from_function(lambda a: a.sum(), {"a": torch.zeros(1000, dtype=torch.float32)})
     expected = draw(egop.Gaussian(), narrow, 1).bfloat16()
     assert torch.equal(draw(egop.Gaussian(), wide, 1), expected)
+
+
+@pytest.mark.parametrize("rho", [egop.Gaussian(2.0, CENTER), egop.Ball(3.0, CENTER), egop.Recentered(0.5)])
+def test_many_points_at_a_time_have_the_distribution_of_single_ones(rho):
+    objective = function_objective()
+    points = rho.drawer(objective)(torch.Generator().manual_seed(1), DRAWS)
+    many = torch.cat([value.flatten(1) for value in points.values()], 1)
+    one = draw(rho, objective)
+    spread = one.std(0)
+    assert ((many.mean(0) - one.mean(0)).abs() < 8 * spread / DRAWS**0.5).all()
+    assert ((many.std(0) / spread - 1).abs() < 8 / DRAWS**0.5).all()
+    lengths = [(rows - rows.mean(0)).norm(dim=1).sort().values for rows in (many, one)]
+    assert (lengths[0] - lengths[1]).abs().mean() < 0.02 * lengths[1].mean()
+    assert len(set(many[:, 0].tolist())) == DRAWS
+
+
+def test_many_points_of_recentered_without_scale_are_the_current_one():
+    objective = cases.MLP.objective()
+    points = egop.Recentered().drawer(objective)(torch.Generator(), 3)
+    for name, parameter in objective.parameters.items():
+        assert torch.equal(points[name], parameter.detach().expand(3, *parameter.shape))
+        assert points[name].data_ptr() != parameter.data_ptr()
 
 
 # --- bad input ---

@@ -10,7 +10,8 @@ import pytest
 import egop
 from egop.experiments.factories import load_objective
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "train_distributed.py"})  # tests/distributed has that one
 
 
 def load(path):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
+from egop.randomness import RandomStream, random_state
 
 
 def mean_square(model, batch):
@@ -272,6 +273,44 @@ def test_random_numbers_inside_preserved_follow_from_its_seed():
     assert numbers(1) == numbers(1)
     assert all(a != b for a, b in zip(numbers(1), numbers(2), strict=True))
     assert all(a != b for a, b in zip(numbers(1), numbers(2**40), strict=True))
+
+
+def numbers():
+    return torch.rand(1).item(), np.random.rand(), random.random()  # noqa: NPY002
+
+
+def test_a_stream_goes_on_where_it_stopped_and_leaves_the_others_alone():
+    objective = linear_objective()
+    with objective.preserved(seed=1):
+        plain = [numbers() for _ in range(4)]
+    one, two = RandomStream(1), RandomStream(2)
+    with objective.preserved(seed=3):
+        expected = [numbers() for _ in range(4)]
+    found, between = [], []
+    with objective.preserved(seed=3):
+        for _ in range(4):
+            with one:
+                found.append(numbers())
+            with two:
+                numbers()
+            between.append(numbers())
+    assert found == plain
+    assert between == expected
+
+
+def test_a_stream_in_which_something_fails_leaves_the_others_alone():
+    state = random_state()
+
+    def interrupted():
+        numbers()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), RandomStream(1):
+        interrupted()
+    after = random_state()
+    assert after[0] == state[0]
+    assert after[1][2] == state[1][2]
+    assert torch.equal(after[2], state[2])
 
 
 def test_current_is_where_training_stands_while_other_values_are_in_the_model():

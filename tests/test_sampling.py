@@ -408,6 +408,98 @@ def test_in_the_loop_dropout_does_not_depend_on_the_chunks_either():
     assert_same(one, many)
 
 
+@pytest.mark.parametrize("rho", [GAUSSIAN, egop.Ball(1.0), egop.Initialization(), egop.Recentered(0.1)])
+def test_the_draws_do_not_depend_on_the_chunks_over_several_blocks_either(rho, monkeypatch):
+    monkeypatch.setattr(sampling, "BLOCK_POINTS", 40)
+    objective = cases.MLP.objective()
+    some, all_at_once = (cases.sample(objective, rho, 130, chunk_bytes=size) for size in (30_000, 2**30))
+    assert_same(some, all_at_once)
+    assert len({row[0, 0].item() for row in some["0.weight"]}) == 130
+
+
+def batches_seen(rho, loss, count=20, **options):
+    """The first entries of the batches that a shuffling loader gives."""
+    data = TensorDataset(torch.arange(60.0, dtype=torch.float64).reshape(60, 1).expand(60, 6), torch.zeros(60).long())
+    seen = []
+
+    def watched(model, batch):
+        seen.append(batch[0][0, 0].item())
+        return loss(model, batch)
+
+    objective = egop.Objective(cases.MLP.build(), watched, DataLoader(data, batch_size=20, shuffle=True))
+    cases.sample(objective, rho, count, method="loop", **options)
+    return seen
+
+
+def restless(model, batch):
+    torch.rand(3), np.random.rand(), random.random()  # noqa: NPY002
+    return cases.cross_entropy(model, batch)
+
+
+def test_what_rho_and_the_loss_draw_does_not_change_the_batches():
+    expected = batches_seen(GAUSSIAN, cases.cross_entropy)
+    assert len(set(expected)) > 6  # a pass has three
+    assert batches_seen(GAUSSIAN, restless) == expected
+    assert batches_seen(egop.Initialization(), restless) == expected
+    assert batches_seen(egop.Recentered(), restless, chunk_bytes=1) == expected
+
+
+def full_above(points, monkeypatch):
+    """A device whose memory is enough for so many points at once; the numbers that were tried."""
+    tried = []
+    real = sampling.vmapped
+
+    def vmapped(objective, names, taken):
+        tried.append(len(taken))
+        if len(taken) > points:
+            raise torch.OutOfMemoryError
+        return real(objective, names, taken)
+
+    monkeypatch.setattr(sampling, "vmapped", vmapped)
+    return tried
+
+
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_a_chunk_that_does_not_fit_is_halved_until_it_does(method, monkeypatch, lines):
+    objective = cases.MLP.objective()
+    expected = cases.sample(objective, GAUSSIAN, 50, method="vmap")
+    tried = full_above(15, monkeypatch)
+    assert_same(cases.sample(objective, GAUSSIAN, 50, method=method), expected)
+    assert tried[1:] == [50, 25, 12, 12, 12, 12, 2]  # after the trial of two
+    assert lines() == []
+
+
+def test_one_point_that_does_not_fit_is_an_error_and_the_model_stays(monkeypatch):
+    objective = cases.MLP.objective()
+    before = cases.state_of(objective.module)
+    chunks = sample_gradients(objective, GAUSSIAN, 50, generator=torch.Generator(), method="vmap", chunk_bytes=5000)
+    next(chunks)
+    full_above(0, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(chunks)
+    assert cases.state_of(objective.module) == before
+
+
+def test_a_batch_that_is_a_part_of_a_large_tensor_counts_by_its_own_size():
+    def longest(batches):
+        objective = egop.Objective(cases.MLP.build(), cases.cross_entropy, batches)
+        return max(chunk_lengths(objective, 200, method="vmap", chunk_bytes=2**20))
+
+    x, y = (torch.cat(each) for each in zip(*cases.MLP.batches(200), strict=True))
+    parts = list(zip(x.split(16), y.split(16), strict=True))
+    assert longest(parts) == longest([tuple(tensor.clone() for tensor in batch) for batch in parts]) > 10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rho", [GAUSSIAN, egop.Initialization(), egop.Recentered(0.1)])
+def test_loop_and_vmap_agree_on_a_gpu_too(rho):
+    batches = [tuple(tensor.cuda() for tensor in batch) for batch in cases.MLP.batches()]
+    objective = egop.Objective(cases.MLP.build().cuda(), cases.cross_entropy, batches)
+    looped, vmapped = sample_both(objective, 70, rho)
+    assert_same(vmapped, looped)
+    assert_same(cases.sample(objective, rho, 70, chunk_bytes=50_000), looped)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_are_as_small_as_the_memory_asks(method):
     objective = cases.MLP.objective()
@@ -655,3 +747,12 @@ def test_a_first_draw_that_is_not_finite_is_named_too(method):
     objective = egop.Objective.from_function(lambda theta: theta.log().sum(), {"theta": -torch.ones(2)})
     with pytest.raises(FloatingPointError, match="The loss is not finite at draw 0"):
         cases.sample(objective, egop.Recentered(), 5, method=method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_finite_gradients_whose_sum_is_not_are_fine(method):
+    scale = torch.tensor([3e38, 3e38, 1.0])
+    objective = egop.Objective.from_function(lambda theta: (scale * theta).sum() * 0.9, {"theta": torch.zeros(3)})
+    gradients = cases.sample(objective, egop.Recentered(), 3, method=method)["theta"]
+    assert gradients.sum() == float("inf")
+    torch.testing.assert_close(gradients, (0.9 * scale).expand(3, 3))

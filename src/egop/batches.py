@@ -143,6 +143,9 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._each)
 
+    def __len__(self) -> int:
+        return len(self._each)
+
     def collect(self) -> None:
         """Stack the gradients of all blocks that have one."""
         for batch in self._each:

@@ -5,23 +5,35 @@ from __future__ import annotations
 import abc
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from egop.objective import Objective, seed_everything
+from egop.objective import Objective
+from egop.randomness import drawn_outside_torch, seed_everything
 
 logger = logging.getLogger("egop")
 
+# Draws ``count`` points: for each parameter its values, stacked along a new first dimension.
+Drawer = Callable[[torch.Generator, int], dict[str, Tensor]]
+
+# From so many initialisations on, it pays to find out whether they can be drawn all at once.
+_WORTH_A_TRIAL = 32
+
 
 class Distribution(abc.ABC):
-    """A distribution of parameter points. A subclass writes :meth:`draw`."""
+    """A distribution of parameter points. A subclass writes :meth:`draw`, and :meth:`drawer` where that is faster."""
 
     @abc.abstractmethod
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
         """One point: a value for each of the objective's parameters, drawn from ``generator`` alone."""
+
+    def drawer(self, objective: Objective) -> Drawer | None:
+        """What draws many points at a time, where that is faster than :meth:`draw`."""
+        return None
 
     def check(self, objective: Objective) -> None:  # noqa: B027 - most distributions fit every objective
         """Raise an error that says what is wrong when this distribution does not fit the objective."""
@@ -47,8 +59,14 @@ class Gaussian(Distribution):
         _check_center(self.center, objective)
 
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        noise = _standard_normal(objective, generator)
-        return _around(self.center, {name: self.scale * value for name, value in noise.items()})
+        return _first(self.drawer(objective)(generator, 1))
+
+    def drawer(self, objective: Objective) -> Drawer:
+        return partial(self._draw, objective)
+
+    def _draw(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        noise = _standard_normal(objective, generator, count)
+        return _around(self.center, {name: value.mul_(self.scale) for name, value in noise.items()})
 
 
 @dataclass(frozen=True)
@@ -71,12 +89,21 @@ class Ball(Distribution):
         _check_center(self.center, objective)
 
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        noise = _standard_normal(objective, generator)
-        dimension = sum(value.numel() for value in noise.values())
-        norm = math.sqrt(sum(value.double().square().sum().item() for value in noise.values()))
-        uniform = torch.rand((), generator=generator, device=generator.device, dtype=torch.float64).item()
-        length = self.radius * uniform ** (1 / dimension) / norm
-        return _around(self.center, {name: length * value for name, value in noise.items()})
+        return _first(self.drawer(objective)(generator, 1))
+
+    def drawer(self, objective: Objective) -> Drawer:
+        return partial(self._draw, objective)
+
+    def _draw(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        noise = _standard_normal(objective, generator, count)
+        dimension = sum(value[0].numel() for value in noise.values())
+        squares = torch.stack([value.double().square().reshape(count, -1).sum(1) for value in noise.values()])
+        uniform = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
+        lengths = self.radius * uniform.to(squares) ** (1 / dimension) / squares.sum(0).sqrt()
+        scaled = {
+            name: (lengths.reshape(-1, *[1] * (value.dim() - 1)) * value).to(value) for name, value in noise.items()
+        }
+        return _around(self.center, scaled)
 
 
 @dataclass(frozen=True)
@@ -114,18 +141,10 @@ class Initialization(Distribution):
             )
 
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        module = objective.module
-        assert module is not None, "check() was not called"
-        seed = torch.randint(2**62, (), generator=generator, device=generator.device).item()
-        with objective.preserved(), torch.no_grad():
-            objective.write(objective.current)  # what has no initialiser stays where training stands
-            seed_everything(int(seed))
-            if self.init_fn is not None:
-                self.init_fn(module)
-            else:
-                for _, reset in _initialisers(module):
-                    reset()
-            return {name: parameter.detach().clone() for name, parameter in objective.parameters.items()}
+        return _first(self.drawer(objective)(generator, 1))
+
+    def drawer(self, objective: Objective) -> Drawer:
+        return _Initialiser(objective, self.init_fn or _reset).draw
 
 
 @dataclass(frozen=True)
@@ -144,16 +163,93 @@ class Recentered(Distribution):
             raise ValueError(f"Invalid scale value: {self.scale}. Must be zero or a positive number.")
 
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
+        return _first(self.drawer(objective)(generator, 1))
+
+    def drawer(self, objective: Objective) -> Drawer:
+        return partial(self._draw, objective)
+
+    def _draw(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         if self.scale == 0:
-            return {name: value.clone() for name, value in objective.current.items()}
-        noise = _standard_normal(objective, generator)
-        return {name: value + self.scale * noise[name] for name, value in objective.current.items()}
+            return _repeated(objective.current, count)
+        noise = _standard_normal(objective, generator, count)
+        return {name: noise[name].mul_(self.scale).add_(value) for name, value in objective.current.items()}
 
 
-def _standard_normal(objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
+class _Initialiser:
+    """Draws initialisations of a module: all at once with ``torch.func`` if that is found to do the same.
+
+    A generator that is given must decide everything, so each call seeds the global random numbers, which
+    initialisers draw from, by the generator's.
+    """
+
+    def __init__(self, objective: Objective, function: Callable[[nn.Module], object]) -> None:
+        self.objective, self.function = objective, function
+        self.vmaps: bool | None = None  # not known yet
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        """Points from the generator."""
+        seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
+        with self.objective.preserved():
+            if self.vmaps is None and count >= _WORTH_A_TRIAL:
+                self.vmaps = self._vmap_does_the_same(seeds[0])
+            if self.vmaps and count > 1:
+                return self._vmapped(seeds[0], count, "different")
+            return stacked([self._one(seed) for seed in seeds])
+
+    def _one(self, seed: int) -> dict[str, Tensor]:
+        module = self.objective.module
+        assert module is not None, "check() was not called"
+        self.objective.write(self.objective.current)  # what has no initialiser stays where training stands
+        seed_everything(seed)
+        self.function(module)
+        return {name: parameter.detach().clone() for name, parameter in self.objective.parameters.items()}
+
+    def _vmapped(self, seed: int, count: int, randomness: str) -> dict[str, Tensor]:
+        def initialise(values: dict[str, Tensor]) -> dict[str, Tensor]:
+            self.objective.at(values, self.function)
+            return values  # written in place
+
+        seed_everything(seed)
+        start = _repeated(self.objective.current, count)
+        return dict(torch.func.vmap(initialise, randomness=randomness)(start))
+
+    def _vmap_does_the_same(self, seed: int) -> bool:
+        """With random numbers that all points share, vmap must give exactly what a single draw gives."""
+        plain = self._one(seed)
+        if drawn_outside_torch(seed):
+            return False
+        try:
+            shared = self._vmapped(seed, 2, "same")
+            self._vmapped(seed, 2, "different")  # which refuses more
+        except Exception:  # vmap refuses in many ways; the plain draw has shown that the initialiser is not at fault
+            return False
+        return all(torch.equal(shared[name], value.expand_as(shared[name])) for name, value in plain.items())
+
+
+def _reset(module: nn.Module) -> None:
+    for _, reset in _initialisers(module):
+        reset()
+
+
+def _first(points: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[0] for name, value in points.items()}
+
+
+def stacked(points: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """For each parameter its values at the points, along a new first dimension."""
+    return {name: torch.stack([point[name] for point in points]) for name in points[0]}
+
+
+def _repeated(point: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    return {name: value.expand(count, *value.shape).clone() for name, value in point.items()}
+
+
+def _standard_normal(objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
     def draw(parameter: Tensor) -> Tensor:
         dtype = torch.promote_types(parameter.dtype, torch.float32)  # half precision has too few distinct draws
-        return torch.randn(parameter.shape, generator=generator, device=generator.device, dtype=dtype).to(parameter)
+        shape = (count, *parameter.shape)
+        return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype).to(parameter)
 
     return {name: draw(parameter) for name, parameter in objective.parameters.items()}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from egop.randomness import random_state, seed_everything, set_random_state
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -56,7 +56,7 @@ class Objective:
             plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self._loss = loss_fn
-        self._bound = _LossModule(model, loss_fn)
+        self._bound = _Bound(model)
         self._batches = batches
         self._kept: dict[str, Tensor] | None = None
         _check_parameters(self.parameters)
@@ -121,8 +121,14 @@ class Objective:
         """The loss at ``values``, as a pure function of them: what ``torch.func`` can differentiate and batch."""
         if self.module is None:
             return _scalar(self._function(batch, **values))
-        named = {f"model.{name}": value for name, value in self._as_registered(values).items()}
-        return _scalar(torch.func.functional_call(self._bound, named, (batch,)))
+        return _scalar(self.at(values, self._loss, batch))
+
+    def at(self, values: Mapping[str, Tensor], function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(module, *arguments)`` with these values in the place of the module's own parameters."""
+        assert self.module is not None
+        names = {name: plain_name(name) for name, _ in self.module.named_parameters()}
+        named = {f"model.{name}": values[plain] for name, plain in names.items() if plain in values}
+        return torch.func.functional_call(self._bound, named, (function, *arguments))
 
     def gradients(self, values: Mapping[str, Tensor], batch: Any, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
         """The loss at ``values`` and its gradients by the named parameters, by plain reverse mode.
@@ -173,52 +179,29 @@ class Objective:
         Parameters, buffers, gradients, train/eval modes and the global random states of torch, numpy and ``random`` are
         put back, also when the loss raises or the user interrupts. Inside, the random states start from ``seed``.
         """
-        outer = self._kept
-        # Seeding reaches every GPU, whether the model is on it or not.
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        states = random.getstate(), np.random.get_state()  # noqa: NPY002
+        outer, states = self._kept, random_state()
         restore = _remember(self.module) if self.module is not None else lambda: None
         if outer is None:
             self._kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
-            with torch.random.fork_rng(devices=devices):
-                if seed is not None:
-                    seed_everything(seed)
-                yield
+            if seed is not None:
+                seed_everything(seed)
+            yield
         finally:
+            set_random_state(states)
             restore()
-            random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
             self._kept = outer
 
-    def _as_registered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values under the names the module itself uses."""
-        assert self.module is not None
-        return {
-            name: values[plain_name(name)] for name, _ in self.module.named_parameters() if plain_name(name) in values
-        }
 
+class _Bound(nn.Module):
+    """Calls a function with the model, so that ``functional_call`` reaches every use of the parameters in it."""
 
-class _LossModule(nn.Module):
-    """The loss as a module, so that ``functional_call`` reaches every use of the parameters in ``loss_fn``."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn = loss_fn
 
-    def forward(self, batch: Any) -> Tensor:
-        return self._loss_fn(self.model, batch)
-
-
-def seed_everything(seed: int) -> None:
-    """Start the global random numbers of torch, numpy and ``random`` anew; only inside :meth:`Objective.preserved`."""
-    # torch.manual_seed would be slow where CUDA is not in use yet: it leaves a note with a stack trace for later.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.model, *arguments)
 
 
 def _remember(module: nn.Module) -> Callable[[], None]:

@@ -105,6 +105,7 @@ class ReparameterizedOptimizer(Optimizer):
     @property
     def basis(self) -> Reparameterization:
         """A copy of the change of basis of each block as it is now."""
+        self._settle()
         return Reparameterization([block.whole_change(_cloned(block.change.tensors)) for block in self._blocks])
 
     @property
@@ -123,6 +124,7 @@ class ReparameterizedOptimizer(Optimizer):
         if self._inner is None:  # called by Optimizer.__init__, with groups that are already checked
             super().add_param_group(param_group)
             return
+        self._settle()
         (group,) = named_groups(
             [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
         )
@@ -177,6 +179,7 @@ class ReparameterizedOptimizer(Optimizer):
                 ``"reset"`` starts them anew.
         """
         check_moments(moments)
+        self._settle()
         own = {block.change.block.name: block for block in self._blocks}
         if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
             self._replace_blocks(bind(basis, self.param_groups), moments)
@@ -228,6 +231,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates."""
+        self._settle()
         state = super().state_dict()
         state["state"] = inner_state(self.inner, self._blocks, self._pieces)
         state["egop"] = {
@@ -238,7 +242,7 @@ class ReparameterizedOptimizer(Optimizer):
             "blocks": [
                 block.whole_change().describe()
                 | {"tensors": dict(block.change.tensors)}
-                | {"coordinates": [block.spread(coordinate) for coordinate in block.coordinates]}
+                | {"coordinates": [block.spread(*each) for each in enumerate(block.coordinates)]}
                 | {"rest": block.rest, "stand_for": block.stand_for()}
                 for block in self._blocks
             ],
@@ -249,6 +253,7 @@ class ReparameterizedOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
+        self._settle()
         kept = dict(self.__dict__)
         try:
             self._load(state_dict)
@@ -278,6 +283,7 @@ class ReparameterizedOptimizer(Optimizer):
             self.refresher.load_state_dict(saved["refresh"])
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         return super().__getstate__() | {name: self.__dict__[name] for name in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -310,6 +316,11 @@ class ReparameterizedOptimizer(Optimizer):
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
         self._inner = self._class(groups, **self._hyperparameters)
         self._gather()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        if self.refresher is not None:
+            self.refresher.settle(self)
 
     def _gather(self) -> None:
         self._batches = Batches(self._blocks, compiled=self._compiled)

@@ -5,28 +5,34 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from egop.distributions import Distribution
-from egop.objective import Objective, seed_everything
+from egop.distributions import Distribution, stacked
+from egop.gradients import Gradients, Points, looped, tensors_of, vmapped
+from egop.objective import Objective
+from egop.randomness import RandomStream, drawn_outside_torch
 
 logger = logging.getLogger("egop")
 
 Method = Literal["auto", "loop", "vmap"]
 
-# What one chunk of points may hold in values, gradients and activations.
-CHUNK_BYTES = 256 * 2**20
-# Beyond this many points at once the products are large enough to fill any machine.
-CHUNK_POINTS = 256
+# What one chunk of points may hold in values, gradients and activations on the CPU. More would be slower there: larger
+# tensors come from fresh pages of memory every time, and leave the cache.
+CHUNK_BYTES = 128 * 2**20
+# On a GPU a chunk may take this share of the memory that is free, and no more than so many bytes.
+GPU_SHARE, GPU_BYTES = 0.25, 16 * 2**30
+# Beyond this many points at once the products are large enough to fill any machine; a loop gains nothing by many.
+CHUNK_POINTS, LOOP_POINTS = 4096, 256
+
+# Points are drawn in blocks of this many, or of so many values. Chunks have no say in it, or they would in the draws.
+BLOCK_POINTS, BLOCK_VALUES = 1024, 2**22
 
 
 def sample_gradients(
@@ -38,12 +44,12 @@ def sample_gradients(
     generator: torch.Generator,
     method: Method = "auto",
     progress: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Draw ``samples`` points from rho and yield the gradients there, a chunk of points at a time.
 
-    Each point has seeds and a batch of its own, so the result does not depend on how the points are chunked (except for
-    dropout masks where points are vmapped: torch draws those for a whole chunk at once).
+    Each point has a seed and a batch of its own, so the result does not depend on how the points are chunked (except
+    for dropout masks where points are vmapped: torch draws those for a whole chunk at once).
 
     Args:
         objective: the loss and its batches.
@@ -54,7 +60,7 @@ def sample_gradients(
         method: ``"loop"`` works for every model, ``"vmap"`` takes many points at once, ``"auto"`` uses the second
             where it gives the same gradients and falls back to the first elsewhere, with one log line.
         progress: show a progress bar with the time left.
-        chunk_bytes: the memory one chunk may take.
+        chunk_bytes: the memory one chunk may take; by default what suits the device.
 
     Yields:
         For each name the gradients stacked along a new first dimension, all checked to be finite.
@@ -67,27 +73,32 @@ def sample_gradients(
     base = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     with contextlib.ExitStack() as stack:
         stack.enter_context(objective.preserved(seed=base))
-        points = _draw(objective, rho, base)
-        first = next(points)
-        many, size = _choose(objective, wanted, first, method, chunk_bytes)
-        points = itertools.chain([first], points)
+        source = _Source(objective, rho, base, samples)
+        many, size = _choose(objective, wanted, source.first(), method, chunk_bytes or _memory_for_chunks(objective))
         # Only now, so that what is said of the choice does not run into it.
         bar = stack.enter_context(tqdm(total=samples, desc="Sampling gradients", disable=not progress))
         done = 0
         while done < samples:
-            chunk = list(itertools.islice(points, min(size, samples - done)))
+            points = source.take(min(size, samples - done))
             try:
-                losses, gradients = (_vmapped if many else _looped)(objective, wanted, chunk)
+                losses, gradients = (vmapped if many else looped)(objective, wanted, points)
+            except torch.OutOfMemoryError:
+                if not many or len(points) == 1:
+                    raise
+                source.give_back(points)
+                size = len(points) // 2
+                continue
             except Exception as error:  # as in _choose; other batches may bring what vmap refuses
                 if not many or method == "vmap":
                     raise
                 _say_why(_first_line(error))
+                source.give_back(points)
                 many = False
-                losses, gradients = _looped(objective, wanted, chunk)
+                continue
             _check_finite(wanted, losses, gradients, first_draw=done)
             yield dict(zip(wanted, gradients, strict=True))
-            done += len(chunk)
-            bar.update(len(chunk))
+            done += len(points)
+            bar.update(len(points))
 
 
 def check_samples(samples: int) -> None:
@@ -96,98 +107,99 @@ def check_samples(samples: int) -> None:
         raise ValueError(f"Invalid samples value: {samples!r}. Must be a whole number of at least 1.")
 
 
-class _Point(NamedTuple):
-    seed: int
-    values: dict[str, Tensor]
-    batch: Any
+class _Source:
+    """The points of one run, in order: values drawn in blocks, batches fetched when their points are taken."""
+
+    def __init__(self, objective: Objective, rho: Distribution, base: int, samples: int) -> None:
+        device = next(iter(objective.parameters.values())).device
+        dimension = sum(parameter.numel() for parameter in objective.parameters.values())
+        self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
+        self.base, self.left, self.drawn = base, samples, 0
+        self.block = max(1, min(BLOCK_POINTS, BLOCK_VALUES // dimension))
+        drawer = rho.drawer(objective)
+        if drawer is None:
+            self.block, drawer = 1, lambda generator, _: stacked([rho.draw(objective, generator)])
+        self.drawer = drawer
+        self.ready: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn and not taken yet
+        self.batches = objective.batches()
+        # Shuffling and augmentation have random numbers of their own, which neither rho nor the loss disturbs.
+        self.stream = RandomStream(self._seeds(base, 1)[0])
+
+    def first(self) -> Points:
+        """The first point, which is not taken by this."""
+        points = self.take(1)
+        self.give_back(points)
+        return points
+
+    def take(self, count: int) -> Points:
+        """The next points."""
+        with self.stream:
+            batches = list(itertools.islice(self.batches, count))
+        taken: list[tuple[list[int], dict[str, Tensor]]] = []
+        while count:
+            seeds, values = self.ready.pop(0) if self.ready else self._draw()
+            taken.append((seeds[:count], {name: value[:count] for name, value in values.items()}))
+            if len(seeds) > count:
+                self.ready.insert(0, (seeds[count:], {name: value[count:] for name, value in values.items()}))
+            count -= len(taken[-1][0])
+        if len(taken) == 1:
+            return Points(*taken[0], batches)
+        values = {name: torch.cat([part[name] for _, part in taken]) for name in taken[0][1]}
+        return Points([seed for seeds, _ in taken for seed in seeds], values, batches)
+
+    def give_back(self, points: Points) -> None:
+        """Undo :meth:`take`."""
+        self.batches = itertools.chain(points.batches, self.batches)
+        self.ready.insert(0, (points.seeds, points.values))
+
+    def _draw(self) -> tuple[list[int], dict[str, Tensor]]:
+        count = min(self.block, self.left)
+        self.left -= count
+        self.drawn += 1
+        # Seeds of their own: with a common one, dropout masks would be made of the numbers that made the points.
+        seeds = self._seeds(self.base + self.drawn, count)
+        return seeds, self.drawer(self.generator, count)
+
+    def _seeds(self, seed: int, count: int) -> list[int]:
+        self.generator.manual_seed(seed)
+        return torch.randint(2**62, (count,), generator=self.generator, device=self.generator.device).tolist()
 
 
-Gradients = tuple[Tensor, list[Tensor]]  # the losses of the points, and for each name the stacked gradients
-
-
-def _draw(objective: Objective, rho: Distribution, base: int) -> Iterator[_Point]:
+def _memory_for_chunks(objective: Objective) -> int:
     device = next(iter(objective.parameters.values())).device
-    generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
-    batches = objective.batches()
-    for first in itertools.count(base):
-        generator.manual_seed(first)
-        # Seeds of their own: with a common one, dropout masks would be made of the numbers that made the point.
-        for_batch, for_loss = torch.randint(2**62, (2,), generator=generator, device=generator.device).tolist()
-        seed_everything(for_batch)  # shuffling and augmentation
-        batch = next(batches)
-        yield _Point(for_loss, rho.draw(objective, generator), batch)
-
-
-def _looped(objective: Objective, names: Sequence[str], points: Sequence[_Point]) -> Gradients:
-    losses, gradients = [], []
-    for point in points:
-        seed_everything(point.seed)  # dropout and the like
-        loss, found = objective.gradients(point.values, point.batch, names)
-        losses.append(loss)
-        gradients.append(found)
-    return torch.stack(losses), [torch.stack(stack) for stack in zip(*gradients, strict=True)]
-
-
-def _vmapped(objective: Objective, names: Sequence[str], points: Sequence[_Point]) -> Gradients:
-    """The same as the loop; all points with batches of one shape go through one vmapped call."""
-    flat: list[list[Tensor]] = []
-    skeletons = [_skeleton(point.batch, flat) for point in points]
-    alike: list[list[int]] = []
-    for index, skeleton in enumerate(skeletons):
-        group = next((group for group in alike if _equal(skeletons[group[0]], skeleton)), None)
-        if group is None:
-            alike.append([index])
-        else:
-            group.append(index)
-    parts = [
-        _vmapped_alike(objective, names, [points[i] for i in group], [flat[i] for i in group], skeletons[group[0]])
-        for group in alike
-    ]
-    losses, gradients = zip(*parts, strict=True)
-    place = torch.tensor([index for group in alike for index in group], device=losses[0].device).argsort()
-    return torch.cat(losses)[place], [torch.cat(pieces)[place] for pieces in zip(*gradients, strict=True)]
-
-
-def _vmapped_alike(
-    objective: Objective, names: Sequence[str], points: Sequence[_Point], flat: list[list[Tensor]], skeleton: Any
-) -> Gradients:
-    def loss(moving: dict[str, Tensor], still: dict[str, Tensor], leaves: list[Tensor]) -> Tensor:
-        return objective.loss(moving | still, _map(skeleton, _Slot, lambda slot: leaves[slot.index]))
-
-    stacked = {name: torch.stack([point.values[name] for point in points]) for name in points[0].values}
-    moving = {name: stacked.pop(name) for name in names}
-    one_batch = all(point.batch is points[0].batch for point in points)
-    leaves = flat[0] if one_batch else [torch.stack(group) for group in zip(*flat, strict=True)]
-    in_dims = (0, 0, None if one_batch else 0)
-    seed_everything(points[0].seed)
-    function = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=in_dims, randomness="different")
-    gradients, losses = function(moving, stacked, leaves)
-    return losses.detach(), [gradients[name].detach() for name in names]
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(GPU_BYTES, int(GPU_SHARE * free))
 
 
 def _choose(
-    objective: Objective, names: Sequence[str], point: _Point, method: Method, chunk_bytes: int
+    objective: Objective, names: Sequence[str], point: Points, method: Method, chunk_bytes: int
 ) -> tuple[bool, int]:
     """Whether to take points many at a time, and how many."""
     saved: dict[int, int] = {}
 
     def measure(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        # An expanded tensor takes less than its size, and a row of a large one does not take all of that.
+        size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        saved[tensor.data_ptr()] = max(size, saved.get(tensor.data_ptr(), 0))
         return tensor
 
     buffers = _buffers(objective.module)
     with torch.autograd.graph.saved_tensors_hooks(measure, lambda tensor: tensor):
-        plain = _looped(objective, names, [point])
+        plain = looped(objective, names, point)
     _check_finite(names, *plain, first_draw=0)
     held = sum(value.nbytes for value in point.values.values())
-    looped = False, max(1, min(CHUNK_POINTS, chunk_bytes // (2 * held + 1)))
+    batch = sum(tensor.nbytes for tensor in tensors_of(point.batches[0]))
+    one_by_one = False, min(LOOP_POINTS, _chunk_points(chunk_bytes, 2 * held + batch))
     if method == "loop":
-        return looped
-    reason = _random_outside_torch(point.seed) or _written(objective.module, buffers)
+        return one_by_one
+    reason = _random_outside_torch(point.seeds[0]) or _written(objective.module, buffers)
     if reason is None:
         try:
             if _vmap_is_right(objective, names, point, plain):
-                return True, max(1, min(CHUNK_POINTS, chunk_bytes // (3 * held + 2 * sum(saved.values()) + 1)))
+                return True, _chunk_points(chunk_bytes, 3 * held + batch + 2 * sum(saved.values()))
             reason = "it does not give this model's gradients"
         except Exception as error:  # vmap refuses in many ways; the loop then shows whether the model is at fault
             if method == "vmap":
@@ -196,7 +208,12 @@ def _choose(
     if method == "vmap":
         raise RuntimeError(f"Gradients cannot be sampled with torch.func.vmap: {reason}. Use sampling='auto'.")
     _say_why(reason)
-    return looped
+    return one_by_one
+
+
+def _chunk_points(available: int, each: int) -> int:
+    points = max(1, min(CHUNK_POINTS, available // (each + 1)))
+    return points - points % BLOCK_POINTS if points > BLOCK_POINTS else points  # whole blocks need no copy
 
 
 def _say_why(reason: str) -> None:
@@ -207,19 +224,20 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-def _vmap_is_right(objective: Objective, names: Sequence[str], point: _Point, plain: Gradients) -> bool:
+def _vmap_is_right(objective: Objective, names: Sequence[str], point: Points, plain: Gradients) -> bool:
     """Whether vmap gives the loop's gradients at a point."""
     if objective.module is not None:
         # What the loss reads past the model it is given keeps its own value under vmap, and must not look right.
-        objective.write({name: torch.zeros_like(value) for name, value in point.values.items()})
-    vmapped = _vmapped(objective, names, [point, point])
-    if _agree(plain, vmapped):
+        objective.write({name: torch.zeros_like(value[0]) for name, value in point.values.items()})
+    twice = point.some([0, 0])
+    at_once = vmapped(objective, names, twice)
+    if _agree(plain, at_once):
         return True
-    if _agree(plain, _looped(objective, names, [point._replace(seed=point.seed + 1)])):
+    if _agree(plain, looped(objective, names, replace(point, seeds=[point.seeds[0] + 1]))):
         return False
     # A model that draws random numbers: loop and vmap share none, but two vmapped runs of one seed do. The second one
     # has the point's own values in the model, where the loop has just written them.
-    return _agree(vmapped, _vmapped(objective, names, [point, point]))
+    return _agree(at_once, vmapped(objective, names, twice))
 
 
 def _agree(one: Gradients, other: Gradients) -> bool:
@@ -249,64 +267,24 @@ def _written(module: nn.Module | None, before: dict[str, tuple[Tensor, int]]) ->
 
 
 def _random_outside_torch(seed: int) -> str | None:
-    """Whether what ran since ``seed_everything(seed)`` has drawn random numbers that vmap knows nothing about."""
-    after = random.random(), np.random.random()  # noqa: NPY002
-    seed_everything(seed)
-    if after == (random.random(), np.random.random()):  # noqa: NPY002
-        return None
-    return "the loss draws random numbers from Python or numpy, which all points would share"
+    if drawn_outside_torch(seed):
+        return "the loss draws random numbers from Python or numpy, which all points would share"
+    return None
 
 
 def _check_finite(names: Sequence[str], losses: Tensor, gradients: Sequence[Tensor], first_draw: int) -> None:
+    # One look at the device for all of them. Finite numbers whose sum is not are sorted out below.
+    sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).double() for each in (losses, *gradients)]
+    if torch.isfinite(torch.stack(sums)).all():
+        return
     checks = [("The loss", losses)] + [
         (f"The gradient of '{name}'", gradient) for name, gradient in zip(names, gradients, strict=True)
     ]
-    for what, stacked in checks:
-        finite = torch.isfinite(stacked).flatten(1).all(1) if stacked.dim() > 1 else torch.isfinite(stacked)
+    for what, values in checks:
+        finite = torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else torch.isfinite(values)
         if not finite.all():
             draw = first_draw + int(finite.logical_not().nonzero()[0])
             raise FloatingPointError(
                 f"{what} is not finite at draw {draw}. The points may lie too far out: use a rho of smaller scale, "
                 "or check the loss for overflow, log(0) and division by zero."
             )
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """The place of one tensor in a batch."""
-
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _skeleton(batch: Any, flat: list[list[Tensor]]) -> Any:
-    """The batch with its tensors replaced by slots; the tensors are appended to ``flat`` as one list."""
-    leaves: list[Tensor] = []
-    flat.append(leaves)
-
-    def take(tensor: Tensor) -> _Slot:
-        leaves.append(tensor)
-        return _Slot(len(leaves) - 1, tensor.shape, tensor.dtype, tensor.device)
-
-    return _map(batch, Tensor, take)
-
-
-def _map(structure: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to everything of one kind in nested lists, tuples and mappings."""
-    if isinstance(structure, kind):
-        return function(structure)
-    if isinstance(structure, Mapping):
-        return type(structure)({key: _map(value, kind, function) for key, value in structure.items()})  # type: ignore[call-arg]
-    if isinstance(structure, (list, tuple)):
-        items = [_map(value, kind, function) for value in structure]
-        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
-    return structure
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except Exception:  # arrays and the like have no single answer
-        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -88,11 +89,43 @@ def load_inner_state(inner: Optimizer, state: Mapping[int, Mapping[str, Any]]) -
         own.update({key: value.to(own[key].device) for key, value in numbers.items()})
 
 
+def stepped_owners(groups: list[dict[str, Any]], blocks: Sequence[BoundBlock]) -> list[tuple[str | None, bool]]:
+    """For all that the inner optimizer steps, by position, the parameter with whose rows its own go, if there is one.
+
+    With it comes whether that holds only where the parameter is cut by rows: not for one that is stepped itself.
+    """
+    inside = {id(owner): block for block in blocks for owner in block.owners}
+    found: list[tuple[str | None, bool]] = []
+    done: set[int] = set()
+    for group in groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            block = inside.get(id(parameter))
+            if block is None:
+                found.append((plain_name(name), False))
+            elif id(block) not in done:  # a block stands where its first parameter does
+                done.add(id(block))
+                found += [(owner, True) for owner in row_owners(block, groups)]
+    return found
+
+
+def row_owners(block: BoundBlock, groups: list[dict[str, Any]]) -> list[str | None]:
+    """For each of a block's coordinates the parameter with whose rows its own go, if there is one."""
+    if not block.rowwise:
+        return [None] * len(block.coordinates)
+    pairs = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
+    names = {id(parameter): plain_name(name) for parameter, name in pairs}
+    return [names[id(owner)] for owner in block.owners]
+
+
 def _stepped(inner: Optimizer) -> list[Tensor]:
     return [tensor for group in inner.param_groups for tensor in group["params"]]
 
 
 def _spreading(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -> list[Callable[[Tensor], Tensor]]:
     """For each position what makes a tensor of the processes' pieces of it."""
-    own = {id(coordinate): block.spread for block in blocks for coordinate in block.coordinates}
+    own = {
+        id(coordinate): partial(block.spread, place)
+        for block in blocks
+        for place, coordinate in enumerate(block.coordinates)
+    }
     return [own.get(id(tensor)) or pieces.spreading(tensor) for tensor in _stepped(inner)]

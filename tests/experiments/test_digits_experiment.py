@@ -1,9 +1,15 @@
+import math
+
 import pytest
 import torch
 
-from egop.experiments import batched
-from egop.experiments.base import Context
-from egop.experiments.digits import DigitsExperiment, DigitsProblem
+import egop
+from egop.experiments import batched, digits_problem
+from egop.experiments.base import Context, over_processes
+from egop.experiments.data import digits
+from egop.experiments.digits import DigitsExperiment
+from egop.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem, train_alone
+from egop.experiments.models import cross_entropy, xavier_
 from egop.experiments.records import Record, Store
 from egop.experiments.sweeps import EGOP, ORIGINAL, TUNING
 from fakes import verdicts
@@ -99,8 +105,38 @@ def test_a_toy_run_has_curves_of_all_methods_in_both_coordinates(tmp_path, monke
     assert all(series.egop == (EGOP in series.label) for series in picture.panels[0].series)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD+momentum"])
+def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
+    seeds, rates = [1, 5], [0.01, 0.02]
+    bases = [
+        egop.estimate(
+            egop.Objective(digits_problem.network(seed), cross_entropy, [digits().train.batch]),
+            rho=egop.Initialization(init_fn=xavier_),
+            partition={"last": ["2.weight"]},
+            structure=egop.Full(),
+            samples=10,
+            generator=torch.Generator().manual_seed(seed),
+            progress=False,
+        )
+        for seed in seeds
+    ]
+    problem = DigitsProblem(seeds, torch.device("cpu"))
+    basis = batched.Basis.stack(bases) if turned else None
+    found, _ = batched.train(problem, optimizer, rates, 2 * STEPS_PER_EPOCH, record_every=STEPS_PER_EPOCH, basis=basis)
+    alone = train_alone(seeds[1], optimizer, rates[0], 2, basis=bases[1] if turned else None)
+    assert found["loss"][1, 0].tolist() == pytest.approx(alone.loss, rel=1e-4)
+    assert found["test accuracy"][1, 0].tolist() == pytest.approx(alone.metrics["test accuracy"], abs=2e-3)
+
+
+def test_processes_keep_the_order():
+    assert over_processes(math.sqrt, [4.0, 9.0, 16.0], 2) == [2.0, 3.0, 4.0]
+
+
 def test_a_basis_has_a_block_for_each_weight_matrix(monkeypatch):
-    monkeypatch.setattr("egop.experiments.digits.digits_network", lambda: torch.nn.Sequential(torch.nn.Linear(64, 10)))
+    monkeypatch.setattr(
+        "egop.experiments.digits_problem.digits_network", lambda: torch.nn.Sequential(torch.nn.Linear(64, 10))
+    )
     (basis,) = DigitsProblem([0], torch.device("cpu")).bases()
     assert list(basis) == ["0.weight"]
     assert basis.spectrum["0.weight"].samples == 650

@@ -142,7 +142,7 @@ def test_the_recorded_loss_is_the_mean_over_all_training_samples(problem):
     product = point["2.weight"] @ point["1.weight"] @ point["0.weight"]
     residuals = problem.train[:, None] @ (product - problem.target[:, None]).mT
     assert torch.allclose(problem.evaluate(point)["loss"], residuals.square().sum((-2, -1)) / 1000)
-    batches = torch.stack([problem.losses(point, step) for step in range(problem.steps_per_epoch)])
+    batches = torch.stack([problem.losses(point, problem.batch(step)) for step in range(problem.steps_per_epoch)])
     assert torch.allclose(batches.mean(0), problem.evaluate(point)["loss"])
 
 

@@ -60,7 +60,9 @@ def test_a_changed_setting_never_finds_an_old_record(tmp_path, change):
 
 def test_a_line_that_was_cut_off_is_dropped_and_the_others_stay(tmp_path):
     path = tmp_path / "toy.jsonl"
-    Store(path).add(a_record(), a_record(seed=4))
+    store = Store(path)
+    for seed in (3, 4):
+        store.add(a_record(seed=seed))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     store = Store(path)
@@ -69,9 +71,32 @@ def test_a_line_that_was_cut_off_is_dropped_and_the_others_stay(tmp_path):
     assert path.read_bytes() == whole
 
 
-def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
+def test_runs_that_end_together_share_a_line_and_come_back_one_by_one(tmp_path):
+    path = tmp_path / "toy.jsonl"
+    records = [a_record(seed=seed, decay=decay) for seed in range(5) for decay in (0, 0.0)]
+    Store(path).add(*records)
+    assert len(path.read_text().splitlines()) == 1
+    found = Store(path)
+    assert list(found) == records
+    assert [record.key for record in found] == [record.key for record in records]
+    assert path.read_text().count("experiment") == 1
+    elsewhere = Record({**CONFIG, "seed": 9}, {"loss": [1.0]}, 1.0, "cuda", {"torch": "2"})
+    found.add(a_record(seed=8), elsewhere)
+    assert list(Store(path)) == [*records, a_record(seed=8), elsewhere]
+
+
+def test_of_runs_that_share_a_line_that_was_cut_off_all_are_done_again(tmp_path):
     path = tmp_path / "toy.jsonl"
     Store(path).add(a_record(), a_record(seed=4))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert len(Store(path)) == 0
+
+
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "toy.jsonl"
+    store = Store(path)
+    for seed in (3, 4):
+        store.add(a_record(seed=seed))
     lines = path.read_text().splitlines()
     path.write_text("\n".join(["{broken", lines[1]]) + "\n")
     with pytest.raises(ValueError, match=r"Line 1 of .*toy\.jsonl is not a record.*Repair or delete that line"):

@@ -111,7 +111,7 @@ def train(
     began = time.perf_counter()
     for step in range(steps):
         optimizer.zero_grad()
-        loss = problem.losses(_stacked(leaves), step).sum()
+        loss = problem.losses(_stacked(leaves), problem.batch(step)).sum()
         if not math.isfinite(loss.item()):
             break
         loss.backward()

@@ -56,7 +56,7 @@ class ConvexTrials(Trials):
     def start(self) -> batched.Point:
         return {"theta": self.first}
 
-    def losses(self, point: batched.Point, step: int) -> Tensor:
+    def losses(self, point: batched.Point, batch: Any) -> Tensor:
         values = torch.bmm(point["theta"], self.data.mT)
         if self.kind == LOGISTIC:
             return (F.softplus(values) - self.targets[:, None] * values).sum(-1)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import egop
 from egop.experiments import batched
 from egop.experiments.base import Context, Experiment, Judged, Panel, Picture, Preset, compare, median, verdict
-from egop.experiments.data import Batches, digits
-from egop.experiments.models import cross_entropy, digits_network, xavier_
+from egop.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem
 from egop.experiments.records import Record, Store
 from egop.experiments.sweeps import (
     EGOP,
@@ -28,87 +22,8 @@ from egop.experiments.sweeps import (
 )
 from egop.experiments.tuning import doublings
 
-_BATCH = 300
 # Every so many epochs the loss is kept.
 _STRIDE = {"quick": 1, "full": 5}
-_STEPS_PER_EPOCH = 13  # 3823 images in batches of 300, the last one smaller
-
-
-class DigitsProblem(batched.Problem):
-    """Trials of the 64-32-10 network: each has its own start and its own order of the batches."""
-
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self.seeds, self.device = list(seeds), device
-        data = digits()
-        self.train, self.validation, self.test = (
-            tuple(tensor.to(device) for tensor in split.batch) for split in (data.train, data.validation, data.test)
-        )
-        self._orders: dict[int, Tensor] = {}
-
-    def network(self, seed: int) -> nn.Module:
-        """The network at a trial's start."""
-        return xavier_(digits_network(), torch.Generator().manual_seed(seed)).to(self.device)
-
-    def start(self) -> batched.Point:
-        networks = [dict(self.network(seed).named_parameters()) for seed in self.seeds]
-        return {name: torch.stack([network[name].detach() for network in networks]) for name in networks[0]}
-
-    def losses(self, point: batched.Point, step: int) -> Tensor:
-        epoch, batch = divmod(step, _STEPS_PER_EPOCH)
-        rows = self._order(epoch)[:, batch * _BATCH : (batch + 1) * _BATCH]
-        return _cross_entropy(point, self.train[0][rows], self.train[1][rows])
-
-    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
-        return {
-            "loss": _cross_entropy(point, *(tensor[None] for tensor in self.train)),
-            "validation accuracy": _accuracy(point, *self.validation),
-            "test accuracy": _accuracy(point, *self.test),
-        }
-
-    def bases(self) -> list[egop.Reparameterization]:
-        """One basis a trial: M = d gradients at fresh initialisations; on the CPU, faster for so small a network."""
-        found = []
-        for seed in self.seeds:
-            network = self.network(seed).cpu()
-            batches = Batches(*digits().train.batch, size=_BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
-            objective = egop.Objective(network, cross_entropy, batches)
-            found.append(
-                egop.estimate(
-                    objective,
-                    rho=egop.Initialization(init_fn=xavier_),
-                    structure=egop.Full(),
-                    samples=sum(parameter.numel() for parameter in network.parameters()),
-                    generator=torch.Generator().manual_seed(seed),
-                    progress=False,
-                ).to(self.device)
-            )
-        return found
-
-    def _order(self, epoch: int) -> Tensor:
-        """The order of the images in an epoch, a row a trial."""
-        if epoch not in self._orders:
-            orders = [
-                torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed * 100_003 + epoch))
-                for seed in self.seeds
-            ]
-            self._orders = {epoch: torch.stack(orders).to(self.device)}
-        return self._orders[epoch]
-
-
-def _logits(point: batched.Point, features: Tensor) -> Tensor:
-    """(trials, rates, images, classes) for images of (trials or 1, images, 64)."""
-    hidden = F.relu(features[:, None] @ point["0.weight"].mT + point["0.bias"][:, :, None])
-    return hidden @ point["2.weight"].mT + point["2.bias"][:, :, None]
-
-
-def _cross_entropy(point: batched.Point, features: Tensor, labels: Tensor) -> Tensor:
-    logits = _logits(point, features)
-    wanted = labels[:, None, :, None].expand(*logits.shape[:3], 1)
-    return -logits.log_softmax(-1).gather(-1, wanted).squeeze(-1).mean(-1)
-
-
-def _accuracy(point: batched.Point, features: Tensor, labels: Tensor) -> Tensor:
-    return (_logits(point, features[None]).argmax(-1) == labels).float().mean(-1)
 
 
 class DigitsExperiment(Experiment):
@@ -132,11 +47,12 @@ class DigitsExperiment(Experiment):
 
     def run(self, store: Store, context: Context) -> None:
         settings = self.settings(context.preset)
-        at_once = 50 if context.device.type == "cuda" else 5
+        on_gpu = context.device.type == "cuda"
+        at_once = 50 if on_gpu else 5
         common = {
             "rates": settings["rates"],
-            "steps": settings["epochs"] * _STEPS_PER_EPOCH,
-            "record_every": _STEPS_PER_EPOCH,
+            "steps": settings["epochs"] * STEPS_PER_EPOCH,
+            "record_every": STEPS_PER_EPOCH,
             "at_once": at_once,
             "extra": {},
         }
@@ -148,7 +64,7 @@ class DigitsExperiment(Experiment):
                 sweep,
                 store,
                 context,
-                problem=lambda seeds: DigitsProblem(seeds, context.device),
+                problem=lambda seeds: DigitsProblem(seeds, context.device, context.workers if on_gpu else 1),
                 basis=lambda problem, kind: batched.Basis.stack(problem.bases()) if kind == EGOP else None,
                 compact=_compact,
             )

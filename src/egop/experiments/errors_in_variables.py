@@ -41,7 +41,7 @@ class MaskedRegression(Trials):
     def start(self) -> batched.Point:
         return {"W": torch.zeros(len(self.seeds), self.size, self.size, dtype=torch.float64)}
 
-    def losses(self, point: batched.Point, step: int) -> Tensor:
+    def losses(self, point: batched.Point, batch: Any) -> Tensor:
         return 0.5 * (self.data @ (self.mask * point["W"]) - self.targets).square().sum((-2, -1))
 
     def evaluate(self, point: batched.Point) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Single runs of the Fashion-MNIST network with the library's optimizer, timed.
+"""Single runs of the Fashion-MNIST network with the library's optimizer: what is timed, and what batches are tested by.
 
 The paper collects M = 0.01 d ≈ 800 gradients, fewer than its larger ranks and its 4000 plotted eigenvalues need. Here a
 basis is made from at least as many gradients as it has directions, and the spectrum from a number of its own. A layer
@@ -23,7 +23,7 @@ from egop.experiments.models import accuracy, cross_entropy
 from egop.experiments.train import train
 from egop.sampling import sample_gradients
 
-_BATCH = 300
+BATCH = 300
 _SHOWN = 4000  # eigenvalues
 
 
@@ -59,14 +59,14 @@ class Runs:
             for split in (data.train, data.validation, data.test)
         )
         self.train_set = tuple(tensor[:images] for tensor in self.train_set)
-        self._kept: tuple[tuple[int, int], egop.Reparameterization, float] | None = None
+        self._kept: tuple[tuple[int, int, bool], egop.Reparameterization, float] | None = None
 
     def train(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Curves by epoch, the seconds of all steps, and those of the estimation; rank 0 is original coordinates."""
         rank, seed = config["rank"], config["seed"]
-        model = self._start(seed)
-        basis, estimation = self._basis(rank, seed) if rank else (None, 0.0)
-        batches = Batches(*self.train_set, size=_BATCH, generator=_generator(seed, 1))
+        model = self.start(seed)
+        basis, estimation = self.basis(rank, seed, config.get("reduced", False)) if rank else (None, 0.0)
+        batches = Batches(*self.train_set, size=BATCH, generator=generator(seed, 1))
         curve = train(
             model,
             _optimizer(model, basis, config["lr"], config["weight_decay"]),
@@ -90,7 +90,7 @@ class Runs:
             egop.Initialization(init_fn=normal_),
             samples,
             names=["0.weight"],
-            generator=_generator(seed, 2),
+            generator=generator(seed, 2),
             progress=self.context.progress,
         )
         rows = torch.cat([chunk["0.weight"].flatten(1) for chunk in chunks])
@@ -100,16 +100,27 @@ class Runs:
         values = torch.linalg.eigvalsh(gram / samples).flip(0).clamp_min(0)
         return {**subsampled(values[:_SHOWN].tolist(), leading=50), "samples": samples}
 
-    def _start(self, seed: int) -> nn.Module:
-        return normal_(network(), _generator(seed, 0)).to(self.context.device)
+    def start(self, seed: int) -> nn.Module:
+        """The network at a trial's start."""
+        return normal_(network(), generator(seed, 0)).to(self.context.device)
 
     def _objective(self, seed: int) -> egop.Objective:
-        batches = Batches(*self.train_set, size=_BATCH, generator=_generator(seed, 3))
-        return egop.Objective(self._start(seed), cross_entropy, batches)
+        batches = Batches(*self.train_set, size=BATCH, generator=generator(seed, 3))
+        return egop.Objective(self.start(seed), cross_entropy, batches)
 
-    def _basis(self, rank: int, seed: int) -> tuple[egop.Reparameterization, float]:
-        """The basis of a rank, and how long it took."""
-        if self._kept is None or self._kept[0] != (rank, seed):
+    def timed(self, config: Mapping[str, Any]) -> dict[str, float]:
+        """Seconds of an epoch, the mean of some after one that is not counted, and of the estimation."""
+        self.train({**config, "epochs": 1})
+        found = self.train(config)
+        return {
+            "seconds per epoch": found["seconds"] / config["epochs"],
+            "estimation seconds": found["estimation seconds"],
+        }
+
+    def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Reparameterization, float]:
+        """The basis of a rank, and how long it took; reduced: nothing outside the leading directions is trained."""
+        kind = egop.Reduced if reduced else egop.Auxiliary
+        if self._kept is None or self._kept[0] != (rank, seed, reduced):
             self._kept = None  # two large bases need not fit at once
             objective = self._objective(seed)
             sizes = {name: value.numel() for name, value in objective.parameters.items()}
@@ -119,16 +130,15 @@ class Runs:
                 rho=egop.Initialization(init_fn=normal_),
                 partition="parameter",
                 structure={
-                    name: egop.Auxiliary(rank) if rank < sizes[name] else egop.Full()
-                    for name in ("0.weight", "2.weight")
+                    name: kind(rank) if rank < sizes[name] else egop.Full() for name in ("0.weight", "2.weight")
                 },
                 samples=max(math.ceil(0.01 * sum(sizes.values())), rank),
-                generator=_generator(seed, 2),
+                generator=generator(seed, 2),
                 progress=self.context.progress,
             )
             if self.context.device.type == "cuda":
                 torch.cuda.synchronize(self.context.device)
-            self._kept = (rank, seed), basis, time.perf_counter() - began
+            self._kept = (rank, seed, reduced), basis, time.perf_counter() - began
         return self._kept[1], self._kept[2]
 
     def _evaluate(self, model: nn.Module) -> dict[str, Tensor]:
@@ -139,7 +149,7 @@ class Runs:
         }
 
 
-def _generator(seed: int, purpose: int) -> torch.Generator:
+def generator(seed: int, purpose: int) -> torch.Generator:
     """A stream of its own for the start (0), the training batches (1) and the estimation (2, 3)."""
     return torch.Generator().manual_seed(4 * seed + purpose)
 

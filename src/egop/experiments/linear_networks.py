@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from egop.experiments import batched
 from egop.experiments.base import Context, Experiment, Judged, Panel, Picture, Preset, compare, median, verdict
 from egop.experiments.linear_problem import BATCH, BLOCK, FIRST, SIZE, LinearProblem
 from egop.experiments.records import Record, Store
@@ -90,9 +91,10 @@ class LinearNetworksExperiment(Experiment):
                     settings["gradients"],
                     getattr(torch, settings["precision"]),
                     context.device,
+                    context.workers if context.device.type == "cuda" else 1,
                 ),
                 basis=lambda problem, kind: problem.basis(kind),
-                schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs),
+                schedule=batched.cosine(epochs),
                 compact=_compact,
             )
 

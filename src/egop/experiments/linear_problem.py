@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import egop
 from egop.experiments import batched
+from egop.experiments.base import over_processes
 from egop.experiments.data import Batches
 from egop.experiments.models import xavier_
 from egop.experiments.sweeps import EGOP, ORIGINAL
@@ -33,12 +34,19 @@ class LinearProblem(batched.Problem):
         gradients: for a basis.
         dtype: of everything.
         device: where the training is to run.
+        workers: processes for the bases.
     """
 
     def __init__(
-        self, seeds: Sequence[int], samples: int, gradients: int, dtype: torch.dtype, device: torch.device
+        self,
+        seeds: Sequence[int],
+        samples: int,
+        gradients: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        workers: int = 1,
     ) -> None:
-        self.seeds, self.gradients = list(seeds), gradients
+        self.seeds, self.samples, self.gradients, self.workers = list(seeds), samples, gradients, workers
         self.steps_per_epoch = samples // 2 // BATCH
         self._to: dict[str, Any] = {"dtype": dtype, "device": device}
         made = [_data(seed, samples) for seed in self.seeds]
@@ -51,19 +59,16 @@ class LinearProblem(batched.Problem):
         self._bases: dict[str, list[egop.Reparameterization]] = {}
         self._orders: dict[int, Tensor] = {}
 
-    def network(self, seed: int) -> nn.Module:
-        """The network at a trial's start."""
-        layers = [nn.Linear(*sizes, bias=False) for sizes in pairwise(WIDTHS)]
-        return xavier_(nn.Sequential(*layers), _generator(seed, 0)).to(**self._to)
-
     def start(self) -> batched.Point:
-        networks = [dict(self.network(seed).named_parameters()) for seed in self.seeds]
-        return {name: torch.stack([network[name].detach() for network in networks]) for name in NAMES}
+        networks = [dict(_network(seed).named_parameters()) for seed in self.seeds]
+        return {name: torch.stack([each[name].detach() for each in networks]).to(**self._to) for name in NAMES}
 
-    def losses(self, point: batched.Point, step: int) -> Tensor:
+    def batch(self, step: int) -> Tensor:
         epoch, batch = divmod(step, self.steps_per_epoch)
-        rows = self._order(epoch)[:, batch * BATCH : (batch + 1) * BATCH]
-        inputs = self.train.gather(1, rows[..., None].expand(-1, -1, WIDTHS[0]))
+        return self._order(epoch)[:, batch * BATCH : (batch + 1) * BATCH]
+
+    def losses(self, point: batched.Point, batch: Tensor) -> Tensor:
+        inputs = self.train.gather(1, batch[..., None].expand(-1, -1, WIDTHS[0]))
         return (inputs[:, None] @ self._error(point).mT).square().sum((-2, -1)) / BATCH
 
     def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
@@ -76,27 +81,11 @@ class LinearProblem(batched.Problem):
             return None
         partition = "global" if kind == EGOP else "parameter"
         if partition not in self._bases:
-            self._bases[partition] = [self._estimate(trial, partition) for trial in range(len(self.seeds))]
+            wanted = [(seed, self.samples, self.gradients, self._to["dtype"], partition) for seed in self.seeds]
+            found = over_processes(_estimate, wanted, self.workers)
+            self._bases[partition] = [basis.to(self._to["device"]) for basis in found]
         stacked = batched.Basis.stack(self._bases[partition])
         return batched.Basis(stacked.blocks[:1]) if kind == FIRST else stacked
-
-    def _estimate(self, trial: int, partition: Any) -> egop.Reparameterization:
-        seed, target = self.seeds[trial], self.target[trial].cpu()
-
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            (inputs,) = batch
-            return (model(inputs) - inputs @ target.mT).square().sum() / len(inputs)
-
-        batches = Batches(self.train[trial].cpu(), size=BATCH, generator=_generator(seed, 2))
-        return egop.estimate(
-            egop.Objective(self.network(seed).cpu(), loss, batches),
-            rho=egop.Initialization(init_fn=xavier_),
-            partition=partition,
-            structure=egop.Full(),
-            samples=self.gradients,
-            generator=_generator(seed, 3),
-            progress=False,
-        ).to(self._to["device"])
 
     def _error(self, point: batched.Point) -> Tensor:
         first, second, third = (point[name] for name in NAMES)
@@ -109,6 +98,33 @@ class LinearProblem(batched.Problem):
             orders = [torch.randperm(count, generator=_generator(seed, 4 + epoch)) for seed in self.seeds]
             self._orders = {epoch: torch.stack(orders).to(self._to["device"])}
         return self._orders[epoch]
+
+
+def _network(seed: int) -> nn.Module:
+    """The network at a trial's start."""
+    layers = [nn.Linear(*sizes, bias=False) for sizes in pairwise(WIDTHS)]
+    return xavier_(nn.Sequential(*layers), _generator(seed, 0))
+
+
+def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Reparameterization:
+    """The basis of a trial: of its seed, samples, gradients, precision and partition."""
+    seed, samples, gradients, dtype, partition = wanted
+    inputs, target = (tensor.to(dtype) for tensor in _data(seed, samples))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        (rows,) = batch
+        return (model(rows) - rows @ target.mT).square().sum() / len(rows)
+
+    batches = Batches(inputs[: samples // 2], size=BATCH, generator=_generator(seed, 2))
+    return egop.estimate(
+        egop.Objective(_network(seed).to(dtype), loss, batches),
+        rho=egop.Initialization(init_fn=xavier_),
+        partition=partition,
+        structure=egop.Full(),
+        samples=gradients,
+        generator=_generator(seed, 3),
+        progress=False,
+    )
 
 
 def _generator(seed: int, purpose: int) -> torch.Generator:

@@ -50,7 +50,7 @@ class Factorization(Trials):
         root = values[:, None, : self.rank].sqrt()  # the paper prints Σ^-1/2; the spectral start is Σ^1/2
         return {"L": U[:, :, : self.rank] * root, "R": Vh.mT[:, :, : self.rank] * root}
 
-    def losses(self, point: batched.Point, step: int) -> Tensor:
+    def losses(self, point: batched.Point, batch: Any) -> Tensor:
         product = self.data[:, None] @ (point["L"] @ point["R"].mT)
         return 0.5 * (product - self.targets[:, None]).square().sum((-2, -1))
 

@@ -84,10 +84,11 @@ def config_key(config: Mapping[str, Any]) -> str:
 
 
 class Store:
-    """The finished runs of one experiment: a JSON line each, appended and synced, so that a kill loses only what ran.
+    """The finished runs of one experiment: JSON lines, appended and synced, so that a kill loses only what ran.
 
-    A line that is cut off (the process died while writing it) is dropped when the store is opened, and its run done
-    again. Any other line that cannot be read is an error: records are never thrown away silently.
+    Runs that are added together share a line, in which what they have in common is written once. A line that is cut off
+    (the process died while writing it) is dropped when the store is opened, and its runs are done again. Any other line
+    that cannot be read is an error: records are never thrown away silently.
 
     Args:
         path: the file; made with its folder when the first record is added.
@@ -119,7 +120,7 @@ class Store:
     def add(self, *records: Record) -> None:
         """Append finished runs, all of them or none."""
         entries = [_line(record) for record in records]
-        lines = "".join(json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n" for entry in entries)
+        lines = "".join(_text(entry) + "\n" for entry in _shared(entries))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
@@ -141,13 +142,48 @@ class Store:
             os.truncate(self.path, whole)
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
-                record = _record(json.loads(line))
+                records = [_record(entry) for entry in _apart(json.loads(line))]
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
                     "the other records are fine."
                 ) from error
-            self._records[record.key] = record
+            self._records |= {record.key: record for record in records}
+
+
+def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries of one machine as one, with what is the same in all configurations written once."""
+    places = {_text([entry["device"], entry["versions"]]) for entry in entries}
+    if len(entries) < 2 or len(places) > 1:
+        return entries
+    first, *others = (entry["config"] for entry in entries)
+    # Compared as text: 0 and 0.0 are equal, but not the same configuration.
+    common = {
+        name: value
+        for name, value in first.items()
+        if all(name in other and _text(other[name]) == _text(value) for other in others)
+    }
+    runs = [
+        {
+            "config": {name: value for name, value in entry["config"].items() if name not in common},
+            "result": entry["result"],
+            "seconds": entry["seconds"],
+        }
+        for entry in entries
+    ]
+    return [{"config": common, "runs": runs, "device": entries[0]["device"], "versions": entries[0]["versions"]}]
+
+
+def _apart(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The reverse of :func:`_shared`."""
+    if "runs" not in entry:
+        return [entry]
+    place = {name: entry[name] for name in ("device", "versions")}
+    return [{**run, **place, "config": {**entry["config"], **run["config"]}} for run in entry["runs"]]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def _record(entry: dict[str, Any]) -> Record:

@@ -49,7 +49,7 @@ def run_sweep(
     context: Context,
     problem: Callable[[Sequence[int]], P],
     basis: Callable[[P, str], batched.Basis | None],
-    schedule: Callable[[Any], Any] | None = None,
+    schedule: Callable[[int], float] | None = None,
     compact: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] | None = None,
     **options: Any,
 ) -> None:
@@ -62,9 +62,9 @@ def run_sweep(
         context: the preset and the device.
         problem: makes the problems of several seeds.
         basis: makes their bases, for one kind of coordinates; asked once for all optimizers.
-        schedule: makes a learning-rate scheduler of an optimizer.
+        schedule: the factor of all learning rates after so many periods.
         compact: what to keep of a result, given the configuration; all of it by default.
-        **options: further hyper-parameters of the optimizers.
+        **options: further arguments of the training.
     """
     for first in range(0, len(sweep.seeds), sweep.at_once):
         seeds = sweep.seeds[first : first + sweep.at_once]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.experiments import baselines
+from egop.experiments import baselines, batched
 from egop.experiments.base import Context, Experiment, Preset, Series, finished, in_processes, median
 from egop.experiments.instances import RANDOM, Trials
 from egop.experiments.records import Record, Store
@@ -208,7 +208,7 @@ class TunedExperiment(Experiment):
                 context,
                 problem=lambda seeds, case=task.case: self.trials(case, seeds),  # type: ignore[misc]
                 basis=lambda problem, kind: problem.basis(kind),
-                schedule=self._schedule(context.preset),
+                schedule=batched.cosine(self.settings(context.preset)["steps"]) if self.cosine else None,
                 schedule_every=1,
             )
         configs = [
@@ -220,10 +220,6 @@ class TunedExperiment(Experiment):
         ]
         if configs:
             in_processes(type(self).process, store.missing(configs), store, context, f"{self.id}, {what}")
-
-    def _schedule(self, preset: Preset) -> Callable[[torch.optim.Optimizer], Any] | None:
-        steps = self.settings(preset)["steps"]
-        return (lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)) if self.cosine else None
 
     def _extra(self, task: _Task) -> dict[str, Any]:
         extra = {**task.case, "record every": task.record_every}

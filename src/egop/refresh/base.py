@@ -73,6 +73,9 @@ class Refresher(abc.ABC):
     def after_step(self, optimizer: Rebasable) -> None:
         """Called after the inner optimizer has stepped."""
 
+    def settle(self, optimizer: Rebasable) -> None:  # noqa: B027 - most have nothing under way
+        """Bring to an end what is under way; called before anyone looks at the bases or changes them."""
+
     @abc.abstractmethod
     def renew(self, optimizer: Rebasable) -> None:
         """Renew the basis now, from scratch."""

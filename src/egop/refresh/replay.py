@@ -1,8 +1,9 @@
-"""Many small kernels as one call: a function on a GPU, recorded as a CUDA graph for every shape that it is given."""
+"""How a GPU does small work without holding up the training: recorded as one call, and on a stream of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,3 +60,33 @@ class _Recording:
             own.copy_(tensor)
         self.graph.replay()
         return tuple(output.clone() for output in self.outputs)
+
+
+class Aside:
+    """A stream of its own on a GPU, for work whose result is wanted later."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._busy: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def of(self, tensors: Sequence[Tensor]) -> Iterator[bool]:
+        """Work on these tensors beside what comes; not (False) where they are not on one GPU."""
+        devices = {tensor.device for tensor in tensors}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield False
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self._busy = self._streams[device]
+        # After all that is under way: what it reads has been written, and memory it gets is no longer in use.
+        self._busy.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._busy):
+            yield True
+
+    def join(self) -> None:
+        """Let what comes from here on wait for the work, without waiting here."""
+        if self._busy is not None:
+            torch.cuda.current_stream(self._busy.device).wait_stream(self._busy)
+            self._busy = None

@@ -13,7 +13,7 @@ from egop.batches import Batch, Batches
 from egop.moments import Moments
 from egop.refresh import iteration
 from egop.refresh.base import Rebasable, Refresher
-from egop.refresh.replay import Replayed
+from egop.refresh.replay import Aside, Replayed
 from egop.reparameterization import Reparameterization
 from egop.structures import ChangeOfBasis
 
@@ -52,16 +52,20 @@ class Streaming(Refresher):
         self._totals: set[str] = set()  # blocks whose Gram matrices were loaded, so that every process has all of them
         self._from_nothing = False
         self._iterate = Replayed(iteration.renewed)
+        self._aside = Aside()
+        self._fresh: list[tuple[Batch, slice, dict[str, Tensor], Tensor]] = []  # new bases, and which of them are sound
 
     def before_step(self, optimizer: Rebasable) -> None:
         """On the first step of an optimizer without a basis, start from the original coordinates."""
+        self.settle(optimizer)
         if self.steps == 0 and not optimizer.blocks:
             optimizer.rebase(self.begin(optimizer), moments="reset")
             self._from_nothing = True
 
     def observe(self, optimizer: Rebasable) -> None:
         """Take the gradients into the running means."""
-        self._stacks = {batch: self._stacks[batch] for batch in optimizer.batches if batch in self._stacks}
+        if len(self._stacks) > len(optimizer.batches):  # some are of batches that are no more
+            self._stacks = {batch: self._stacks[batch] for batch in optimizer.batches if batch in self._stacks}
         for batch in optimizer.batches:
             if batch.active and is_renewable(batch.change):
                 self._observe(batch)
@@ -72,13 +76,23 @@ class Streaming(Refresher):
     def after_step(self, optimizer: Rebasable) -> None:
         """Renew the bases whose turn it is."""
         self.steps += 1
-        self._renew(optimizer, self._due(optimizer), self._iterate)
+        self._renew(optimizer, list(self._due(optimizer)), self._iterate)
         self.renewals += self.steps % self.every == 0
 
     def renew(self, optimizer: Rebasable) -> None:
         """Renew all bases now, from scratch."""
-        self._renew(optimizer, self._seen(optimizer), iteration.from_scratch)
+        self.settle(optimizer)
+        self._renew(optimizer, list(self._seen(optimizer)), iteration.from_scratch)
+        self.settle(optimizer)
         self.renewals += 1
+
+    def settle(self, optimizer: Rebasable) -> None:
+        """Take the bases that are being computed beside the training."""
+        self._aside.join()
+        fresh, self._fresh = self._fresh, []
+        for batch, members, tensors, sound in fresh:
+            self.count_failures(sound)
+            optimizer.turn(batch, members, tensors, self.moments)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts and the Gram matrices."""
@@ -101,7 +115,7 @@ class Streaming(Refresher):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks and turns belong to the batches of this optimizer."""
-        return self.__dict__ | {"_stacks": {}, "_turns": None}
+        return self.__dict__ | {"_stacks": {}, "_turns": None, "_aside": Aside()}
 
     def _observe(self, batch: Batch) -> None:
         change, _ = batch.active_part()
@@ -119,15 +133,13 @@ class Streaming(Refresher):
             for key, stack in stacks.items():
                 own = rows[key][place]
                 stack[members].baddbmm_(own.mT, own, beta=decay, alpha=1 - decay)
-        for name, index in zip(names, batch.active, strict=True):
-            self.grams.setdefault(name, {key: stack[index] for key, stack in stacks.items()})
+        if not all(known):
+            for name, index in zip(names, batch.active, strict=True):
+                self.grams.setdefault(name, {key: stack[index] for key, stack in stacks.items()})
 
     def _stacked(self, batch: Batch) -> dict[str, Tensor]:
         """The Gram matrices of a batch's blocks, made when the batch is new."""
         if batch not in self._stacks:
-            self._stacks = {
-                known: own for known, own in self._stacks.items() if self._turns and known in self._turns[1]
-            }
             tensors = batch.change.tensors.items()
             stacks = {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in tensors}
             for index, block in enumerate(batch.blocks):
@@ -163,22 +175,29 @@ class Streaming(Refresher):
             members = [index for _, index in run]
             yield batch, slice(members[0], members[-1] + 1)
 
-    def _renew(self, optimizer: Rebasable, places: Iterator[Place], method: Method) -> None:
+    def _renew(self, optimizer: Rebasable, places: list[Place], method: Method) -> None:
+        """Compute new bases; on a GPU beside what comes until the next step, when they are taken."""
         self.look_for_failures()
-        for batch, members in places:
-            old = batch.change.part(members).tensors
-            grams = {key: stack[members] for key, stack in self._stacked(batch).items()}
-            kept, sound = {}, []
-            for key, gram in grams.items():
-                try:
-                    kept[key], right = method(batch.summed(gram), old[key])
-                except torch.linalg.LinAlgError:
-                    kept[key], right = old[key].clone(), torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
-                # What is not finite would never leave a running mean again.
-                torch.where(right[:, None, None], gram, torch.zeros_like(gram[:1, :1, :1]), out=gram)
-                sound.append(right)
-            self.count_failures(torch.stack(sound).all(0))
-            optimizer.turn(batch, members, kept, self.moments)
+        inputs = [
+            (batch, members, key, batch.summed(stack[members]), stack[members])
+            for batch, members in places
+            for key, stack in self._stacked(batch).items()
+        ]
+        with self._aside.of([total for *_, total, _ in inputs]) as beside:
+            for (batch, members), own in groupby(inputs, lambda each: each[:2]):
+                tensors, sound = {}, []
+                for _, _, key, total, gram in own:
+                    old = batch.change.tensors[key][members]
+                    try:
+                        tensors[key], right = method(total, old)
+                    except torch.linalg.LinAlgError:
+                        tensors[key], right = old.clone(), torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
+                    # What is not finite would never leave a running mean again.
+                    torch.where(right[:, None, None], gram, torch.zeros_like(gram[:1, :1, :1]), out=gram)
+                    sound.append(right)
+                self._fresh.append((batch, members, tensors, torch.stack(sound).all(0)))
+        if not beside:
+            self.settle(optimizer)
 
 
 class Drifting(Streaming):
