@@ -250,6 +250,15 @@ def test_runs_that_are_still_to_come_are_named(tmp_path):
     assert OPTIONAL == (BOTH_SIDES,)
 
 
+def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path):
+    store = fake_store(tmp_path / "r.jsonl", PAPER)
+    fewer = Store(tmp_path / "fewer.jsonl")
+    fewer.add(*(run for run in store if not (run.config["method"] == MUON and run.config["seed"] == 2)))
+    assert len(EXPERIMENT.reported(fewer, "full")[MUON]) == 2
+    assert "over 3 trials, Muon: 2." in EXPERIMENT.pictures(fewer, "full")[0].caption
+    assert "Muon" not in EXPERIMENT.pictures(store, "full")[0].caption
+
+
 def test_runs_on_other_images_are_not_mixed_in(tmp_path):
     fake_store(tmp_path / "r.jsonl", PAPER | {ADAMW: (0.3, 1.0, 0.0, 0.0)}, data=100)
     assert set(verdicts(fake_store(tmp_path / "r.jsonl", PAPER)).values()) == {"holds"}

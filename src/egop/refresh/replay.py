@@ -51,9 +51,15 @@ class _Recording:
     def __init__(self, function: Function, tensors: tuple[Tensor, ...], pool: Any) -> None:
         with torch.cuda.device(tensors[0].device):
             self.inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
-                self.outputs = function(*self.inputs)
+            self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            # Not by torch.cuda.graph, which collects all garbage first; other threads may go on with what they do.
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    self.outputs = function(*self.inputs)
+                finally:
+                    self.graph.capture_end()
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         for own, tensor in zip(self.inputs, tensors, strict=True):
