@@ -12,8 +12,10 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from egop.experiments.base import Panel, Picture
 from egop.experiments.records import Run, replacing
@@ -126,9 +128,21 @@ def draw(picture: Picture) -> Figure:
         (_draw_bars if panel.kind == "bar" else _draw_lines)(place, panel)
         place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale)
         place.set_aspect(panel.aspect)
+        for axis in (place.xaxis, place.yaxis):
+            _few_ticks(axis)
     for place in axes[len(picture.panels) :]:
         place.remove()
     return figure
+
+
+def _few_ticks(axis: Axis) -> None:
+    """A logarithmic axis of less than two decades has its numbers written out: powers of ten would be too few."""
+    low, high = axis.get_view_interval()
+    if axis.get_scale() != "log" or not 0 < low < high < 100 * low:
+        return
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 5 * low else (1, 1.2, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_lines(axes: Axes, panel: Panel) -> None:
