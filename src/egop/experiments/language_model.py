@@ -51,7 +51,7 @@ class LanguageModelExperiment(Experiment):
 
     id: ClassVar[str] = "language-model"
     title: ClassVar[str] = "A language model on bytes of text"
-    figures: ClassVar[str] = "none of the paper's: a further comparison, with targets of this project"
+    figures: ClassVar[str] = "nothing like it; a further comparison, with targets of this project"
     gpu: ClassVar[bool] = True
 
     def settings(self, preset: Preset) -> dict[str, Any]:
