@@ -146,6 +146,17 @@ class Batches:
     def __len__(self) -> int:
         return len(self._each)
 
+    def moved(self, basis: Mapping[str, ChangeOfBasis]) -> Iterator[tuple[Batch, slice, Mapping[str, Tensor]]]:
+        """The blocks for which a basis has other tensors, and these, stacked: all of a batch, or each alone."""
+        for batch in self._each:
+            fresh = [basis.get(block.name) for block in batch.blocks]
+            pairs = enumerate(zip(batch.blocks, fresh, strict=True))
+            moved = [index for index, (block, new) in pairs if new is not None and not block.change.equal(new)]
+            together = len(moved) == len(batch.blocks)
+            for members in [slice(None)] if together else [slice(index, index + 1) for index in moved]:
+                changes = [change for change in fresh[members] if change is not None]
+                yield batch, members, type(changes[0]).stack(changes).tensors
+
     def collect(self) -> None:
         """Stack the gradients of all blocks that have one."""
         for batch in self._each:

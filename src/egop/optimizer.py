@@ -180,7 +180,7 @@ class ReparameterizedOptimizer(Optimizer):
         """
         check_moments(moments)
         self._settle()
-        own = {block.change.block.name: block for block in self._blocks}
+        own = {block.name: block for block in self._blocks}
         if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
             self._replace_blocks(bind(basis, self.param_groups), moments)
             return
@@ -188,17 +188,8 @@ class ReparameterizedOptimizer(Optimizer):
             check_movable(
                 self.inner.state.get(coordinate, {}) for block in own.values() for coordinate in block.coordinates
             )
-        for batch in self._batches:
-            fresh = [basis.get(block.change.block.name) for block in batch.blocks]
-            moved = [
-                index
-                for index, (block, change) in enumerate(zip(batch.blocks, fresh, strict=True))
-                if change is not None and not block.change.equal(change)
-            ]
-            together = len(moved) == len(batch.blocks)
-            for members in [slice(None)] if together else [slice(index, index + 1) for index in moved]:
-                changes = [change for change in fresh[members] if change is not None]
-                self.turn(batch, members, type(changes[0]).stack(changes).tensors, moments)
+        for batch, members, tensors in self._batches.moved(basis):
+            self.turn(batch, members, tensors, moments)
 
     def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
@@ -293,7 +284,8 @@ class ReparameterizedOptimizer(Optimizer):
 
     def _fresh_states(self, block: BoundBlock) -> list[dict[str, Any]]:
         """The inner states of a block's coordinates as they are before the first step."""
-        group = next(group for group in self.inner.param_groups if _contains(group["params"], block.coordinates[0]))
+        first = block.coordinates[0]
+        group = next(each for each in self.inner.param_groups if any(tensor is first for tensor in each["params"]))
         fresh = self._class([{**group, "params": block.coordinates}], **self._hyperparameters)
         return [dict(fresh.state.get(coordinate, {})) for coordinate in block.coordinates]
 
@@ -333,10 +325,6 @@ class ReparameterizedOptimizer(Optimizer):
             inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [self._pieces.of(parameter)]
             members |= {id(tensor): tensor for tensor in inside}
         return group | {"params": list(members.values())}
-
-
-def _contains(tensors: Iterable[Tensor], wanted: Tensor) -> bool:
-    return any(tensor is wanted for tensor in tensors)
 
 
 def _check_class(optimizer_class: Any) -> None:
