@@ -68,7 +68,7 @@ class FashionMnistExperiment(Experiment):
             }
         return {
             "images": 6000,
-            "ranks": [50, 200, 500],
+            "ranks": [50, 200],
             "leading directions alone": 200,
             "epochs": 10,
             "trials": 1,
