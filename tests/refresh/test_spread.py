@@ -11,10 +11,13 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP
+from egop.linalg import orthonormality_error
 from egop.refresh import iteration
 from egop.refresh.replay import Replayed
 from egop.refresh.streaming import _turns
 from explicit import distance, identical, logistic
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def steps(model, optimizer, count, first=0):
@@ -98,7 +101,37 @@ def test_a_basis_that_was_looked_at_does_not_change_under_ones_hands():
     assert identical({name: change.dense() for name, change in seen.items()}, kept)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_products_of_few_digits_leave_bases_orthonormal_and_points_where_they_are(precision, device):
+    """With SGD every change of basis must leave the point alone: what it loses would add up over forty renewals."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48)).to(device)
+    optimizer = online(model, torch.optim.SGD, egop.Online(every=1, structure=egop.Kronecker()), lr=0.0)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    inputs = torch.randn(256, 64, device=device)
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(inputs).sin().square().mean().backward()
+            optimizer.step()
+        for change in optimizer.basis.values():
+            for vectors in change.tensors.values():
+                assert orthonormality_error(vectors.double()) < 1e-5
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    rounding = {"highest": 1e-5, "high": 2e-3, "medium": 2e-2}[precision]  # of the last decoding alone
+    for parameter, value in zip(model.parameters(), start, strict=True):
+        assert torch.linalg.vector_norm(parameter - value) <= rounding * torch.linalg.vector_norm(value)
+    for block in optimizer.blocks:  # the point itself, decoded exactly
+        (decoded,) = block.change.decode([coordinate.detach() for coordinate in block.coordinates])
+        (value,) = [each for each in start if each.shape == decoded.shape]
+        assert torch.linalg.vector_norm(decoded - value) < 1e-5 * torch.linalg.vector_norm(value)
+
+
+@needs_gpu
 @pytest.mark.parametrize("structure", [egop.Shared(), egop.Kronecker()], ids=str)
 def test_no_step_waits_for_the_device(structure):
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32)).cuda()
@@ -118,7 +151,7 @@ def test_no_step_waits_for_the_device(structure):
         assert change.round_trip_error() < 1e-5
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_what_is_replayed_is_what_is_computed():
     """Also after copies, for several shapes, and with input that cannot be decomposed."""
     replayed = Replayed(iteration.renewed)
