@@ -20,6 +20,8 @@ PACKAGE = Path(egop.__file__).parent
 # The rooms of the design, from the ground up: each may use the ones before it. Some are still to be built.
 ROOMS = [
     "randomness",
+    "processes",
+    "sharding",
     "objective",
     "distributions",
     "gradients",
@@ -31,10 +33,10 @@ ROOMS = [
     "spectrum",
     "structures",
     "plan",
+    "division",
     "reparameterization",
     "estimate",
     "moments",
-    "sharding",
     "binding",
     "batches",
     "refresh",

@@ -10,7 +10,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.partition import Block, match
+from egop.partition import Block, layers_of, match
 
 
 def blocks_of(model, partition):
@@ -40,6 +40,16 @@ class Everything(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.head = nn.Linear(4, 7)
         self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_head_with_the_weight_of_the_embedding_is_the_only_head(head_first):
+    embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7)
+    head.weight = embedding.weight
+    hidden = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = nn.Sequential(*([head, *hidden, embedding] if head_first else [embedding, *hidden, head]))
+    roles = {name: layer.role for name, layer in layers_of(dict(model.named_parameters()), model).items()}
+    assert [roles[f"{place}.weight"] for place in (0, 1, 2)] == ["embedding", "weight", "weight"]
 
 
 def test_by_layer_the_weights_of_a_layer_are_together_and_biases_and_norms_are_left_alone():

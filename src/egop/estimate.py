@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import closing
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from egop import division, processes
 from egop.distributions import Distribution, Initialization
 from egop.objective import Objective
 from egop.partition import Block, Layer, Partition, layers_of, partition_parameters
@@ -18,7 +19,7 @@ from egop.plan import Plan, StructureChoice, make_plan
 from egop.reparameterization import Reparameterization
 from egop.sampling import Method, check_samples, sample_gradients
 from egop.spectrum import Spectrum, agreement
-from egop.structures import ChangeOfBasis
+from egop.structures import ChangeOfBasis, Summary
 from egop.units import parse_bytes
 
 
@@ -34,11 +35,18 @@ def estimate(
     progress: bool = True,
     sampling: Method = "auto",
     stability: bool = False,
+    shard_bases: bool = False,
 ) -> Reparameterization:
     r"""Estimate the EGOP eigenbasis of an objective, one basis per block.
 
     Draws :math:`\theta_1, \dots, \theta_M \sim \rho`, forms for each block
     :math:`\hat P = \frac1M \sum_i \nabla f(\theta_i) \nabla f(\theta_i)^\top` and takes its eigenvectors.
+
+    In an initialised process group all processes have to call this, with the same arguments and the same batches (the
+    whole data, not a part for each). They divide the draws and the decompositions and get the same basis, bit for bit;
+    up to rounding it is that of one process. (Not where more gradients are sketched than a sketch holds, nor where
+    dropout masks are drawn for a whole chunk, see :func:`egop.sampling.sample_gradients`.) The first process's
+    generator, parameters and buffers count. An error in one process is raised in all of them.
 
     Args:
         objective: the loss, its parameters and the batches it sees.
@@ -56,6 +64,7 @@ def estimate(
         sampling: ``"loop"``, ``"vmap"`` or ``"auto"``, see :func:`egop.sampling.sample_gradients`.
         stability: also find how far two bases agree that are each made from every other draw, see
             :attr:`egop.Spectrum.stability`. This takes two more decompositions of every block, of half the samples.
+        shard_bases: let each process keep only the blocks that it has decomposed, with their spectra, not all blocks.
 
     Returns:
         The change of basis of each block. The model is left exactly as it was.
@@ -69,12 +78,15 @@ def estimate(
 
     Reference: *Faster Adaptive Optimization via Expected Gradient Outer Product Reparameterization*, Algorithm 1.
     """
-    rho, generator = checked(objective, rho, samples, generator)
-    blocks, layers = blocks_of(objective, partition)
-    plan = make_plan(blocks, layers, structure, parse_bytes(memory))
-    if progress and structure == "auto":
+
+    def planned() -> tuple[Distribution, torch.Generator, Plan]:
+        found = checked(objective, rho, samples, generator)
+        return *found, make_plan(*blocks_of(objective, partition), structure, parse_bytes(memory))
+
+    where, source, plan = processes.agreed(planned)
+    if progress and structure == "auto" and processes.rank() == 0:
         tqdm.write(str(plan), file=sys.stderr)
-    return estimate_plan(objective, plan, rho, samples, generator, sampling, progress, stability)
+    return estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
 
 
 def checked(
@@ -116,16 +128,37 @@ def estimate_plan(
     sampling: Method,
     progress: bool,
     stability: bool = False,
+    shard_bases: bool = False,
 ) -> Reparameterization:
-    """The basis of each block of a plan."""
-    gathered = Gathering(plan, stability=stability)
-    # Closed at once when something is interrupted: the model is put back where sampling ends.
-    with closing(gradients_for(plan, objective, rho, samples, generator, sampling, progress)) as chunks:
-        for gradients in chunks:
-            gathered.add(gradients)
-    finished = {block.name: gathered.finish(block) for block in plan.chosen}
-    spectra = {name: spectrum for name, (spectrum, _) in finished.items() if spectrum is not None}
-    return Reparameterization([change for _, change in finished.values()], spectra, plan.left)
+    """The basis of each block of a plan; in a process group all processes have to call this."""
+    count = samples_wanted(plan) and (samples or samples_wanted(plan))
+    asked = {"samples": count, "rho": type(rho).__name__, "sampling": sampling, "stability": stability}
+    division.agree(objective, plan, generator, asked | {"shard_bases": shard_bases})
+    share = processes.share_of(count)
+    gathered = Gathering(plan, stability=stability, first=share.start)
+    progress = progress and processes.rank() == 0
+
+    def sample() -> None:
+        # Closed at once when something is interrupted: the model is put back where sampling ends.
+        with closing(gradients_for(plan, objective, rho, samples, generator, sampling, progress, share)) as chunks:
+            for gradients in chunks:
+                gathered.add(gradients)
+
+    with objective.as_in_first():
+        processes.agreed(sample)
+    owners = division.owners_of(plan)
+    devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
+    division.collect(gathered.summaries(), owners, devices)
+    own = [block for block in plan.chosen if owners[block] == processes.rank()]
+    gathered.collected(own, count)
+    finished = processes.agreed(lambda: {block: gathered.finish(block) for block in own})
+    left = plan.left
+    if shard_bases:
+        left = left | {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in own}
+    else:
+        finished = division.spread(finished, owners, devices)
+    spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
+    return Reparameterization([change for _, change in finished.values()], spectra, left)
 
 
 def gradients_for(
@@ -136,13 +169,21 @@ def gradients_for(
     generator: torch.Generator,
     sampling: Method,
     progress: bool,
+    share: range | None = None,
 ) -> Generator[dict[str, Tensor], None, None]:
     """The gradients that the blocks of a plan need, in chunks; none for a random or identical basis."""
     wanted = samples_wanted(plan)
     names = [name for block in plan.chosen for name in block.parameters]
     if wanted:
         yield from sample_gradients(
-            objective, rho, samples or wanted, names=names, generator=generator, method=sampling, progress=progress
+            objective,
+            rho,
+            samples or wanted,
+            names=names,
+            generator=generator,
+            method=sampling,
+            progress=progress,
+            share=share,
         )
 
 
@@ -157,25 +198,41 @@ class Gathering:
     Args:
         plan: the structure of each block.
         stability: whether to keep halves. Every other draw goes to the same half, whatever the chunks are.
+        first: the number of the first draw, where other processes have those before.
     """
 
-    def __init__(self, plan: Plan, *, stability: bool) -> None:
+    def __init__(self, plan: Plan, *, stability: bool, first: int = 0) -> None:
         self.parts = [
             {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
             for _ in range(2 if stability else 1)
         ]
         self.draws = 0
+        self.first = first
 
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Take in a chunk: for each parameter a stack of gradients."""
         count = len(next(iter(gradients.values())))
         for index, accumulators in enumerate(self.parts):
-            own = slice((index - self.draws) % len(self.parts), None, len(self.parts))
+            own = slice((index - self.first - self.draws) % len(self.parts), None, len(self.parts))
             if not range(count)[own]:
                 continue
             for block, accumulator in accumulators.items():
                 accumulator.add([gradients[name][own] for name in block.parameters])
         self.draws += count
+
+    def summaries(self) -> list[tuple[Block, Summary]]:
+        """All that was taken in, in parts that processes can bring together; not asked for where there is only one."""
+        return [
+            (block, summary)
+            for accumulators in self.parts
+            for block, accumulator in accumulators.items()
+            for summary in (accumulator.summaries() if processes.world_size() > 1 else [])
+        ]
+
+    def collected(self, own: Collection[Block], draws: int) -> None:
+        """Keep only what this process is to finish, now that this has seen all draws."""
+        self.parts = [{block: accumulators[block] for block in own} for accumulators in self.parts]
+        self.draws = draws
 
     def finish(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis]:
         """The spectrum and the change of basis of one block; each block can be finished once."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from egop.processes import Holding, rows_at, sum_at
 
 # float64 copies of rows are made in slices of at most this size.
 _SLICE_BYTES = 256 * 2**20
@@ -91,8 +93,7 @@ class OuterProducts:
         """Take in rows."""
         self.rows.append(rows)
         self.count += len(rows)
-        enough = self.route == "auto" and self.count >= self.dimension
-        if self.route == "eigh" or enough or self.total is not None:
+        if self._is_enough(self.count) or self.total is not None:
             self._fold()
 
     def merge(self, other: OuterProducts) -> None:
@@ -105,11 +106,36 @@ class OuterProducts:
             self.total = other.total.clone() if self.total is None else self.total + other.total
         self.count = count
 
+    def holding(self) -> Holding:
+        """What this process has of the rows of all processes."""
+        return Holding.of(self.count, self.rows, folded=self.total is not None)
+
+    def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Make ready for :meth:`collect` what may fail; given what each process has, and where the result is wanted."""
+        if any(each.folded for each in holdings) or self._is_enough(sum(each.seen for each in holdings)):
+            self._fold()
+            if self.total is None:
+                self.total = torch.zeros(self.dimension, self.dimension, dtype=torch.float64, device=device)
+
+    def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Bring what all processes have seen together in the owner's."""
+        if self.total is not None:
+            sum_at(owner, self.total)
+        else:
+            rows: list[Tensor] = []
+            rows_at(owner, self.rows, holdings, device, rows.append)
+            self.rows = rows
+        self.count = sum(each.seen for each in holdings)
+
     def eigenbasis(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of the mean outer product."""
         if self.total is None:
             return eigenbasis_of_rows(torch.cat(self.rows))
         return eigenbasis(self.total / self.count)
+
+    def _is_enough(self, count: int) -> bool:
+        """Whether so many rows are better kept as the matrix."""
+        return self.route == "eigh" or (self.route == "auto" and count >= self.dimension)
 
     def _fold(self) -> None:
         for rows in self.rows:

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from egop import processes
 from egop.randomness import random_state, seed_everything, set_random_state
+from egop.sharding import is_sharded
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -28,7 +31,8 @@ class Objective:
     """A loss of named parameters, and the batches it sees.
 
     Args:
-        model: the module that is going to be trained.
+        model: the module that is going to be trained; of ``DistributedDataParallel`` the module inside is taken, so
+            that sampling causes no traffic.
         loss_fn: ``loss_fn(model, batch)``, the scalar loss of one batch.
         batches: any iterable of batches (a ``DataLoader``, a list). It is gone through again and again; what
             reshuffles on every pass, as a ``DataLoader`` does, keeps doing so.
@@ -51,6 +55,7 @@ class Objective:
             raise TypeError(f"loss_fn must be a function loss_fn(model, batch), got {type(loss_fn).__name__}.")
         if not isinstance(batches, Iterable):
             raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}.")
+        model = _unwrapped(model)
         self.module: nn.Module | None = model
         self.parameters: dict[str, Tensor] = {
             plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -60,6 +65,7 @@ class Objective:
         self._batches = batches
         self._kept: dict[str, Tensor] | None = None
         _check_parameters(self.parameters)
+        self.check_whole()
 
     @classmethod
     def from_function(
@@ -166,6 +172,16 @@ class Objective:
             module.register_parameter(name, nn.Parameter(value.clone()))
         return module, lambda module, batch: self.loss(dict(module.named_parameters()), batch)
 
+    def check_whole(self) -> None:
+        """Raise an error when the module's parameters are spread over processes."""
+        for name, parameter in self.module.named_parameters() if self.module is not None else ():
+            if is_sharded(parameter):
+                raise TypeError(
+                    f"Parameter '{plain_name(name)}' is spread over processes by fully_shard, and points cannot be "
+                    "sampled there. Estimate the basis before fully_shard is called, or with an unsharded copy of the "
+                    "model; or use egop.Online(), which learns the basis from the training gradients."
+                )
+
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Copy the values into the module's parameters; only inside :meth:`preserved`."""
         with torch.no_grad():
@@ -191,6 +207,36 @@ class Objective:
             set_random_state(states)
             restore()
             self._kept = outer
+
+    @contextlib.contextmanager
+    def as_in_first(self) -> Iterator[None]:
+        """Inside, all processes stand where the first one does: in its parameters, frozen ones too, and buffers.
+
+        Those of ``DistributedDataParallel`` differ in their buffers at least. To be called by all of them.
+        """
+        if processes.world_size() == 1:
+            yield
+            return
+        others = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
+        drawn = {id(parameter) for parameter in self.parameters.values()}
+        others = [each for each in others if id(each) not in drawn]
+        outer = self._kept
+        kept, own = processes.agreed(
+            lambda: (
+                {name: value.clone() for name, value in self.current.items()},
+                [each.detach().clone() for each in others],
+            )
+        )
+        for tensor in [*kept.values(), *others]:
+            processes.spread(tensor, 0)
+        self._kept = kept
+        try:
+            yield
+        finally:
+            self._kept = outer
+            with torch.no_grad():
+                for tensor, value in zip(others, own, strict=True):
+                    tensor.copy_(value)
 
 
 class _Bound(nn.Module):
@@ -230,6 +276,15 @@ def _remember(module: nn.Module) -> Callable[[], None]:
             part.training = training
 
     return restore
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """What ``DistributedDataParallel`` wraps, also where it was compiled as a whole."""
+    inner = getattr(model, _COMPILED.removesuffix("."), None)
+    if isinstance(inner, DistributedDataParallel):
+        model = inner
+    wrapped: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return wrapped
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 Partition = Literal["global", "layer", "parameter"] | Mapping[str, str | Sequence[str]]
 
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -67,18 +69,24 @@ class Layer(NamedTuple):
 def layers_of(parameters: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, Layer]:
     """What each parameter is: read from the module, or by its dimensions where there is none.
 
-    The head is the last linear layer of a module that has other weights before it.
+    The head is the last linear layer of a module that has other weights before it; where a linear layer has the weight
+    of an embedding (tied), that is the head, and there is no other.
     """
     if module is None:
         return {name: Layer("weight" if tensor.dim() >= 2 else "bias") for name, tensor in parameters.items()}
     owners: dict[int, nn.Module] = {}
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
-            owners.setdefault(id(parameter), part)
+            if isinstance(part, _EMBEDDINGS) or id(parameter) not in owners:
+                owners[id(parameter)] = part
+    tied = any(
+        isinstance(part, nn.Linear) and isinstance(owners.get(id(part.weight)), _EMBEDDINGS)
+        for part in module.modules()
+    )
     layers = {name: _layer(tensor, owners.get(id(tensor))) for name, tensor in parameters.items()}
     weights = [name for name, layer in layers.items() if layer.role == "weight"]
     linear = [name for name in weights if isinstance(owners.get(id(parameters[name])), nn.Linear)]
-    if len(weights) > 1 and linear and linear[-1] == weights[-1]:
+    if len(weights) > 1 and linear and linear[-1] == weights[-1] and not tied:
         layers[linear[-1]] = Layer("head")
     return layers
 
@@ -169,7 +177,7 @@ def _layer(tensor: Tensor, owner: nn.Module | None) -> Layer:
         return Layer("norm")
     if tensor.dim() < 2:
         return Layer("bias")
-    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+    if isinstance(owner, _EMBEDDINGS):
         return Layer("embedding")
     if isinstance(owner, nn.modules.conv._ConvTransposeNd):
         return Layer("weight", owner.groups)

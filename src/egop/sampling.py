@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -45,6 +46,7 @@ def sample_gradients(
     method: Method = "auto",
     progress: bool = False,
     chunk_bytes: int | None = None,
+    share: range | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Draw ``samples`` points from rho and yield the gradients there, a chunk of points at a time.
 
@@ -61,25 +63,29 @@ def sample_gradients(
             where it gives the same gradients and falls back to the first elsewhere, with one log line.
         progress: show a progress bar with the time left.
         chunk_bytes: the memory one chunk may take; by default what suits the device.
+        share: which of the draws are wanted here, where others take the rest; all by default. The batches of all draws
+            are gone through, so that whoever takes a draw sees the batch that belongs to it.
 
     Yields:
         For each name the gradients stacked along a new first dimension, all checked to be finite.
     """
     check_samples(samples)
-    if method not in ("auto", "loop", "vmap"):
-        raise ValueError(f"Invalid sampling method: {method!r}. Must be 'auto', 'loop' or 'vmap'.")
+    _check_method(method)
     rho.check(objective)
+    objective.check_whole()
+    share = range(samples) if share is None else share
     wanted = list(objective.parameters) if names is None else list(names)
     base = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     with contextlib.ExitStack() as stack:
         stack.enter_context(objective.preserved(seed=base))
         source = _Source(objective, rho, base, samples)
+        # By the first of all draws, also where others take it: so everyone chooses alike.
         many, size = _choose(objective, wanted, source.first(), method, chunk_bytes or _memory_for_chunks(objective))
         # Only now, so that what is said of the choice does not run into it.
-        bar = stack.enter_context(tqdm(total=samples, desc="Sampling gradients", disable=not progress))
-        done = 0
-        while done < samples:
-            points = source.take(min(size, samples - done))
+        bar = stack.enter_context(tqdm(total=len(share), desc="Sampling gradients", disable=not progress))
+        source.skip(done := share.start)
+        while done < share.stop:
+            points = source.take(min(size, share.stop - done))
             try:
                 losses, gradients = (vmapped if many else looped)(objective, wanted, points)
             except torch.OutOfMemoryError:
@@ -99,12 +105,18 @@ def sample_gradients(
             yield dict(zip(wanted, gradients, strict=True))
             done += len(points)
             bar.update(len(points))
+        source.skip(samples - done)
 
 
 def check_samples(samples: int) -> None:
     """Raise an error when this is not a number of samples."""
     if not isinstance(samples, Integral) or isinstance(samples, bool) or samples < 1:
         raise ValueError(f"Invalid samples value: {samples!r}. Must be a whole number of at least 1.")
+
+
+def _check_method(method: str) -> None:
+    if method not in ("auto", "loop", "vmap"):
+        raise ValueError(f"Invalid sampling method: {method!r}. Must be 'auto', 'loop' or 'vmap'.")
 
 
 class _Source:
@@ -135,22 +147,39 @@ class _Source:
         """The next points."""
         with self.stream:
             batches = list(itertools.islice(self.batches, count))
-        taken: list[tuple[list[int], dict[str, Tensor]]] = []
+        taken = []
         while count:
-            seeds, values = self.ready.pop(0) if self.ready else self._draw()
-            taken.append((seeds[:count], {name: value[:count] for name, value in values.items()}))
-            if len(seeds) > count:
-                self.ready.insert(0, (seeds[count:], {name: value[count:] for name, value in values.items()}))
+            taken.append(self._part(count))
             count -= len(taken[-1][0])
         if len(taken) == 1:
             return Points(*taken[0], batches)
         values = {name: torch.cat([part[name] for _, part in taken]) for name in taken[0][1]}
         return Points([seed for seeds, _ in taken for seed in seeds], values, batches)
 
+    def skip(self, count: int) -> None:
+        """Go past the next points, whose batches are seen and whose values are not drawn if possible."""
+        with self.stream:
+            collections.deque(itertools.islice(self.batches, count), maxlen=0)
+        while count:
+            size = min(self.block, self.left)
+            if self.ready or size > count:
+                count -= len(self._part(count)[0])
+            else:
+                count -= size
+                self.left -= size
+                self.drawn += 1
+
     def give_back(self, points: Points) -> None:
         """Undo :meth:`take`."""
         self.batches = itertools.chain(points.batches, self.batches)
         self.ready.insert(0, (points.seeds, points.values))
+
+    def _part(self, count: int) -> tuple[list[int], dict[str, Tensor]]:
+        """The next points of one block, at most so many."""
+        seeds, values = self.ready.pop(0) if self.ready else self._draw()
+        if len(seeds) > count:
+            self.ready.insert(0, (seeds[count:], {name: value[count:] for name, value in values.items()}))
+        return seeds[:count], {name: value[:count] for name, value in values.items()}
 
     def _draw(self) -> tuple[list[int], dict[str, Tensor]]:
         count = min(self.block, self.left)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from egop.linalg import fix_signs
+from egop.processes import Holding, rows_at
 
 # Intermediate float64 copies are made in slices of at most this size.
 _SLICE_BYTES = 64 * 2**20
@@ -56,6 +57,20 @@ class RowSketch:
         for rows in other.rows:
             self.add(rows)
         self.count = seen
+
+    def holding(self) -> Holding:
+        """What this process has of the rows of all processes."""
+        return Holding.of(self.count, self.rows)
+
+    def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Nothing can fail before :meth:`collect`."""
+
+    def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Merge the sketches of all processes in the owner's, the first one's first: so the rows are in order."""
+        merged = RowSketch(self.rank, self.capacity)
+        rows_at(owner, self.rows, holdings, device, merged.add)
+        self.rows = merged.rows
+        self.count = sum(each.seen for each in holdings)
 
     def leading(self, power_iterations: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The leading eigenvalues and orthonormal eigenvectors (columns) of the mean outer product of the rows seen."""

@@ -85,6 +85,15 @@ def test_a_pass_holds_every_row_once():
     assert all(torch.equal(second, first * 2) for first, second in batches)
 
 
+def test_batches_are_the_rows_in_a_random_order():
+    rows = torch.randn(1000, 3)
+    order = torch.randperm(1000, generator=seeded())
+    batches = list(Batches(rows, torch.arange(1000), size=3, generator=seeded()))
+    for (features, places), expected in zip(batches, order.split(3), strict=True):
+        assert torch.equal(features, rows[expected])
+        assert torch.equal(places, expected)
+
+
 @pytest.mark.parametrize(("rows", "drop_last", "expected"), [(6, False, 3), (7, False, 4), (7, True, 3), (6, True, 3)])
 def test_length_is_the_number_of_batches(rows, drop_last, expected):
     source = Batches(torch.arange(rows), size=2, generator=seeded(), drop_last=drop_last)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, Cost, Structure
+from egop.structures.base import Accumulator, ChangeOfBasis, Cost, Structure, Summary
 from egop.structures.full import Full, FullChange
 from egop.structures.identity import Identity, IdentityChange
 from egop.structures.kronecker import Kronecker, KroneckerChange
@@ -50,5 +50,6 @@ __all__ = [
     "Reduced",
     "Shared",
     "Structure",
+    "Summary",
     "rebuild",
 ]

@@ -6,13 +6,14 @@ import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from egop.linalg import OuterProducts
 from egop.partition import Block
+from egop.processes import Holding
 from egop.spectrum import Spectrum
 from egop.structures.views import Coordinates, flatten, unflatten
 
@@ -178,6 +179,19 @@ class Cost(NamedTuple):
     flops: int
 
 
+class Summary(Protocol):
+    """Rows that several processes have seen, each some of them, and that one can have all of."""
+
+    def holding(self) -> Holding:
+        """What this process has of them."""
+
+    def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Make ready for :meth:`collect` all that may fail: there an error would leave the others waiting."""
+
+    def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Bring them together in the owner's process, on its device; to be called by all of them."""
+
+
 class Accumulator(abc.ABC):
     """Takes in a block's gradients, in any order and chunking, and gives the basis."""
 
@@ -196,6 +210,13 @@ class Accumulator(abc.ABC):
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         """Eigenvalues and eigenvectors (columns) of each matrix that it decomposes: what two halves are compared by."""
         return []
+
+    def summaries(self) -> Sequence[Summary]:
+        """All that it has seen, in parts that several processes can bring together."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how several processes bring together what they have seen. "
+            "Write its method summaries(), or estimate in one process."
+        )
 
 
 @dataclass(frozen=True)
@@ -268,6 +289,10 @@ class EigenAccumulator(Accumulator):
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         """Those of the one matrix."""
         return [self.products.eigenbasis()]
+
+    def summaries(self) -> Sequence[Summary]:
+        """The outer products."""
+        return [self.products]
 
 
 def density(vectors: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
 from egop.structures.views import Coordinates, as_tuple, flatten
 
 
@@ -64,6 +64,9 @@ class _Nothing(Accumulator):
 
     def merge(self, other: Self) -> None:
         pass
+
+    def summaries(self) -> Sequence[Summary]:
+        return []
 
     def finish(self) -> tuple[None, ChangeOfBasis]:
         return None, IdentityChange(self.block, {})

@@ -13,7 +13,7 @@ from torch import Tensor
 from egop.linalg import OuterProducts
 from egop.partition import Block
 from egop.spectrum import Spectrum
-from egop.structures.base import Accumulator, ChangeOfBasis, Structure, density
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary, density
 from egop.structures.shared import ROWS_WANTED
 from egop.structures.views import Coordinates, as_matrix, as_tuple, check_matrix, from_matrix, matrix_shape
 
@@ -77,18 +77,23 @@ class _KroneckerAccumulator(Accumulator):
     def __init__(self, block: Block) -> None:
         self.block = block
         self.left, self.right = (OuterProducts(size) for size in matrix_shape(block))
-        self.count = 0
+
+    @property
+    def count(self) -> int:
+        """How many gradients it has seen: the left side has a row for each column of each of them."""
+        return self.left.count // matrix_shape(self.block)[1]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         matrices = as_matrix(gradients, self.block).detach().clone()
         self.left.add(matrices.mT.flatten(0, -2))
         self.right.add(matrices.flatten(0, -2))
-        self.count += len(matrices)
 
     def merge(self, other: Self) -> None:
         self.left.merge(other.left)
         self.right.merge(other.right)
-        self.count += other.count
+
+    def summaries(self) -> Sequence[Summary]:
+        return [self.left, self.right]
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         return [self.left.eigenbasis(), self.right.eigenbasis()]

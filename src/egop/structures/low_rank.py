@@ -13,7 +13,7 @@ from torch import Tensor
 from egop.partition import Block
 from egop.sketch import RowSketch
 from egop.spectrum import Spectrum
-from egop.structures.base import Accumulator, ChangeOfBasis, Structure, density
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary, density
 from egop.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 
 # Gradients are kept as they are up to this many bytes, then sketched.
@@ -160,6 +160,9 @@ class _LowRankAccumulator(Accumulator):
 
     def merge(self, other: Self) -> None:
         self.sketch.merge(other.sketch)
+
+    def summaries(self) -> Sequence[Summary]:
+        return [self.sketch]
 
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
         if self.sketch.count == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from egop.linalg import random_orthonormal
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
 from egop.structures.full import Full
 
 
@@ -57,6 +57,9 @@ class _Random(Accumulator):
 
     def merge(self, other: Self) -> None:
         pass
+
+    def summaries(self) -> Sequence[Summary]:
+        return []
 
     def finish(self) -> tuple[None, ChangeOfBasis]:
         # The name goes in so that blocks of one shape get different rotations; hash() would differ between processes.

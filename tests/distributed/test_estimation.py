@@ -1,0 +1,335 @@
+"""Estimation divided among processes: the basis of one process, the same to the last bit on all, and no hang."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from training import batch, loss_of, network, sharded, steps, weights
+
+import egop
+from egop import processes, sampling
+from egop.estimate import Gathering
+from egop.experiments.data import Batches
+from egop.structures import low_rank
+
+GAUSSIAN = egop.Gaussian(0.5)
+
+
+def pair_loss(model, pair):
+    return loss_of(model, *pair)
+
+
+def data():
+    return [torch.cat(each) for each in zip(*(batch(step) for step in range(5)), strict=True)]
+
+
+def objective(model=None, loss=pair_loss, batches=None):
+    loader = DataLoader(TensorDataset(*data()), batch_size=8, shuffle=True)  # passes of 15 batches
+    return egop.Objective(network() if model is None else model, loss, loader if batches is None else batches)
+
+
+def estimated(its_objective, structure="auto", samples=None, rho=GAUSSIAN, partition="parameter", **options):
+    options = {"progress": False} | options
+    return egop.estimate(its_objective, rho=rho, structure=structure, samples=samples, partition=partition, **options)
+
+
+def values(basis):
+    """All that a basis consists of, as tensors."""
+    found = {f"{name}/{key}": tensor for name, change in basis.items() for key, tensor in change.tensors.items()}
+    for name, spectrum in basis.spectrum.items():
+        found |= {f"{name}/values": spectrum.eigenvalues, f"{name}/density": spectrum.density}
+        found[f"{name}/counts"] = torch.tensor([spectrum.samples, spectrum.stability or 0.0], dtype=torch.float64)
+    return found
+
+
+def quadratic():
+    """Gradients in a space of 12 directions: a sketch that keeps more of them loses nothing."""
+    matrix = torch.randn(12, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    theta = torch.zeros(40, dtype=torch.float64)
+    return egop.Objective.from_function(lambda theta: (matrix @ theta).square().sum() / 2, {"theta": theta})
+
+
+def normed(seed):
+    """A model whose gradients depend on buffers and on a frozen layer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        model(torch.randn(20, 5).double())
+    model[2].requires_grad_(False)
+    return model.eval()
+
+
+class Zigzag(egop.Distribution):
+    """One that draws point by point."""
+
+    def draw(self, its_objective, generator):
+        shapes = {name: value.shape for name, value in its_objective.parameters.items()}
+        return {name: torch.rand(shape, generator=generator).double() - 0.5 for name, shape in shapes.items()}
+
+
+STRUCTURES = {
+    "Full": (egop.Full(), 150),
+    "Full of few": (egop.Full(), 21),
+    "Full, eigh": (egop.Full(route="eigh"), 150),
+    "Shared": (egop.Shared(), 40),
+    "Shared of few": (egop.Shared(), 1),
+    "Kronecker": (egop.Kronecker(), 40),
+    "Auxiliary": (egop.Auxiliary(4), 30),
+    "Reduced": (egop.Reduced(4), 30),
+    "mixed": ({"0.*": egop.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)}, 9),
+}
+RHOS = {"initialisation": egop.Initialization(), "current": egop.Recentered(0.3), "one by one": Zigzag()}
+
+
+def all_cases(rank, world):
+    """Every kind of estimate, by name; with blocks of points so small that there are many."""
+    sampling.BLOCK_POINTS = 40
+    found = {name: values(estimated(objective(), *case)) for name, case in STRUCTURES.items()}
+    found |= {f"from {name}": values(estimated(objective(), egop.Shared(), 93, rho)) for name, rho in RHOS.items()}
+    found["loop"] = values(estimated(objective(), egop.Shared(), 10, sampling="loop"))
+    found["stability"] = values(estimated(objective(), egop.Kronecker(), 31, stability=True))
+    found["three draws"] = values(estimated(objective(), egop.Full(), 3, stability=True))
+    found["one draw"] = values(estimated(objective(), egop.Full(), 1, stability=True))
+    # Another state, and another generator, on every process: the first one's count.
+    generator = torch.Generator().manual_seed(5 + rank)
+    model = normed(rank)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = objective(model)
+    found["own state"] = values(estimated(other, egop.Shared(), 20, egop.Recentered(0.1), generator=generator))
+    found["own state"] |= {"next": torch.rand(1, generator=generator)}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # Batches with a generator of their own, which two estimates go on with.
+    source = Batches(*data(), size=8, generator=torch.Generator().manual_seed(1))
+    found |= {f"batches, {k}": values(estimated(objective(batches=source), egop.Shared(), 37)) for k in range(2)}
+    low_rank._ROWS_BYTES = 0  # the smallest sketches: of 20 rows
+    found["sketched"] = values(estimated(quadratic(), egop.Reduced(5), 90))
+    low_rank._ROWS_BYTES = 512 * 2**20
+    found["every"], found["every, bases"] = periodic(rank, world)
+    return found
+
+
+def periodic(rank, world):
+    """Training with a basis that is estimated again and again, the first time before the first step."""
+    model = network() if world == 1 else DistributedDataParallel(network())
+    every = egop.Every(2, objective(model), samples=11, rho=egop.Recentered(0.1), structure=egop.Shared())
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=every, lr=0.02)
+    steps(model, optimizer, rank=rank, world=world)
+    assert optimizer.refresher.renewals == 4
+    return weights(model), values(optimizer.basis)
+
+
+def all_of_two(rank, world):
+    return {"cases": all_cases(rank, world), "kept": kept(rank, world), "errors": errors(rank, world)}
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What two processes found; at most a minute, so that a hang is seen."""
+    return run(all_of_two, 2, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "BLOCK_POINTS", sampling.BLOCK_POINTS)  # put back afterwards
+        return all_cases(0, 1)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_basis_is_that_of_one_process_and_the_same_bits_everywhere(world, alone, request):
+    ranks = run(all_cases, world) if world > 2 else [found["cases"] for found in request.getfixturevalue("two")]
+    for case, tensors in alone.items():
+        for found in ranks:
+            assert set(found[case]) == set(tensors)
+        for name, value in tensors.items():
+            for found in ranks:
+                assert torch.equal(found[case][name], ranks[0][case][name]), f"{case}: {name} differs between processes"
+            torch.testing.assert_close(ranks[0][case][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
+
+
+def kept(rank, world):
+    """The blocks that a process keeps, and what it says of the others."""
+    basis = estimated(objective(), egop.Full(), 20, shard_bases=True)
+    everything = estimated(objective(), egop.Full(), 20)
+    assert all(change.equal(everything[name]) for name, change in basis.items())
+    assert set(basis.spectrum) == set(basis)
+    assert "kept by process" in str(basis)
+    return {"names": list(basis), "left": basis.left}
+
+
+def test_bases_can_stay_where_they_were_found(two):
+    ranks = [found["kept"] for found in two]
+    assert [found["names"] for found in ranks] == [["0.weight", "2.weight"], ["4.weight", "6.weight"]]
+    for found, other in zip(ranks, (1, 0), strict=True):
+        assert found["left"] == dict.fromkeys(ranks[other]["names"], f"kept by process {other}")
+
+
+class OddError(Exception):
+    """An error that egop does not know."""
+
+
+def failing(where, error=None, model=None):
+    """A loss that fails on one process, in its third draw: not finite, or with an error."""
+    calls = []
+
+    def loss(model, pair):
+        calls.append(1)
+        if processes.rank() != where or len(calls) < 3:
+            return pair_loss(model, pair)
+        if error is not None:
+            raise error
+        return pair_loss(model, pair) * torch.nan
+
+    return objective(model, loss)
+
+
+def not_converged(*_):
+    raise torch.linalg.LinAlgError("did not converge")
+
+
+def refused(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def errors(rank, world):
+    """What each process says when something goes wrong in one of them."""
+    shared = egop.Shared()
+    found = {
+        "not finite": refused(lambda: estimated(failing(1), shared, 16, sampling="loop")),
+        "loss": refused(lambda: estimated(failing(0, ValueError("of mine")), shared, 16, sampling="loop")),
+        "odd": refused(lambda: estimated(failing(1, OddError("strange")), shared, 16, sampling="loop")),
+        "samples": refused(lambda: estimated(objective(), shared, 8 + rank)),
+        "structure": refused(lambda: estimated(objective(), egop.Kronecker() if rank else shared, 8)),
+        "argument": refused(lambda: estimated(objective(), "fast" if rank else shared, 8)),
+        "rho": refused(lambda: estimated(objective(), shared, 8, Zigzag() if rank else GAUSSIAN)),
+        "batches": refused(lambda: estimated(objective(batches=[] if rank else None), shared, 8)),
+        "model": refused(lambda: estimated(objective(normed(0) if rank else None), {"0.*": shared}, 8)),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Gathering, "finish", not_converged)
+        found["decomposition"] = refused(lambda: estimated(objective(), shared, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(low_rank, "_ROWS_BYTES", 0)  # sketches of 20 rows: full only when they are merged
+        if rank == 0:
+            patch.setattr("egop.sketch.RowSketch._compress", not_converged)
+        found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(5), 36))
+    model = DistributedDataParallel(network())
+    every = egop.Every(3, failing(1, model=model), samples=6, structure=shared)
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=every, lr=0.02)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        steps(model, optimizer, rank=rank, world=world)
+    assert "could not be renewed" in str(warned[0].message)
+    found["renewals"] = [optimizer.refresher.renewals, optimizer.refresher.failures]
+    model = network()
+    found["after"] = values(estimated(objective(model), shared, 8))["0.weight/basis"]  # nothing was left behind
+    assert all(torch.equal(*each) for each in zip(weights(model).values(), weights(network()).values(), strict=True))
+    return found
+
+
+def test_an_error_in_one_process_reaches_all_of_them(two):
+    first, second = (found["errors"] for found in two)
+    finite = "FloatingPointError: {}The loss is not finite at draw 9. The points may lie too far out"
+    assert second["not finite"].startswith(finite.format(""))
+    assert first["not finite"].startswith(finite.format("Process 1 failed. FloatingPointError: "))
+    assert first["loss"] == "ValueError: of mine"
+    assert second["loss"] == "ValueError: Process 0 failed. ValueError: of mine"
+    assert second["odd"] == "OddError: strange"
+    assert first["odd"] == "RuntimeError: Process 1 failed. OddError: strange"
+    for name, text in {
+        "samples": "samples is 8 in process 0, and 9 in process 1",
+        "structure": "the structures is [('0.weight', Shared()",
+        "rho": "rho is 'Gaussian' in process 0, and 'Zigzag' in process 1",
+        "model": "the model is [('0.weight', (7, 5), torch.float64)",
+    }.items():
+        assert first[name] == second[name]
+        assert f"The processes do not want the same estimate: {text}" in first[name]
+    assert second["argument"].startswith("TypeError: Invalid structure value: 'fast'")
+    assert first["argument"].startswith("TypeError: Process 1 failed. TypeError: Invalid structure value: 'fast'")
+    assert second["batches"].startswith("ValueError: The batches are empty")
+    assert first["batches"].startswith("ValueError: Process 1 failed. ValueError: The batches are empty")
+    assert second["decomposition"] == "_LinAlgError: did not converge"
+    assert first["decomposition"] == "_LinAlgError: Process 1 failed. _LinAlgError: did not converge"
+    assert first["merge"] == "_LinAlgError: did not converge"
+    assert second["merge"] == "_LinAlgError: Process 0 failed. _LinAlgError: did not converge"
+    assert first["renewals"] == second["renewals"] == [3, 3]
+    alone = estimated(objective(), egop.Shared(), 8)["0.weight"].tensors["basis"]
+    for found in (first, second):
+        torch.testing.assert_close(found["after"], alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_process_group_of_one_makes_no_difference(request):
+    alone = values(estimated(objective(), egop.Full(), 20))
+    request.getfixturevalue("group_of_one")
+    found = values(estimated(objective(), egop.Full(), 20, shard_bases=True))
+    assert set(found) == set(alone)
+    assert all(torch.equal(value, alone[name]) for name, value in found.items())
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_an_objective_looks_into_a_model_for_parallel_training():
+    model = network()
+    parallel = DistributedDataParallel(model)
+    for wrapped in (parallel, torch.compile(parallel, backend="eager")):
+        assert objective(wrapped).module is model
+    assert "0.weight" in objective(DistributedDataParallel(torch.compile(model, backend="eager"))).parameters
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_points_are_not_sampled_in_a_sharded_model():
+    model = network()
+    made_before = objective(model)
+    sharded(model)
+    for function in (lambda: objective(model), lambda: estimated(made_before, egop.Shared(), 3)):
+        with pytest.raises(TypeError, match=r"'0\..*before fully_shard is called.*egop\.Online\(\)"):
+            function()
+
+
+@pytest.mark.parametrize("rho", [GAUSSIAN, *RHOS.values()])
+@pytest.mark.parametrize("world", [3, 100])
+def test_whoever_takes_a_draw_finds_the_same_point_and_batch(world, rho, monkeypatch):
+    monkeypatch.setattr(sampling, "BLOCK_POINTS", 40)
+
+    def drawn(share):
+        generator = torch.Generator().manual_seed(2)
+        chunks = sampling.sample_gradients(objective(), rho, 90, generator=generator, names=["0.weight"], share=share)
+        return [gradient for chunk in chunks for gradient in chunk["0.weight"]]
+
+    shares = [range(rank * 90 // world, (rank + 1) * 90 // world) for rank in range(world)]
+    found = [gradient for share in shares for gradient in drawn(share)]
+    torch.testing.assert_close(torch.stack(found), torch.stack(drawn(None)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4, 7])
+def test_work_is_divided_into_parts_of_about_the_same_size(world, monkeypatch):
+    monkeypatch.setattr(processes, "world_size", lambda: world)
+    shares = []
+    for rank in range(world):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        shares.append(processes.share_of(10))
+    assert [draw for share in shares for draw in share] == list(range(10))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    costs = [1, 5, 2, 9, 3, 3, 1, 0]
+    owners = processes.owners_of(costs)
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(world)]
+    assert max(loads) <= sum(costs) / world + max(costs)
+    assert owners[costs.index(9)] == 0
