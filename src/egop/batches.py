@@ -70,8 +70,8 @@ class Batch:
     def drop_gradients(self) -> None:
         """Leave no gradient that a later step without one could take for its own."""
         for index in self.active:
-            for coordinate in self.blocks[index].coordinates:
-                coordinate.grad = None
+            for tensor in self.blocks[index].stepped():
+                tensor.grad = None
         self.active, self.gradients = [], []
 
     def active_part(self) -> tuple[ChangeOfBasis, list[Tensor]]:

@@ -59,6 +59,10 @@ class BoundBlock:
         """What two blocks must share to be batched; the same on all processes, also where pieces differ in size."""
         return self.change.signature, tuple((owner.shape, layout(owner)) for owner in self.owners)
 
+    def stepped(self) -> list[Tensor]:
+        """What has gradients for the time of a step: the coordinates, and views or copies of sharded parameters."""
+        return self.coordinates + self.parameters if self.sharded else self.coordinates
+
     def pull(self) -> None:
         """Look at sharded parameters and their gradients as they are now."""
         view = local if self.by_rows else whole

@@ -91,9 +91,9 @@ def agreed(action: Callable[[], T]) -> T:
     return own[0]
 
 
-def owners_of(costs: Sequence[float]) -> list[int]:
+def owners_of(costs: Sequence[float], processes: int | None = None) -> list[int]:
     """Who does each of several pieces of work: the largest first, always to the process that has least to do."""
-    loads = [0.0] * world_size()
+    loads = [0.0] * (processes or world_size())
     owners = [0] * len(costs)
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
         owners[place] = loads.index(min(loads))

@@ -41,7 +41,7 @@ class Memory:
         grams: running Gram matrices.
         rest: what a reduced basis leaves out of its parameters.
         copies: of the parameters in blocks, by which writes are noticed; on the CPU only.
-        gathered: whole parameters and gradients of blocks that FSDP2 has in pieces, where a block needs them.
+        gathered: whole parameters of blocks that FSDP2 has in pieces, where a block needs them.
     """
 
     parameters: int = 0
@@ -87,6 +87,7 @@ class Part:
     memory: Memory
     flops: int = 0
     way: Way = "rows"
+    work: int = 0  # of its decomposition, in proportion
 
     @property
     def size(self) -> int:
@@ -104,7 +105,7 @@ class Part:
         share = self.share(ranks)
         divided = ["parameters", "gradients"]
         if self.way == "whole":  # gathered from pieces that are padded to the same size
-            held = replace(held, gathered=round((held.parameters + held.gradients) * share * ranks))
+            held = replace(held, gathered=round(held.parameters * share * ranks))
         else:
             divided += ["coordinates", "moments", "rest", "copies"]
         return replace(held, **{name: round(getattr(held, name) * share) for name in divided})
@@ -176,7 +177,8 @@ def _block(parameters: Mapping[str, Tensor], block: Block, structure: Structure,
     )
     # The weight of a transposed convolution has its outputs second: FSDP2 does not divide it by them.
     by_rows = change.rowwise and not any(block.transposed)
-    return Part(block.shapes, memory, cost.flops + 2 * block.size * sum(sides), "rows" if by_rows else "whole")
+    work = sum(rows * columns**2 for rows, columns in shapes.values())
+    return Part(block.shapes, memory, cost.flops + 2 * block.size * sum(sides), "rows" if by_rows else "whole", work)
 
 
 def frozen(parameter: Tensor) -> Part:

@@ -9,6 +9,7 @@ from torch import nn
 
 from egop.partition import layers_of
 from egop.plan import StructureChoice
+from egop.processes import owners_of
 from egop.refresh import Online
 from egop.scaling.parts import Memory, Part, Traffic, adamw, frozen, muon, parts_of, plan_of, soap, total
 from egop.structures import Auxiliary, Full, Kronecker, Reduced, Shared, Structure
@@ -161,7 +162,7 @@ def _estimate(method: str, parts: Sequence[Part], ranks: int, *, fsdp2: bool = T
         rotated=turned / size,
         device=total(part.memory for part in parts),
         fsdp2=total(part.sharded(ranks) for part in parts) if fsdp2 else None,
-        kept=_largest_share([part.memory.bases for part in parts], ranks),
+        kept=_largest_share(parts, ranks),
         traffic=_traffic(parts) if fsdp2 else None,
         flops=sum(part.flops for part in parts),
         fsdp2_flops=round(sum(part.flops * own for part, own in zip(parts, shares, strict=True))) if fsdp2 else None,
@@ -174,12 +175,12 @@ def _traffic(parts: Sequence[Part]) -> Traffic:
     return Traffic(**counts, at_least=any(each.at_least for each in found))
 
 
-def _largest_share(sizes: Sequence[int], ranks: int) -> int:
-    """The largest share when each, largest first, goes to whoever has least."""
-    loads = [0] * ranks
-    for size in sorted(sizes, reverse=True):
-        loads[loads.index(min(loads))] += size
-    return max(loads)
+def _largest_share(parts: Sequence[Part], ranks: int) -> int:
+    """The bytes of the bases of whoever has most, when blocks are divided as for an estimation."""
+    shares = [0] * ranks
+    for part, owner in zip(parts, owners_of([part.work for part in parts], ranks), strict=True):
+        shares[owner] += part.memory.bases
+    return max(shares)
 
 
 def _name(structure: StructureChoice) -> str:
