@@ -234,7 +234,7 @@ def test_a_real_ctrl_c_while_sampling_exits_with_130_and_keeps_what_was_sampled(
     counting += "    if len(calls) == 40: open('sampling', 'w').close()"
     (here / "slow.py").write_text("import time\n" + GOOD.replace("def loss_fn(model, batch):", counting))
     process = subprocess.Popen(
-        [sys.executable, "-m", "egop.cli", "diagnose", "slow.py:objective", "--samples", "100000"],
+        [sys.executable, "-m", "egop.cli", "diagnose", "slow.py:objective", "--samples", "5000000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(egop.__file__).parent.parent)},
     )  # fmt: skip
@@ -249,4 +249,4 @@ def test_a_real_ctrl_c_while_sampling_exits_with_130_and_keeps_what_was_sampled(
     assert "Traceback" not in errors
     text = pages.Page(page.read_text()).text
     assert "This page is partial: sampling was interrupted after" in text
-    assert "of 100000 draws" in text
+    assert "of 5000000 draws" in text

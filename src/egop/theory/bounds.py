@@ -54,7 +54,7 @@ def smoothness_lower_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) ->
         gamma: see :func:`egop_error`; 0 for a quadratic.
 
     Example:
-        >>> egop.theory.smoothness_lower_bound(torch.full((4, 4), 4.0), scale=1.0)
+        >>> round(egop.theory.smoothness_lower_bound(torch.full((4, 4), 4.0), scale=1.0), 6)
         8.0
 
     Reference: Lemma 2.
