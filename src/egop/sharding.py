@@ -93,10 +93,11 @@ def write(tensor: Any, values: Tensor) -> None:
 
 
 def like(piece: Tensor, tensor: Any) -> Tensor:
-    """A local piece with rows as those of a sharded tensor, as a ``DTensor`` that is spread in the same way."""
+    """A local piece, of a sharded tensor's shape or with such rows, as a ``DTensor`` that is spread in the same way."""
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size([tensor.shape[0], *piece.shape[1:]])
+    same = piece.shape == local(tensor).shape
+    shape = tensor.shape if same else torch.Size([tensor.shape[0], *piece.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         piece.detach(), tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride

@@ -34,9 +34,9 @@ def loss_of(model, inputs, targets):
     return (model(inputs) - targets).square().mean()
 
 
-def basis(structure):
+def basis(structure, partition="parameter"):
     objective = egop.Objective(network(), lambda model, pair: loss_of(model, *pair), [batch(99)])
-    return egop.estimate(objective, structure=structure, partition="parameter", samples=12, progress=False)
+    return egop.estimate(objective, structure=structure, partition=partition, samples=12, progress=False)
 
 
 def sharded(model):

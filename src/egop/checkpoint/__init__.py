@@ -1,0 +1,83 @@
+"""Checkpoints of a model and its optimizer, on torch.distributed.checkpoint.
+
+A checkpoint is a folder to which every process writes its part, and from which any number of processes can go on. What
+is saved consists of tensors and one JSON text (as a tensor of bytes). The index that torch.distributed.checkpoint keeps
+beside them is a pickle, which it reads by itself: load checkpoints from trusted sources only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from egop.checkpoint import folders
+from egop.checkpoint.contents import fitted, give, taken_apart
+from egop.checkpoint.files import Saved, clearly, write
+from egop.checkpoint.folders import latest
+from egop.optimizer import ReparameterizedOptimizer
+from egop.processes import agreed, rank
+
+__all__ = ["latest", "load", "save"]
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ReparameterizedOptimizer,
+    *,
+    keep: int | None = None,
+    **extra: Any,
+) -> None:
+    """Write a checkpoint, whole or not at all.
+
+    It is written beside, synced to the disk and renamed; an old one of that name is replaced only then. What a killed
+    write has left is cleared away by the next one. All processes call this together, and see the same folder.
+
+    Args:
+        directory: its name. In a folder of them, ``step-000123`` is a name that :func:`latest` knows.
+        model: plain, ``DistributedDataParallel``, or sharded by ``fully_shard``.
+        optimizer: its optimizer.
+        keep: how many of the checkpoints with names such as ``step-000123`` to keep in that folder, this one among
+            them; the oldest are removed.
+        **extra: what else is needed to go on, such as the step: numbers, strings, None, tensors, and lists, tuples and
+            dictionaries of them. Those of the first process are saved.
+
+    Example:
+        >>> egop.checkpoint.save(f"run/step-{step:06d}", model, optimizer, keep=3, step=step)
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"Invalid keep value: {keep}. Must be at least 1, or None to keep all.")
+    directory = Path(directory)
+    tensors = agreed(lambda: taken_apart(model, optimizer, extra))
+    agreed(lambda: folders.begin(directory) if rank() == 0 else None)
+    trouble = f"The checkpoint {directory} could not be written"
+    agreed(lambda: clearly(trouble, write, folders.unfinished(directory), tensors))
+    agreed(lambda: clearly(trouble, folders.finish, directory, keep) if rank() == 0 else None)
+
+
+def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: ReparameterizedOptimizer) -> dict[str, Any]:
+    """Go on from a checkpoint, on as many processes as there are now. Nothing changes when it does not fit.
+
+    All processes call this together. On as many processes as have saved it, training goes on bit for bit.
+
+    Args:
+        directory: what :func:`save` was given, or :func:`latest` has found.
+        model: of the same architecture, wrapped in any way.
+        optimizer: of the same class over the same parameters; its bases are taken from the checkpoint.
+
+    Returns:
+        What ``save`` was given as ``extra``.
+    """
+    damaged = f"The checkpoint {directory} is incomplete or damaged"
+    place = agreed(lambda: folders.found(Path(directory)))
+    saved = agreed(lambda: clearly(damaged, Saved, place))
+    values = agreed(lambda: fitted(saved, model, optimizer))
+    agreed(lambda: clearly(damaged, saved.read))
+    # The optimizer first, since it may still refuse; the names and shapes of the model have been compared.
+    agreed(lambda: optimizer.load_state_dict(values["optimizer"]))
+    agreed(lambda: give(values, model, optimizer))
+    extra: dict[str, Any] = values["extra"]
+    return extra

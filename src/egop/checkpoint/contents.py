@@ -1,0 +1,160 @@
+"""What a checkpoint holds of a model and its optimizer, and whether it fits others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egop.checkpoint.files import Saved, with_text
+from egop.checkpoint.flat import apart, together
+from egop.objective import plain_name
+from egop.optimizer import ReparameterizedOptimizer
+from egop.processes import exchanged, rank
+from egop.sharding import is_cut_by_rows, is_sharded, like, local
+from egop.states import check_state, row_owners, stepped_owners
+
+_VERSION = 1
+_WRAPPER = "module."  # what DistributedDataParallel puts before every name
+
+
+def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: dict[str, Any]) -> dict[str, Tensor]:
+    """All that is saved, as tensors by name. Among processes they are what each of them has."""
+    _check_kind(optimizer)
+    stands = _stand_for(optimizer)
+    state, weights = optimizer.state_dict(), model.state_dict()
+    for block in state["egop"]["blocks"]:
+        # Digests of the rows that one process has say nothing to others. Beside the weights a flag says as much.
+        block["stand_for"] = [""] * len(block["stand_for"])
+    values = {"model": {plain: weights[name] for plain, name in _names(weights).items()}, "optimizer": state}
+    tensors: dict[str, Tensor] = {}
+    plain = {key: apart(value, tensors, key) for key, value in values.items()}
+    _check_alike(tensors)
+    if rank() > 0:
+        return tensors
+    plain |= {"stand_for": stands, "extra": apart(extra, tensors, "extra")}
+    return with_text(tensors, {"version": _VERSION, "values": plain, "rows": _rows(optimizer, state)})
+
+
+def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) -> dict[str, Any]:
+    """The values of a checkpoint, with places for its tensors as this model and this optimizer want them.
+
+    Raises:
+        ValueError: if they are of another model, or of another kind of optimizer.
+    """
+    _check_kind(optimizer)
+    if saved.content["version"] != _VERSION:
+        raise ValueError(f"The checkpoint has version {saved.content['version']}; this egop reads {_VERSION}.")
+    weights = model.state_dict()
+    parameters = {
+        plain_name(name): parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    rows = saved.content["rows"]
+
+    def tensor(path: str) -> Tensor:
+        kind, _, name = path.partition("/")
+        if kind == "model":
+            own = weights[names[name]]
+            if saved.shape(path) != own.shape:
+                raise ValueError(
+                    f"The checkpoint is of another model: '{name}' has shape {tuple(saved.shape(path))} there, but "
+                    f"{tuple(own.shape)} here."
+                )
+            return saved.place(path, lambda shape, dtype: torch.empty_like(own))
+        owner = parameters[rows[path]["of"]] if path in rows else None
+        if owner is None or not is_sharded(owner) or (rows[path]["cut"] and not is_cut_by_rows(owner)):
+            return saved.place(path, torch.empty)
+        return saved.place(path, lambda shape, dtype: _spread(shape, dtype, owner))
+
+    names = _names(weights)
+    plain = saved.content["values"]
+    _check_names([name for name, _ in plain["model"]["dict"]], names)
+    # The shapes of the parameters are plain values, so the optimizer's can be compared before a place is made.
+    check_state(together(plain["optimizer"], lambda path: None), optimizer.param_groups, type(optimizer.inner))
+    return {key: together(value, tensor) for key, value in plain.items()}
+
+
+def give(values: dict[str, Any], model: nn.Module, optimizer: ReparameterizedOptimizer) -> None:
+    """Load the weights, for which the coordinates that the optimizer has loaded may stand."""
+    names = _names(model.state_dict())
+    model.load_state_dict({names[name]: value for name, value in values["model"].items()})
+    for block, stands in zip(optimizer.blocks, values["stand_for"], strict=True):
+        if block.sharded:
+            block.pull()
+        if stands:
+            block.note()
+
+
+def _names(weights: Iterable[str]) -> dict[str, str]:
+    """The names in a model's state dict by those that the plain model has."""
+    plain = {plain_name(name): name for name in weights}
+    if plain and all(name.startswith(_WRAPPER) for name in plain):
+        return {name.removeprefix(_WRAPPER): own for name, own in plain.items()}
+    return plain
+
+
+def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """For the tensors that have a row for each row of a parameter that name, and whether it must be cut by rows."""
+    found = {}
+    for index, (name, cut) in enumerate(stepped_owners(optimizer.param_groups, optimizer.blocks)):
+        for key, value in state["state"].get(index, {}).items():
+            if name is not None and isinstance(value, Tensor) and value.dim() > 0:
+                found[f"optimizer/state/{index}/{key}"] = {"of": name, "cut": cut}
+    for index, block in enumerate(optimizer.blocks):
+        for place, name in enumerate(row_owners(block, optimizer.param_groups)):
+            if name is not None:
+                found[f"optimizer/egop/blocks/{index}/coordinates/{place}"] = {"of": name, "cut": True}
+    return found
+
+
+def _spread(shape: torch.Size, dtype: torch.dtype, owner: Any) -> Tensor:
+    """A place for a tensor that is spread over the processes as a parameter is."""
+    here = local(owner)
+    if shape == owner.shape:
+        return torch.empty_like(owner, dtype=dtype)
+    return like(here.new_empty((here.shape[0], *shape[1:]), dtype=dtype), owner)
+
+
+def _stand_for(optimizer: ReparameterizedOptimizer) -> list[bool]:
+    """For each block whether its coordinates stand for its parameters: nobody else has written to these."""
+    for block in optimizer.blocks:
+        if block.sharded:
+            block.pull()
+    everywhere = exchanged(lambda: [not block.was_written for block in optimizer.blocks])
+    return [all(each) for each in zip(*everywhere, strict=True)]
+
+
+def _check_kind(optimizer: Any) -> None:
+    if not isinstance(optimizer, ReparameterizedOptimizer):
+        raise TypeError(
+            f"egop.checkpoint is for an egop.ReparameterizedOptimizer, got {type(optimizer).__name__}. Without a basis "
+            "that does what a plain optimizer does; for others there is torch.distributed.checkpoint.state_dict."
+        )
+
+
+def _check_names(saved: list[str], own: dict[str, str]) -> None:
+    if set(saved) != set(own):
+        raise ValueError(
+            f"The checkpoint is of another model: only it has {_some(set(saved) - set(own))}, only the model has "
+            f"{_some(set(own) - set(saved))}."
+        )
+
+
+def _some(names: set[str]) -> str:
+    return f"{sorted(names)[:5]}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _check_alike(tensors: dict[str, Tensor]) -> None:
+    """What processes save together must be of the same names and shapes, or parts would be missing."""
+    listed = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items()))
+    digests = exchanged(lambda: hashlib.sha256(listed.encode()).hexdigest())
+    if len(set(digests)) > 1:
+        raise ValueError(
+            "The processes have different tensors to save: did all of them take the same steps, with gradients for the "
+            "same parameters?"
+        )

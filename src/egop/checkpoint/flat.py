@@ -1,0 +1,58 @@
+"""Nested values taken apart into tensors by name and plain values that JSON can hold, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def apart(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """What JSON can hold of a nested value; its tensors are added to a dictionary.
+
+    Tuples, dictionaries (whose keys may be numbers) and tensors become dictionaries of one entry that says what it is.
+
+    Args:
+        value: numbers, strings, None, tensors, and lists, tuples and dictionaries of them.
+        tensors: where the tensors go, by their paths.
+        path: of the value.
+    """
+    if isinstance(value, Tensor):
+        while path in tensors:  # 1 and "1" are two keys
+            path += "'"
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"{path} has the key {key!r}; in a checkpoint keys are strings or whole numbers.")
+        return {"dict": [[key, apart(each, tensors, f"{path}/{key}")] for key, each in value.items()]}
+    if isinstance(value, (list, tuple)):
+        parts = [apart(each, tensors, f"{path}/{index}") for index, each in enumerate(value)]
+        return {"tuple": parts} if isinstance(value, tuple) else parts
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(
+        f"{path} is a {type(value).__name__}; a checkpoint holds numbers, strings, None, tensors, and lists, tuples "
+        "and dictionaries of them."
+    )
+
+
+def together(plain: Any, tensor: Callable[[str], Any]) -> Any:
+    """The reverse of :func:`apart`.
+
+    Args:
+        plain: what it returned.
+        tensor: the tensor of a path.
+    """
+    if isinstance(plain, list):
+        return [together(each, tensor) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, inside),) = plain.items()
+    if kind == "tensor":
+        return tensor(inside)
+    if kind == "tuple":
+        return tuple(together(each, tensor) for each in inside)
+    return {key: together(each, tensor) for key, each in inside}
