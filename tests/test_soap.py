@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import egop
-from egop.structures.kronecker import KroneckerChange
 
 STEPS, BETAS, DECAY, LR = 200, (0.95, 0.95), 0.95, 0.01
 # Every gradient of the square network has full rank, so the first one settles both bases. In the other network it
@@ -115,7 +114,7 @@ def squared_moments_as_soap():
     """Sorted along with the vectors, never rotated."""
     with (
         mock.patch("egop.refresh.iteration.power_iteration", power_iteration_in_place),
-        mock.patch.object(KroneckerChange, "squares_from", lambda self, old, squares: squares),
+        mock.patch("egop.moments.squares_rotated", lambda squares, new, rotation: squares),
     ):
         yield
 

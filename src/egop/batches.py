@@ -102,11 +102,17 @@ class Batch:
         self.follow(blocks)
         old = self.change.part(members)
         new = old.replaced({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
-        moved = _moved_states(blocks, states, old, new) if rotate else ([], [])
         with exact_products():  # the point itself must not lose digits with every change
-            decoded = old.decode([stacked[members] for stacked in self.coordinates])
-            values = [block.whole(own) for block, own in zip(blocks, zip(*decoded, strict=True), strict=True)]
-            encoded = new.encode([_stack(group) for group in zip(*values, strict=True)])
+            rotation = new.rotation_from(old)
+            coordinates = tuple(stacked[members] for stacked in self.coordinates)
+            values: list[Sequence[Tensor]] = []
+            if rotation is None:
+                decoded = zip(*old.decode(coordinates), strict=True)
+                values = [block.whole(own) for block, own in zip(blocks, decoded, strict=True)]
+                encoded = new.encode([_stack(group) for group in zip(*values, strict=True)])
+            else:
+                encoded = new.rotated(coordinates, rotation)
+        moved = _moved_states(blocks, states, old, new, rotation) if rotate else ([], [])
         if len(blocks) == len(self.blocks):  # the old tensors may be someone's: they are not written to
             self.change = new
             self._share_basis()
@@ -116,7 +122,7 @@ class Batch:
         copy_all(*moved)
         for stacked, fresh in zip(self.coordinates, encoded, strict=True):
             stacked[members].copy_(fresh)
-        for block, value in zip(blocks, values, strict=True):
+        for block, value in zip(blocks, values, strict=False):  # only a basis without a rotation leaves something out
             block.keep_rest_of(value)
             block.drop_rest()
 
@@ -224,7 +230,11 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _moved_states(
-    blocks: Sequence[BoundBlock], states: States, old: ChangeOfBasis, new: ChangeOfBasis
+    blocks: Sequence[BoundBlock],
+    states: States,
+    old: ChangeOfBasis,
+    new: ChangeOfBasis,
+    rotation: Mapping[str, Tensor] | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The state tensors of the blocks' coordinates, and what they are to be in the new basis."""
     own = [[_tensors(states.get(coordinate, {})) for coordinate in block.coordinates] for block in blocks]
@@ -235,7 +245,8 @@ def _moved_states(
     sources: list[Tensor] = []
     for kind, places in kinds.items():
         stacked = [{key: _stack([own[i][k][key] for i in places]) for key in keys} for k, keys in enumerate(kind)]
-        sides = (old, new) if len(kinds) == 1 else (old.part(places), new.part(places))
+        together = len(kinds) == 1
+        sides = (old, new, rotation) if together else (old.part(places), new.part(places), None)
         for k, fresh in enumerate(rotated(stacked, *sides)):
             for key, value in fresh.items():
                 targets += [own[index][k][key] for index in places]

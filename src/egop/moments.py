@@ -35,31 +35,46 @@ def check_movable(states: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def rotated(states: Sequence[Mapping[str, Any]], old: ChangeOfBasis, new: ChangeOfBasis) -> list[dict[str, Any]]:
+def rotated(
+    states: Sequence[Mapping[str, Any]],
+    old: ChangeOfBasis,
+    new: ChangeOfBasis,
+    rotation: Mapping[str, Tensor] | None = None,
+) -> list[dict[str, Any]]:
     """The state of a block's coordinates after a change of basis.
 
-    Moments that are linear in the gradient are rotated exactly: decoded in the old basis, encoded in the new one.
-    Squared moments are carried by the squared rotation where the structure can afford it (``Full``, ``Shared``,
-    ``Kronecker``) and kept elsewhere. Single numbers (step counters) stay.
+    Moments that are linear in the gradient are rotated exactly. Squared moments are carried by the squared rotation where
+    the structure can afford it (``Full``, ``Shared``, ``Kronecker``) and kept elsewhere. Single numbers (step counters)
+    stay.
 
     Args:
         states: the inner optimizer's state of each coordinate tensor of the block.
         old: the basis that the states are in.
         new: the basis that they are wanted in.
+        rotation: from one to the other, if it is known already.
     """
     check_movable(states)
+    rotation = new.rotation_from(old) if rotation is None else rotation
     fresh = [dict(state) for state in states]
     keys = {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-    for key in sorted(keys):
-        if key in STEP_SIZES:
-            continue
+    for key in sorted(keys - STEP_SIZES):
         values = tuple(state[key] for state in states)
         if key in LINEAR:
-            moved = new.encode(old.decode(values))
+            moved = new.encode(old.decode(values)) if rotation is None else new.rotated(values, rotation)
         elif key in SQUARED:
-            moved = new.squares_from(old, values)
+            moved = squares_rotated(values, new, rotation)
         else:
-            moved = tuple(v.sqrt() for v in new.squares_from(old, tuple(value.square() for value in values)))
+            squares = squares_rotated(tuple(value.square() for value in values), new, rotation)
+            moved = tuple(value.sqrt() for value in squares)
         for state, value in zip(fresh, moved, strict=True):
             state[key] = value
     return fresh
+
+
+def squares_rotated(
+    squares: tuple[Tensor, ...], new: ChangeOfBasis, rotation: Mapping[str, Tensor] | None
+) -> tuple[Tensor, ...]:
+    """Squared moments, carried by the squared rotation; as they are where there is none."""
+    if rotation is None:
+        return squares
+    return new.rotated(squares, {name: matrix.square() for name, matrix in rotation.items()})

@@ -78,13 +78,17 @@ class ChangeOfBasis(abc.ABC):
         """
         return None
 
-    def squares_from(self, old: Self, squares: Coordinates) -> Coordinates:
-        """Squared moments in the old coordinates, carried into these by the squared rotation where that is affordable.
+    def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
+        """The rotation from another one's coordinates to these, a matrix for each tensor; None if it is too large."""
+        return None
 
-        If independent coordinates have variances s, coordinates rotated by T have variances (T∘T) s. Kept as they are
-        where T would be too large.
+    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+        """Coordinates of another one, rotated into these.
+
+        If independent coordinates have variances s, those rotated by T have variances (T∘T) s: the same map with the
+        rotation squared entry by entry carries squared moments.
         """
-        return squares
+        raise TypeError(f"{self.kind} has no rotation of its coordinates.")
 
     def dense(self) -> Tensor:
         """The matrix of :meth:`decode` in float64; for an orthonormal basis its columns are the basis vectors."""

@@ -44,9 +44,11 @@ class FullChange(ChangeOfBasis):
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return {"basis": flatten(gradients, self.block).unsqueeze(-2)}
 
-    def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
-        rotation = self.tensors["basis"].mT @ old.tensors["basis"]
-        return (rows_times(squares[0], rotation.square().mT),)
+    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
+        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
+
+    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+        return (rows_times(coordinates[0], rotation["basis"].mT),)
 
 
 @dataclass(frozen=True, kw_only=True)

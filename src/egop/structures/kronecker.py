@@ -50,10 +50,11 @@ class KroneckerChange(ChangeOfBasis):
         matrix = as_matrix(gradients, self.block)
         return {"left": matrix.mT, "right": matrix}
 
-    def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
-        left = self.tensors["left"].mT @ old.tensors["left"]
-        right = self.tensors["right"].mT @ old.tensors["right"]
-        return (left.square() @ squares[0] @ right.square().mT,)
+    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
+        return {side: self.tensors[side].mT @ old.tensors[side] for side in ("left", "right")}
+
+    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+        return (rotation["left"] @ coordinates[0] @ rotation["right"].mT,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,11 @@ class SharedChange(ChangeOfBasis):
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return {"basis": as_matrix(gradients, self.block)}
 
-    def squares_from(self, old: ChangeOfBasis, squares: Coordinates) -> Coordinates:
-        rotation = self.tensors["basis"].mT @ old.tensors["basis"]
-        return (squares[0] @ rotation.square().mT,)
+    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
+        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
+
+    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+        return (coordinates[0] @ rotation["basis"].mT,)
 
 
 @dataclass(frozen=True, kw_only=True)
