@@ -43,9 +43,9 @@ def rotated(
 ) -> list[dict[str, Any]]:
     """The state of a block's coordinates after a change of basis.
 
-    Moments that are linear in the gradient are rotated exactly. Squared moments are carried by the squared rotation where
-    the structure can afford it (``Full``, ``Shared``, ``Kronecker``) and kept elsewhere. Single numbers (step counters)
-    stay.
+    Moments that are linear in the gradient are rotated exactly. Squared moments are carried by the squared rotation
+    where the structure can afford it (``Full``, ``Shared``, ``Kronecker``) and kept elsewhere. Single numbers (step
+    counters) stay.
 
     Args:
         states: the inner optimizer's state of each coordinate tensor of the block.
