@@ -1,6 +1,6 @@
 """Optimization in the right coordinates: run any torch optimizer in the EGOP eigenbasis."""
 
-from egop import theory
+from egop import checkpoint, theory
 from egop.constrained import BallConstrainedAdagrad
 from egop.diagnostics import BlockDiagnosis, Diagnosis, diagnose
 from egop.distributions import Ball, Distribution, Gaussian, Initialization, Recentered
@@ -52,6 +52,7 @@ __all__ = [
     "Spectrum",
     "Structure",
     "WhenDrifted",
+    "checkpoint",
     "diagnose",
     "estimate",
     "merge",

@@ -13,7 +13,16 @@ from typing import Any
 import egop
 from egop.plan import StructureChoice
 
-__all__ = ["FactoryError", "first_line", "load_objective", "parse_rho", "parse_structure"]
+__all__ = [
+    "FactoryError",
+    "factory_in",
+    "first_line",
+    "guarded",
+    "load_objective",
+    "module_of",
+    "parse_rho",
+    "parse_structure",
+]
 
 _WANTED = "an egop.Objective or a tuple (model, loss_fn, loader)"
 
@@ -35,14 +44,14 @@ def load_objective(target: str) -> egop.Objective:
     where, colon, name = target.rpartition(":")
     if not (colon and where and name):
         raise FactoryError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as examples/mlp.py:factory.")
-    factory = _factory(_module(where), where, name)
-    made = _guarded(factory, f"{target} raised")
+    factory = factory_in(module_of(where), where, name)
+    made = guarded(factory, f"{target} raised")
     if isinstance(made, egop.Objective):
         return made
     if not isinstance(made, tuple) or len(made) != 3:
         found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise FactoryError(f"{target} must return {_WANTED}, it returned {found}.")
-    return _guarded(lambda: egop.Objective(*made), f"{target} returned a tuple that makes no objective:")
+    return guarded(lambda: egop.Objective(*made), f"{target} returned a tuple that makes no objective:")
 
 
 def parse_structure(text: str) -> StructureChoice:
@@ -85,16 +94,17 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' if words else ''}{words}"
 
 
-def _module(where: str) -> ModuleType:
+def module_of(where: str) -> ModuleType:
+    """The module of a name or of a file."""
     if where.endswith(".py") or "/" in where:
         path = Path(where).resolve()
         if not path.is_file():
             raise FactoryError(f"There is no file {where!r}.")
-        return _guarded(lambda: _from_file(path), f"Importing {where!r} failed:")
+        return guarded(lambda: _from_file(path), f"Importing {where!r} failed:")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        return _guarded(lambda: importlib.import_module(where), f"Importing {where!r} failed:")
+        return guarded(lambda: importlib.import_module(where), f"Importing {where!r} failed:")
     except FactoryError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and f"{where}.".startswith(f"{missing.name}."):
@@ -117,7 +127,8 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _factory(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+def factory_in(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    """The function of a name in a module."""
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         there = f" It has: {', '.join(own[:10])}." if own else ""
@@ -128,7 +139,7 @@ def _factory(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     return factory
 
 
-def _guarded(function: Callable[[], Any], opening: str) -> Any:
+def guarded(function: Callable[[], Any], opening: str) -> Any:
     """Call what a user wrote: whatever it raises, also ``sys.exit``, becomes one line."""
     try:
         return function()

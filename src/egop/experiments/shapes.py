@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 import egop
-
-# What a name that the user gives is resolved by; the same as for an objective.
-from egop.experiments.factories import FactoryError, _factory, _guarded, _module
+from egop.experiments.factories import FactoryError, factory_in, guarded, module_of
 from egop.experiments.gpt import GPT
 
 __all__ = ["Llama", "ResNet50", "gpt2", "llama_1b", "llama_8b", "load_model", "resnet50"]
@@ -29,9 +27,9 @@ def load_model(target: str) -> nn.Module:
     where, colon, name = target.rpartition(":")
     if not (colon and where and name):
         raise FactoryError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as egop.scaling:gpt2.")
-    factory = _factory(_module(where), where, name)
+    factory = factory_in(module_of(where), where, name)
     with torch.device("meta"):
-        made = _guarded(factory, f"{target}, called on the meta device (where tensors have no values), raised")
+        made = guarded(factory, f"{target}, called on the meta device (where tensors have no values), raised")
     if isinstance(made, tuple) and made:
         made = made[0]
     model = made.module if isinstance(made, egop.Objective) else made
