@@ -29,7 +29,9 @@ class BoundBlock:
         self.owners = list(owners)
         self.sharded = any(is_sharded(owner) for owner in owners)
         self.rowwise = change.rowwise and not any(change.block.transposed)
-        self.by_rows = self.sharded and self.rowwise and all(is_cut_by_rows(owner) for owner in owners)
+        self.by_rows = (
+            self.sharded and self.rowwise and all(is_sharded(owner) and is_cut_by_rows(owner) for owner in owners)
+        )
         self.parameters = [local(owner) if self.by_rows else whole(owner) for owner in owners]
         # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
         dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners], torch.float32)
@@ -61,7 +63,8 @@ class BoundBlock:
 
     def stepped(self) -> list[Tensor]:
         """What has gradients for the time of a step: the coordinates, and views or copies of sharded parameters."""
-        return self.coordinates + self.parameters if self.sharded else self.coordinates
+        pairs = zip(self.parameters, self.owners, strict=True)
+        return self.coordinates + [parameter for parameter, owner in pairs if parameter is not owner]
 
     def pull(self) -> None:
         """Look at sharded parameters and their gradients as they are now."""
@@ -139,7 +142,8 @@ class BoundBlock:
     @property
     def was_written(self) -> bool:
         """Whether someone else may have written to a parameter."""
-        return any(not _as_seen(parameter, seen) for parameter, seen in zip(self.parameters, self._seen, strict=True))
+        places = zip(self.parameters, self.owners, self._seen, strict=True)
+        return any(not _as_seen(parameter, owner, seen) for parameter, owner, seen in places)
 
     def follow(self, decoded: Sequence[Tensor]) -> None:
         """If a parameter is not what the coordinates stand for, take its new value into them.
@@ -187,7 +191,8 @@ class BoundBlock:
 
     def stand_for(self) -> list[str]:
         """Digests of the parameters that the coordinates stand for: with them the coordinates can be restored."""
-        return [_digest_seen(parameter, seen) for parameter, seen in zip(self.parameters, self._seen, strict=True)]
+        places = zip(self.parameters, self.owners, self._seen, strict=True)
+        return [_digest_seen(parameter, owner, seen) for parameter, owner, seen in places]
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: what was noted is not true of their parameters, and views would take the whole batch along."""
@@ -201,7 +206,7 @@ class BoundBlock:
 
     def note(self) -> None:
         """The coordinates stand for the parameters as they are now."""
-        self._seen = [_look(parameter) for parameter in self.parameters]
+        self._seen = [_look(*pair) for pair in zip(self.parameters, self.owners, strict=True)]
 
 
 def bind(
@@ -210,6 +215,11 @@ def bind(
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
     if basis is not None and not isinstance(basis, Reparameterization):
         raise TypeError(f"basis must be an egop.Reparameterization, got {type(basis).__name__}.")
+    if basis is not None and basis.owners is not None:
+        raise ValueError(
+            "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
+            "together first, in all processes: basis = basis.gathered()."
+        )
     found = {
         plain_name(name): (index, parameter)
         for index, group in enumerate(groups, first_group)
@@ -273,10 +283,11 @@ def named_groups(params: Any, taken: Iterable[str] = ()) -> list[dict[str, Any]]
 
 def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Names as the model has them: ``DistributedDataParallel`` puts ``module.`` before every one."""
-    names = [name for group in groups for name in group["param_names"]]
-    if not all(name.startswith(_WRAPPER) for name in names):
+    names = [[plain_name(name) for name in group["param_names"]] for group in groups]
+    if not all(name.startswith(_WRAPPER) for own in names for name in own):
         return groups
-    return [group | {"param_names": [name.removeprefix(_WRAPPER) for name in group["param_names"]]} for group in groups]
+    pairs = zip(groups, names, strict=True)
+    return [group | {"param_names": [name.removeprefix(_WRAPPER) for name in own]} for group, own in pairs]
 
 
 def _members(group: Any) -> list[tuple[str, Any]]:
@@ -316,31 +327,33 @@ _Look = Tensor | tuple[int, int] | str
 _UNKNOWN = "unknown"  # the digest of nothing
 
 
-def _look(parameter: Tensor) -> _Look:
-    """What would differ if someone else had written to the parameter.
+def _look(parameter: Tensor, owner: Tensor) -> _Look:
+    """What would differ if someone else had written to the parameter, or to the sharded one that it is taken from.
 
     ``_version`` is torch's counter of in-place writes (a private name; a test notices when it changes). It misses
     writes through ``.data``; on the CPU a copy of the values costs little and shows those too.
     """
-    if parameter.device.type == "cpu":
-        return parameter.detach().clone()
-    return parameter._version, parameter.data_ptr()
+    return parameter.detach().clone() if parameter.device.type == "cpu" else _mark(owner)
 
 
-def _as_seen(parameter: Tensor, seen: _Look) -> bool:
+def _mark(owner: Tensor) -> tuple[int, int]:
+    return owner._version, local(owner).data_ptr()
+
+
+def _as_seen(parameter: Tensor, owner: Tensor, seen: _Look) -> bool:
     if isinstance(seen, tuple):
-        return (parameter._version, parameter.data_ptr()) == seen
+        return _mark(owner) == seen
     if isinstance(seen, Tensor):
         return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
     return _digest(parameter) == seen
 
 
-def _digest_seen(parameter: Tensor, seen: _Look) -> str:
+def _digest_seen(parameter: Tensor, owner: Tensor, seen: _Look) -> str:
     if isinstance(seen, str):
         return seen
     if isinstance(seen, Tensor):
         return _digest(seen)
-    return _digest(parameter) if _as_seen(parameter, seen) else _UNKNOWN
+    return _digest(parameter) if _as_seen(parameter, owner, seen) else _UNKNOWN
 
 
 def _digest(tensor: Tensor) -> str:

@@ -7,7 +7,6 @@ go on; what may fail is done before, so that no process is left waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +16,7 @@ from egop import processes
 from egop.objective import Objective
 from egop.partition import Block
 from egop.plan import Plan
-from egop.spectrum import Spectrum
-from egop.structures import ChangeOfBasis, Summary
-
-Finished = tuple[Spectrum | None, ChangeOfBasis]
+from egop.structures import Summary
 
 
 def agree(objective: Objective, plan: Plan, generator: torch.Generator, options: Mapping[str, Any]) -> None:
@@ -89,46 +85,6 @@ def collect(
 
     processes.agreed(prepare)
     processes.agreed(bring)
-
-
-def spread(
-    own: Mapping[Block, Finished], owners: Mapping[Block, int], devices: Mapping[Block, torch.device]
-) -> dict[Block, Finished]:
-    """What each process has finished, handed to all of them: the same everywhere, bit for bit."""
-    if processes.world_size() == 1:
-        return dict(own)
-    answers = processes.exchanged(lambda: {block.name: _outline(*found) for block, found in own.items()})
-
-    def ready() -> dict[Block, Finished]:
-        return {
-            block: own[block] if block in own else _empty(*answers[owner][block.name], devices[block])
-            for block, owner in owners.items()
-        }
-
-    finished = processes.agreed(ready)
-    for block, (spectrum, change) in finished.items():
-        described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
-        for tensor in [*change.tensors.values(), *described]:
-            processes.spread(tensor, owners[block])
-    return finished
-
-
-def _outline(spectrum: Spectrum | None, change: ChangeOfBasis) -> tuple[Spectrum | None, ChangeOfBasis, str]:
-    """All but the values, and on which kind of device they are."""
-    if spectrum is not None:
-        spectrum = replace(spectrum, eigenvalues=spectrum.eigenvalues.to("meta"), density=spectrum.density.to("meta"))
-    return spectrum, change.to("meta"), change.device.type
-
-
-def _empty(spectrum: Spectrum | None, change: ChangeOfBasis, kind: str, device: torch.device) -> Finished:
-    """Room for the values of what another process has outlined."""
-
-    def room(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device if device.type == kind else kind)
-
-    if spectrum is not None:
-        spectrum = replace(spectrum, eigenvalues=room(spectrum.eigenvalues), density=room(spectrum.density))
-    return spectrum, change.replaced({name: room(tensor) for name, tensor in change.tensors.items()})
 
 
 def _short(text: str) -> str:

@@ -64,7 +64,8 @@ def estimate(
         sampling: ``"loop"``, ``"vmap"`` or ``"auto"``, see :func:`egop.sampling.sample_gradients`.
         stability: also find how far two bases agree that are each made from every other draw, see
             :attr:`egop.Spectrum.stability`. This takes two more decompositions of every block, of half the samples.
-        shard_bases: let each process keep only the blocks that it has decomposed, with their spectra, not all blocks.
+        shard_bases: let each process keep only the blocks that it has decomposed, with their spectra, not all blocks;
+            ``basis.gathered()`` brings them together, which an optimizer needs.
 
     Returns:
         The change of basis of each block. The model is left exactly as it was.
@@ -152,13 +153,14 @@ def estimate_plan(
     own = [block for block in plan.chosen if owners[block] == processes.rank()]
     gathered.collected(own, count)
     finished = processes.agreed(lambda: {block: gathered.finish(block) for block in own})
-    left = plan.left
-    if shard_bases:
-        left = left | {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in own}
-    else:
-        finished = division.spread(finished, owners, devices)
     spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
-    return Reparameterization([change for _, change in finished.values()], spectra, left)
+    changes = [change for _, change in finished.values()]
+    if processes.world_size() == 1:
+        return Reparameterization(changes, spectra, plan.left)
+    elsewhere = {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in own}
+    kept_by = {block.name: owner for block, owner in owners.items()}
+    basis = Reparameterization(changes, spectra, plan.left | elsewhere, kept_by)
+    return basis if shard_bases else basis.gathered()
 
 
 def gradients_for(

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,12 +14,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from egop import processes
 from egop.spectrum import Spectrum
 from egop.structures import ChangeOfBasis, rebuild
 from egop.structures.views import Coordinates, as_tuple
 from egop.units import format_bytes, format_count, format_table
 
 FORMAT_VERSION = 1
+
+Finished = tuple[Spectrum | None, ChangeOfBasis]
 
 
 class Reparameterization(Mapping[str, ChangeOfBasis]):
@@ -28,6 +32,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         changes: the changes of basis; each knows its block.
         spectrum: the spectra of the blocks that have one, by block name.
         left: why weights were left in original coordinates, by name.
+        owners: of a basis that is kept in parts, the process that has each block, by block name.
 
     Example:
         >>> basis = egop.estimate(objective)                                  # doctest: +SKIP
@@ -40,10 +45,12 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         changes: Sequence[ChangeOfBasis],
         spectrum: Mapping[str, Spectrum] | None = None,
         left: Mapping[str, str] | None = None,
+        owners: Mapping[str, int] | None = None,
     ) -> None:
         self._changes = {change.block.name: change for change in changes}
         self.spectrum = dict(spectrum or {})
         self.left = dict(left or {})
+        self.owners = None if owners is None else dict(owners)
         if len(self._changes) < len(changes):
             raise ValueError(f"Two blocks have one name among {[change.block.name for change in changes]}.")
         owner: dict[str, str] = {}
@@ -97,7 +104,41 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
 
     def to(self, device: torch.device | str) -> Reparameterization:
         """The same on another device."""
-        return Reparameterization([change.to(device) for change in self.values()], self.spectrum, self.left)
+        changes = [change.to(device) for change in self.values()]
+        return Reparameterization(changes, self.spectrum, self.left, self.owners)
+
+    def gathered(self) -> Reparameterization:
+        """All blocks, from a basis of which each process has some (``shard_bases=True``); the same bits everywhere.
+
+        All processes call this together. A basis that is not in parts is returned as it is.
+        """
+        if self.owners is None:
+            return self
+        outlines = processes.exchanged(lambda: {name: self._outline(name) for name in self})
+        owners = self.owners.items()
+        found = processes.agreed(
+            lambda: {name: self._finished(name) or _room(*outlines[owner][name]) for name, owner in owners}
+        )
+        for name, owner in owners:
+            spectrum, change = found[name]
+            described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
+            for tensor in [*change.tensors.values(), *described]:
+                processes.spread(tensor, owner)
+        spectra = {name: spectrum for name, (spectrum, _) in found.items() if spectrum is not None}
+        left = {name: why for name, why in self.left.items() if name not in self.owners}
+        return Reparameterization([change for _, change in found.values()], spectra, left)
+
+    def _finished(self, name: str) -> Finished | None:
+        return (self.spectrum.get(name), self[name]) if name in self else None
+
+    def _outline(self, name: str) -> tuple[Spectrum | None, ChangeOfBasis, str]:
+        """All of a block but the values, and on which kind of device they are."""
+        spectrum, change = self.spectrum.get(name), self[name]
+        if spectrum is not None:
+            spectrum = replace(
+                spectrum, eigenvalues=spectrum.eigenvalues.to("meta"), density=spectrum.density.to("meta")
+            )
+        return spectrum, change.to("meta"), change.device.type
 
     def __str__(self) -> str:
         """A table of the blocks: what they are, what they cost, what their spectra say."""
@@ -127,6 +168,8 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one safetensors file; written beside and renamed, so never half."""
+        if self.owners is not None:
+            raise ValueError("This process has only some blocks of the basis. Save basis.gathered() in one process.")
         tensors: dict[str, Tensor] = {}
         blocks = []
         for name, change in self.items():
@@ -190,3 +233,14 @@ def _unshare(tensors: dict[str, Tensor]) -> None:
         if (place := tensor.untyped_storage().data_ptr()) in seen:
             tensors[name] = tensor.clone()
         seen.add(place)
+
+
+def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:
+    """Room for the values of what another process has outlined."""
+    if spectrum is not None:
+        eigenvalues, density = (
+            torch.empty_like(each, device=device) for each in (spectrum.eigenvalues, spectrum.density)
+        )
+        spectrum = replace(spectrum, eigenvalues=eigenvalues, density=density)
+    tensors = {name: torch.empty_like(tensor, device=device) for name, tensor in change.tensors.items()}
+    return spectrum, change.replaced(tensors)

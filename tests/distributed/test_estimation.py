@@ -161,6 +161,18 @@ def kept(rank, world):
     assert all(change.equal(everything[name]) for name, change in basis.items())
     assert set(basis.spectrum) == set(basis)
     assert "kept by process" in str(basis)
+    # What would train the processes apart is refused; brought together it is as if it had never been in parts.
+    with pytest.raises(ValueError, match=r"only some of its blocks\. Bring it together first.*basis\.gathered"):
+        egop.ReparameterizedOptimizer(network(), torch.optim.SGD, basis)
+    with pytest.raises(ValueError, match="only some blocks"):
+        basis.save("basis.safetensors")
+    together = basis.gathered()
+    assert list(together) == list(everything)
+    assert all(change.equal(everything[name]) for name, change in together.items())
+    spectra = [(each.spectrum[name].eigenvalues for name in each) for each in (together, everything)]
+    assert all(torch.equal(one, other) for one, other in zip(*spectra, strict=True))
+    assert together.left == everything.left
+    egop.ReparameterizedOptimizer(network(), torch.optim.SGD, together)
     return {"names": list(basis), "left": basis.left}
 
 

@@ -1,0 +1,74 @@
+"""What someone else writes to sharded parameters is noticed, also where values are not looked at, as on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from processes import run
+from torch.nn.parallel import DistributedDataParallel
+from training import network, optimizer_of, sharded, steps, weights
+
+import egop
+from egop import binding
+
+STRUCTURES = {"Shared": egop.Shared(), "Kronecker": egop.Kronecker()}
+
+
+def written(rank, world):
+    """Weights after a write before the first step, and after one between two steps; and how often it looked."""
+    binding._look = lambda parameter, owner: binding._mark(owner)  # in this process alone
+    follow, looks = binding.BoundBlock.follow, []
+    binding.BoundBlock.follow = lambda self, decoded: (looks.append(self.name), follow(self, decoded))[1]
+    found = {}
+    for name, structure in STRUCTURES.items():
+        model = sharded(network())
+        optimizer = optimizer_of(model, torch.optim.SGD, structure, None, weight_decay=0.0)
+        model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+        steps(model, optimizer, count=1, rank=rank, world=world)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        steps(model, optimizer, first=1, count=1, rank=rank, world=world)
+        looks.clear()
+        steps(model, optimizer, first=2, count=2, rank=rank, world=world)
+        found[name] = weights(model) | {"looks": torch.tensor(len(looks))}
+    return found
+
+
+def test_writes_to_sharded_parameters_are_noticed_by_their_counter():
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.02)
+    for first, count in ((0, 1), (1, 1), (2, 2)):
+        if first < 2:
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.mul_(0.5)
+        steps(plain, optimizer, first=first, count=count)
+    for found in run(written, 2):
+        for name in STRUCTURES:
+            assert found[name].pop("looks") == 0, "nothing was written, so there was nothing to look at"
+            for key, value in weights(plain).items():
+                torch.testing.assert_close(found[name][key], value, rtol=0, atol=1e-12, msg=f"{name}: {key}")
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("wrapped", ["DDP", "compile(DDP)", "DDP(compile)"])
+def test_names_are_those_of_the_plain_model_however_it_is_wrapped(wrapped):
+    model = network()
+    if wrapped == "DDP(compile)":
+        model = torch.compile(model, backend="eager")
+    model = DistributedDataParallel(model)
+    if wrapped == "compile(DDP)":
+        model = torch.compile(model, backend="eager")
+    optimizer = optimizer_of(model, torch.optim.AdamW, egop.Shared(), None)
+    plain = optimizer_of(network(), torch.optim.AdamW, egop.Shared(), None)
+    assert [block.name for block in optimizer.blocks] == [block.name for block in plain.blocks]
+    plain.load_state_dict(optimizer.state_dict())  # and the other way
+    optimizer.load_state_dict(plain.state_dict())
