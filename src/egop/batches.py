@@ -112,16 +112,21 @@ class Batch:
                 encoded = new.encode([_stack(group) for group in zip(*values, strict=True)])
             else:
                 encoded = new.rotated(coordinates, rotation)
-        moved = _moved_states(blocks, states, old, new, rotation) if rotate else ([], [])
-        if len(blocks) == len(self.blocks):  # the old tensors may be someone's: they are not written to
-            self.change = new
-            self._share_basis()
-        else:
-            for name, tensor in self.change.tensors.items():
-                tensor[members].copy_(new.tensors[name])
-        copy_all(*moved)
-        for stacked, fresh in zip(self.coordinates, encoded, strict=True):
-            stacked[members].copy_(fresh)
+            moved = _moved_states(blocks, states, old, new, rotation) if rotate else ([], [])
+        try:
+            if len(blocks) == len(self.blocks):  # the old tensors may be someone's: they are not written to
+                self.change = new
+                self._share_basis()
+            else:
+                for name, tensor in self.change.tensors.items():
+                    tensor[members].copy_(new.tensors[name])
+            for stacked, fresh in zip(self.coordinates, encoded, strict=True):
+                stacked[members].copy_(fresh)
+            copy_all(*moved)
+        except BaseException:  # coordinates and basis may not belong together
+            for block in blocks:
+                block.distrust()
+            raise
         for block, value in zip(blocks, values, strict=False):  # only a basis without a rotation leaves something out
             block.keep_rest_of(value)
             block.drop_rest()

@@ -59,7 +59,7 @@ class BoundBlock:
     @property
     def signature(self) -> tuple[Any, ...]:
         """What two blocks must share to be batched; the same on all processes, also where pieces differ in size."""
-        return self.change.signature, tuple((owner.shape, layout(owner)) for owner in self.owners)
+        return self.change.signature, tuple((owner.shape, owner.device, layout(owner)) for owner in self.owners)
 
     def stepped(self) -> list[Tensor]:
         """What has gradients for the time of a step: the coordinates, and views or copies of sharded parameters."""

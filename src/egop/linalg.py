@@ -181,6 +181,16 @@ def _orthonormal(vectors: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Products in the precision of their tensors, also for who is called inside ``torch.autocast``."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
 def exact_products() -> Iterator[None]:
     """Products of float32 matrices in full precision, whatever the program has chosen for its network.
 
@@ -191,7 +201,8 @@ def exact_products() -> Iterator[None]:
     for kind in kinds:
         kind.fp32_precision = "ieee"
     try:
-        yield
+        with without_autocast():
+            yield
     finally:
         for kind, precision in zip(kinds, kept, strict=True):
             kind.fp32_precision = precision

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from egop.batches import Batch, Batches
 from egop.binding import BoundBlock, bind, named_groups
+from egop.linalg import without_autocast
 from egop.moments import Moments, check_moments, check_movable
 from egop.objective import plain_name
 from egop.partition import layers_of
@@ -131,6 +132,8 @@ class ReparameterizedOptimizer(Optimizer):
         blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
+        names = map(plain_name, group["param_names"])
+        self.layers |= layers_of(dict(zip(names, group["params"], strict=True)), None)
         for block in blocks:
             block.drop_rest()
         self._blocks += blocks
@@ -148,6 +151,11 @@ class ReparameterizedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with without_autocast():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         if self.refresher is not None:
             self.refresher.before_step(self)
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
@@ -165,7 +173,6 @@ class ReparameterizedOptimizer(Optimizer):
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         if self.refresher is not None:
             self.refresher.after_step(self)
-        return loss
 
     @torch.no_grad()
     def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
@@ -272,6 +279,8 @@ class ReparameterizedOptimizer(Optimizer):
         load_inner_state(self.inner, state_dict["state"])
         if self.refresher is not None and saved["refresh"] is not None:
             self.refresher.load_state_dict(saved["refresh"])
+        elif self.refresher is not None:
+            self.refresher.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()

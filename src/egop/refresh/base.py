@@ -91,6 +91,10 @@ class Refresher(abc.ABC):
         """All that is needed to go on exactly, as plain values and tensors."""
         return {"steps": self.steps, "renewals": self.renewals, "failures": self.failures}
 
+    def reset(self) -> None:
+        """Begin anew, as after loading a state that knows nothing of a refresh."""
+        Refresher.load_state_dict(self, {"steps": 0, "renewals": 0, "failures": 0})
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state dict."""
         self.steps, self.renewals, self._failures = state["steps"], state["renewals"], state["failures"]
@@ -99,13 +103,13 @@ class Refresher(abc.ABC):
     def count_failures(self, sound: Tensor) -> None:
         """Count the decompositions that are not sound; on a GPU without waiting for it."""
         bad = sound.logical_not().sum()
-        if bad.device.type != "cuda":
+        if bad.device.type != "cuda" and self._counted is None:
             self._learn(self._failures + int(bad))
             return
         if self._counted is None or self._arriving is None:
             self._counted = torch.full_like(bad, self._failures)
             self._arriving = torch.full((), self._failures, dtype=bad.dtype, pin_memory=True)
-        self._counted += bad
+        self._counted += bad.to(self._counted.device)
         self._arriving.copy_(self._counted, non_blocking=True)
 
     def look_for_failures(self) -> None:

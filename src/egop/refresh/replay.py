@@ -25,7 +25,7 @@ class Replayed:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self._seen: dict[Any, _Recording | None] = {}
+        self._seen: dict[Any, _Recording | Function | None] = {}
         self._pool: Any = None
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -39,7 +39,11 @@ class Replayed:
         recording = self._seen[key]
         if recording is None:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recording = self._seen[key] = _Recording(self.function, tensors, self._pool)
+            try:
+                recording = _Recording(self.function, tensors, self._pool)
+            except RuntimeError:  # not every library function can be recorded
+                recording = self.function
+            self._seen[key] = recording
         return recording(*tensors)
 
     def __reduce__(self) -> tuple[type[Replayed], tuple[Function]]:
@@ -77,7 +81,7 @@ class Aside:
 
     @contextlib.contextmanager
     def of(self, tensors: Sequence[Tensor]) -> Iterator[bool]:
-        """Work on these tensors beside what comes; not (False) where they are not on one GPU."""
+        """Work on these tensors, all that are read or written, beside what comes; not (False) if not on one GPU."""
         devices = {tensor.device for tensor in tensors}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -88,6 +92,8 @@ class Aside:
         self._busy = self._streams[device]
         # After all that is under way: what it reads has been written, and memory it gets is no longer in use.
         self._busy.wait_stream(torch.cuda.current_stream(device))
+        for tensor in tensors:
+            tensor.record_stream(self._busy)  # its memory is not given to others before the work is done
         with torch.cuda.stream(self._busy):
             yield True
 

@@ -50,7 +50,8 @@ class Streaming(Refresher):
         self._stacks: dict[Batch, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
         self._turns: tuple[Batches, dict[Batch, list[int]]] | None = None
         self._totals: set[str] = set()  # blocks whose Gram matrices were loaded, so that every process has all of them
-        self._from_nothing = False
+        self._from_nothing: set[str] = set()  # blocks whose first gradient is to give their first basis
+        self._stacked_of: Batches | None = None
         self._iterate = Replayed(iteration.renewed)
         self._aside = Aside()
         self._fresh: list[tuple[Batch, slice, dict[str, Tensor], Tensor]] = []  # new bases, and which of them are sound
@@ -60,18 +61,26 @@ class Streaming(Refresher):
         self.settle(optimizer)
         if self.steps == 0 and not optimizer.blocks:
             optimizer.rebase(self.begin(optimizer), moments="reset")
-            self._from_nothing = True
+            self._from_nothing = {block.name for block in optimizer.blocks}
 
     def observe(self, optimizer: Rebasable) -> None:
         """Take the gradients into the running means."""
-        if len(self._stacks) > len(optimizer.batches):  # some are of batches that are no more
+        if self._stacked_of is not optimizer.batches:  # what belongs to batches that are no more is dropped
             self._stacks = {batch: self._stacks[batch] for batch in optimizer.batches if batch in self._stacks}
+            self._stacked_of = optimizer.batches
         for batch in optimizer.batches:
             if batch.active and is_renewable(batch.change):
                 self._observe(batch)
-        if self._from_nothing:
-            self.renew(optimizer)
-            self._from_nothing = False
+        if begun := self._from_nothing & self.grams.keys():
+            places = [
+                place
+                for batch in optimizer.batches
+                for place in self._runs(batch, [i for i, block in enumerate(batch.blocks) if block.name in begun])
+            ]
+            self._renew(optimizer, places, iteration.from_scratch)
+            self.settle(optimizer)
+            self.renewals += 1
+            self._from_nothing -= begun
 
     def after_step(self, optimizer: Rebasable) -> None:
         """Renew the bases whose turn it is."""
@@ -105,17 +114,25 @@ class Streaming(Refresher):
                 for block, own in zip(batch.blocks, total, strict=True):
                     if block.name in grams:
                         grams[block.name][key] = own
-        return super().state_dict() | {"grams": grams}
+        return super().state_dict() | {"grams": grams, "from_nothing": sorted(self._from_nothing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state dict."""
+        if "grams" not in state:
+            raise ValueError("The state dict is incomplete or damaged, or of another refresh: it has no Gram matrices.")
         grams = {name: {key: gram.clone() for key, gram in own.items()} for name, own in state["grams"].items()}
         super().load_state_dict(state)
         self.grams, self._stacks, self._totals = grams, {}, set(grams)
+        self._from_nothing = set(state["from_nothing"])
+
+    def reset(self) -> None:
+        """Begin anew, without Gram matrices."""
+        super().reset()
+        self.grams, self._stacks, self._totals, self._from_nothing = {}, {}, set(), set()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks and turns belong to the batches of this optimizer."""
-        return self.__dict__ | {"_stacks": {}, "_turns": None, "_aside": Aside()}
+        return self.__dict__ | {"_stacks": {}, "_turns": None, "_stacked_of": None, "_aside": Aside()}
 
     def _observe(self, batch: Batch) -> None:
         change, _ = batch.active_part()
@@ -142,7 +159,11 @@ class Streaming(Refresher):
         if batch not in self._stacks:
             tensors = batch.change.tensors.items()
             stacks = {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in tensors}
+            shapes = {key: stack.shape[1:] for key, stack in stacks.items()}
             for index, block in enumerate(batch.blocks):
+                known = self.grams.get(block.name)
+                if known is not None and {key: gram.shape for key, gram in known.items()} != shapes:
+                    del self.grams[block.name]  # of another structure
                 for key, gram in self.grams.get(block.name, {}).items():
                     self.grams[block.name][key] = stacks[key][index].copy_(gram)
                     if block.name in self._totals and batch.by_rows and not batch.is_first:
@@ -183,7 +204,8 @@ class Streaming(Refresher):
             for batch, members in places
             for key, stack in self._stacked(batch).items()
         ]
-        with self._aside.of([total for *_, total, _ in inputs]) as beside:
+        used = [tensor for batch, _, key, total, gram in inputs for tensor in (total, gram, batch.change.tensors[key])]
+        with self._aside.of(used) as beside:
             for (batch, members), own in groupby(inputs, lambda each: each[:2]):
                 tensors, sound = {}, []
                 for _, _, key, total, gram in own:
@@ -238,7 +260,10 @@ def is_renewable(change: ChangeOfBasis) -> bool:
 def _turns(batches: Batches, every: int) -> dict[Batch, list[int]]:
     """For each block the step of a round in which it is renewed, so that all steps of a round have like costs."""
     costs = {
-        batch: sum(tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values()) for batch in batches
+        batch: sum(tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values())
+        if is_renewable(batch.change)
+        else 0
+        for batch in batches
     }  # of one block
     total, before = sum(costs[batch] * len(batch.blocks) for batch in batches), 0.0
     turns: dict[Batch, list[int]] = {}

@@ -22,7 +22,7 @@ class IdentityChange(ChangeOfBasis):
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         flatten(tensors, self.block)  # checks the shapes
-        return as_tuple(tensors)
+        return tuple(tensor.contiguous() for tensor in as_tuple(tensors))  # as coordinates are; fused kernels want it
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
         return as_tuple(coordinates)
