@@ -41,6 +41,7 @@ ROOMS = [
     "batches",
     "refresh",
     "states",
+    "inner",
     "optimizer",
     "checkpoint",
     "parametrize",

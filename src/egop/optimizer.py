@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from egop.batches import Batch, Batches
 from egop.binding import BoundBlock, bind, named_groups
+from egop.inner import check_class, copy_hyperparameters
 from egop.linalg import without_autocast
 from egop.moments import Moments, check_moments, check_movable
 from egop.objective import plain_name
@@ -68,7 +68,7 @@ class ReparameterizedOptimizer(Optimizer):
         compile: bool = False,
         **hyperparameters: Any,
     ) -> None:
-        _check_class(optimizer_class)
+        check_class(optimizer_class)
         if refresh is not None and not isinstance(refresh, Refresh):
             raise TypeError(f"refresh must be egop.Every, egop.Online or egop.WhenDrifted, got {refresh!r}.")
         groups = named_groups(params)
@@ -158,7 +158,7 @@ class ReparameterizedOptimizer(Optimizer):
     def _step(self) -> None:
         if self.refresher is not None:
             self.refresher.before_step(self)
-        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
             self._batches.collect()
             self._pieces.pull()
@@ -170,7 +170,7 @@ class ReparameterizedOptimizer(Optimizer):
             self._batches.drop_gradients()
             self._pieces.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
-        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        copy_hyperparameters(self.inner.param_groups, self.param_groups)
         if self.refresher is not None:
             self.refresher.after_step(self)
 
@@ -334,26 +334,6 @@ class ReparameterizedOptimizer(Optimizer):
             inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [self._pieces.of(parameter)]
             members |= {id(tensor): tensor for tensor in inside}
         return group | {"params": list(members.values())}
-
-
-def _check_class(optimizer_class: Any) -> None:
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        given = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
-        raise TypeError(
-            f"optimizer_class must be a torch.optim.Optimizer class, got {given.__name__}. Pass the class and its "
-            "arguments: ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)."
-        )
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{optimizer_class.__name__} evaluates the loss several times within a step, which egop does not support. "
-            "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
-        )
-
-
-def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for one, other in zip(source, target, strict=True):
-        other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

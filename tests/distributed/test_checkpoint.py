@@ -39,7 +39,12 @@ def on_four(rank, world, folder):
 
 
 def on_two(rank, world, folder):
-    return {"goes on": goes_on_on_two(rank, world, folder), "refused": does_not_fit(rank, world, folder)}
+    return {
+        "goes on": goes_on_on_two(rank, world, folder),
+        "refused": does_not_fit(rank, world, folder),
+        "apart": see_different_ones(rank, Path(folder) / "apart"),
+        "failures": fails_in_one(rank, Path(folder) / "failing"),
+    }
 
 
 def goes_on_on_two(rank, world, folder):
@@ -179,3 +184,54 @@ def check_refusals(ranks, folder):
         if len(ranks) > 1:
             assert f"There is no checkpoint at {folder / 'elsewhere'}" in said["one rank"]
             assert "different tensors to save" in said["unlike"]
+
+
+def see_different_ones(rank, folder):
+    """What is the newest where each process sees another, and what loading says of that."""
+    model, optimizer = training("DDP", "Shared", "fixed")
+    for place, step in (("first", 1), ("second", 1), ("second", 2)):
+        checkpoint.save(folder / place / f"step-{step:06d}", model, optimizer, place=place)
+    own = folder / ("first", "second")[rank]
+    return {
+        "latest": checkpoint.latest(own).relative_to(folder).as_posix(),
+        "none": checkpoint.latest(folder if rank == 0 else own) is None,
+        "names": refused(lambda: checkpoint.load(folder / "second" / f"step-{rank + 1:06d}", model, optimizer)),
+        "contents": refused(lambda: checkpoint.load(own / "step-000001", model, optimizer)),
+        "one": checkpoint.load(folder / "second" / "step-000001", model, optimizer),
+    }
+
+
+def test_processes_do_not_go_on_from_different_checkpoints(two, folder):
+    first, second = (each["apart"] for each in two)
+    assert [first.pop("latest"), second.pop("latest")] == ["first/step-000001", "second/step-000001"]
+    assert first == second
+    one, other = folder / "apart" / "first" / "step-000001", folder / "apart" / "second"
+    assert first["none"]
+    assert f"process 0 {other / 'step-000001'}, process 1 {other / 'step-000002'}." in first["names"]
+    assert f"different checkpoints: process 0 {one}, process 1 {other / 'step-000001'}." in first["contents"]
+    assert first["one"] == {"place": "second"}
+
+
+def fails_in_one(rank, folder):
+    """What is said of an error in the second process alone; each time the next checkpoint is saved and loaded."""
+    model, optimizer = training("FSDP2", "Shared", "fixed")
+    found = []
+
+    def failing():
+        raise MemoryError("not enough")
+
+    for step, holder in enumerate((optimizer, model)):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(holder, "state_dict", failing)
+            with pytest.raises(MemoryError) as caught:
+                checkpoint.save(folder / "broken", model, optimizer)
+        found.append(str(caught.value))
+        checkpoint.save(folder / "whole", model, optimizer, step=step)
+        assert checkpoint.load(folder / "whole", model, optimizer) == {"step": step}
+    assert os.listdir(folder) == ["whole"]
+    return found
+
+
+def test_an_error_in_one_process_is_heard_of_by_all_and_the_next_save_works(two):
+    assert [each["failures"] for each in two] == [["Process 1 failed. MemoryError: not enough"] * 2, ["not enough"] * 2]

@@ -41,7 +41,7 @@ def test_the_trajectory_is_that_of_one_process(wrapper, world):
 
 
 def counted(rank, world):
-    """The collectives of each optimizer step, and whether the ranks' bases are equal to the last bit."""
+    """How many collectives each optimizer step makes, by structure and refresh."""
     found = {}
     for structure, refresh in (("Shared", "fixed"), ("Shared", "online"), ("Kronecker", "fixed")):
         model = sharded(network())

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from egop.checkpoint import folders
-from egop.checkpoint.contents import fitted, give, taken_apart
+from egop.checkpoint.contents import check_same, fitted, give, taken_apart, trust
 from egop.checkpoint.files import Saved, clearly, write
 from egop.checkpoint.folders import latest
 from egop.optimizer import ReparameterizedOptimizer
@@ -51,7 +51,7 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"Invalid keep value: {keep}. Must be at least 1, or None to keep all.")
     directory = Path(directory)
-    tensors = agreed(lambda: taken_apart(model, optimizer, extra))
+    tensors = taken_apart(model, optimizer, extra)
     agreed(lambda: folders.begin(directory) if rank() == 0 else None)
     trouble = f"The checkpoint {directory} could not be written"
     agreed(lambda: clearly(trouble, write, folders.unfinished(directory), tensors))
@@ -61,7 +61,8 @@ def save(
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: ReparameterizedOptimizer) -> dict[str, Any]:
     """Go on from a checkpoint, on as many processes as there are now. Nothing changes when it does not fit.
 
-    All processes call this together. On as many processes as have saved it, training goes on bit for bit.
+    All processes call this together, with the same checkpoint. On as many processes as have saved it, training goes on
+    bit for bit.
 
     Args:
         directory: what :func:`save` was given, or :func:`latest` has found.
@@ -74,10 +75,12 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Reparam
     damaged = f"The checkpoint {directory} is incomplete or damaged"
     place = agreed(lambda: folders.found(Path(directory)))
     saved = agreed(lambda: clearly(damaged, Saved, place))
+    check_same(Path(directory), saved)
     values = agreed(lambda: fitted(saved, model, optimizer))
     agreed(lambda: clearly(damaged, saved.read))
     # The optimizer first, since it may still refuse; the names and shapes of the model have been compared.
     agreed(lambda: optimizer.load_state_dict(values["optimizer"]))
-    agreed(lambda: give(values, model, optimizer))
+    agreed(lambda: give(values, model))
+    agreed(lambda: trust(values, optimizer))
     extra: dict[str, Any] = values["extra"]
     return extra

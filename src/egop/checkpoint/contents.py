@@ -1,9 +1,14 @@
-"""What a checkpoint holds of a model and its optimizer, and whether it fits others."""
+"""What a checkpoint holds of a model and its optimizer, and whether it fits others.
+
+An error in one process is heard of by all at the end of a stage. What is exchanged is therefore a stage of its own: a
+process that failed on the way to it would leave the others waiting there, and all that follows out of step.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +18,7 @@ from egop.checkpoint.files import Saved, with_text
 from egop.checkpoint.flat import apart, together
 from egop.objective import plain_name
 from egop.optimizer import ReparameterizedOptimizer
-from egop.processes import exchanged, rank
+from egop.processes import agreed, exchanged, rank
 from egop.sharding import is_cut_by_rows, is_sharded, like, local
 from egop.states import check_state, row_owners, stepped_owners
 
@@ -22,21 +27,38 @@ _WRAPPER = "module."  # what DistributedDataParallel puts before every name
 
 
 def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: dict[str, Any]) -> dict[str, Tensor]:
-    """All that is saved, as tensors by name. Among processes they are what each of them has."""
-    _check_kind(optimizer)
-    stands = _stand_for(optimizer)
-    state, weights = optimizer.state_dict(), model.state_dict()
-    for block in state["egop"]["blocks"]:
-        # Digests of the rows that one process has say nothing to others. Beside the weights a flag says as much.
-        block["stand_for"] = [""] * len(block["stand_for"])
-    values = {"model": {plain: weights[name] for plain, name in _names(weights).items()}, "optimizer": state}
+    """All that is saved, as tensors by name: among processes, which call this together, what each of them has."""
+    agreed(lambda: _check_kind(optimizer))
+    agreed(lambda: _look(optimizer))
+    unwritten = exchanged(lambda: [not block.was_written for block in optimizer.blocks])
+    state = agreed(optimizer.state_dict)
     tensors: dict[str, Tensor] = {}
-    plain = {key: apart(value, tensors, key) for key, value in values.items()}
+    plain = agreed(lambda: _plain(model, state, tensors))
     _check_alike(tensors)
-    if rank() > 0:
-        return tensors
-    plain |= {"stand_for": stands, "extra": apart(extra, tensors, "extra")}
-    return with_text(tensors, {"version": _VERSION, "values": plain, "rows": _rows(optimizer, state)})
+    # Coordinates stand for parameters to which nobody else has written, in any process.
+    plain["stand_for"] = [all(each) for each in zip(*unwritten, strict=True)]
+
+    def described() -> dict[str, Tensor]:
+        plain["extra"] = apart(extra, tensors, "extra")
+        return with_text(tensors, {"version": _VERSION, "values": plain, "rows": _rows(optimizer, state)})
+
+    return agreed(lambda: described() if rank() == 0 else tensors)
+
+
+def check_same(directory: Path, saved: Saved) -> None:
+    """What processes load together must be one checkpoint.
+
+    Raises:
+        ValueError: in all of them, if it is not.
+    """
+    # By its name and its text: the folder above may have another path in each process.
+    everywhere = exchanged(lambda: (str(directory), (directory.name, saved.digest)))
+    for place, (other, mark) in enumerate(everywhere):
+        if mark != everywhere[0][1]:
+            raise ValueError(
+                f"The processes load different checkpoints: process 0 {everywhere[0][0]}, process {place} {other}. "
+                "Give all of them the same one, as egop.checkpoint.latest does when all call it."
+            )
 
 
 def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) -> dict[str, Any]:
@@ -79,13 +101,16 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     return {key: together(value, tensor) for key, value in plain.items()}
 
 
-def give(values: dict[str, Any], model: nn.Module, optimizer: ReparameterizedOptimizer) -> None:
-    """Load the weights, for which the coordinates that the optimizer has loaded may stand."""
+def give(values: dict[str, Any], model: nn.Module) -> None:
+    """Load the weights."""
     names = _names(model.state_dict())
     model.load_state_dict({names[name]: value for name, value in values["model"].items()})
+
+
+def trust(values: dict[str, Any], optimizer: ReparameterizedOptimizer) -> None:
+    """Note for which weights, now that these are loaded, the coordinates stand."""
+    _look(optimizer)
     for block, stands in zip(optimizer.blocks, values["stand_for"], strict=True):
-        if block.sharded:
-            block.pull()
         if stands:
             block.note()
 
@@ -120,13 +145,21 @@ def _spread(shape: torch.Size, dtype: torch.dtype, owner: Any) -> Tensor:
     return like(here.new_empty((here.shape[0], *shape[1:]), dtype=dtype), owner)
 
 
-def _stand_for(optimizer: ReparameterizedOptimizer) -> list[bool]:
-    """For each block whether its coordinates stand for its parameters: nobody else has written to these."""
+def _look(optimizer: ReparameterizedOptimizer) -> None:
+    """Look at sharded parameters as they are now, which gathers some of them."""
     for block in optimizer.blocks:
         if block.sharded:
             block.pull()
-    everywhere = exchanged(lambda: [not block.was_written for block in optimizer.blocks])
-    return [all(each) for each in zip(*everywhere, strict=True)]
+
+
+def _plain(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What JSON can hold of a model and its optimizer's state; the tensors are added to a dictionary."""
+    for block in state["egop"]["blocks"]:
+        # Digests of the rows that one process has say nothing to others. Beside the weights a flag says as much.
+        block["stand_for"] = [""] * len(block["stand_for"])
+    weights = model.state_dict()
+    values = {"model": {plain: weights[name] for plain, name in _names(weights).items()}, "optimizer": state}
+    return {key: apart(value, tensors, key) for key, value in values.items()}
 
 
 def _check_kind(optimizer: Any) -> None:

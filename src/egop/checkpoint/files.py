@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -66,7 +67,9 @@ class Saved:
         self._places: dict[str, Tensor] = {}
         text = self.place(_TEXT, torch.empty)
         self.read()
-        self.content: Any = json.loads(text.numpy().tobytes())
+        written = text.numpy().tobytes()
+        self.content: Any = json.loads(written)
+        self.digest = hashlib.sha256(written).hexdigest()
 
     def shape(self, name: str) -> torch.Size:
         """The shape of a tensor, all of it."""

@@ -7,6 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
+from egop.processes import exchanged, rank
+
 _UNFINISHED = ".unfinished"  # being written, or being removed
 _REPLACED = ".replaced"  # stands in for a checkpoint in the moment between two renames
 _STEP = re.compile(r"step-(\d+)")
@@ -61,9 +63,18 @@ def found(directory: Path) -> Path:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint of the name ``step-000123`` in a folder, or None; unfinished ones do not count."""
-    steps = _steps(Path(folder))
-    return steps[max(steps)] if steps else None
+    """The newest whole checkpoint of the name ``step-000123`` in a folder, or None; unfinished ones do not count.
+
+    Inside a process group all processes call this together, and get what the first one has found.
+    """
+    # The name alone, since processes may see the folder under different paths.
+    newest = exchanged(lambda: _newest(Path(folder)) if rank() == 0 else None)[0]
+    return None if newest is None else Path(folder) / newest
+
+
+def _newest(folder: Path) -> str | None:
+    steps = _steps(folder)
+    return steps[max(steps)].name if steps else None
 
 
 def _steps(folder: Path) -> dict[int, Path]:
