@@ -37,6 +37,7 @@ ROOMS = [
     "reparameterization",
     "estimate",
     "moments",
+    "groups",
     "binding",
     "batches",
     "refresh",

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egop.batches import Batch, Batches
-from egop.binding import BoundBlock, bind, named_groups
+from egop.binding import BoundBlock, bind
+from egop.groups import named_groups
 from egop.inner import check_class, copy_hyperparameters
 from egop.linalg import without_autocast
 from egop.moments import Moments, check_moments, check_movable
