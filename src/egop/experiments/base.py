@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 import pickle
 import platform
 import statistics
@@ -161,6 +162,15 @@ def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[floa
     stacked = np.nan_to_num(np.asarray(curves, dtype=float), nan=np.inf, posinf=np.inf)
     low, middle, high = np.quantile(stacked, (0.25, 0.5, 0.75), axis=0, method="nearest")
     return low.tolist(), middle.tolist(), high.tolist()
+
+
+def bar_panel(title: str, what: str, runs: Mapping[str, Sequence[Record]], number: Callable[[Record], float]) -> Panel:
+    """One bar a method with a number of each of its runs; none where the median is not finite."""
+    found = [quartiles([[number(run)] for run in own]) for own in runs.values()]
+    low, middle, high = (
+        [each[part][0] if math.isfinite(each[part][0]) else math.nan for each in found] for part in range(3)
+    )
+    return Panel(title, "", what, [Series(what, list(runs), middle, low, high)], yscale="linear", kind="bar")
 
 
 def median(values: Sequence[float]) -> float:

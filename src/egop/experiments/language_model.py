@@ -16,6 +16,7 @@ from egop.experiments.base import (
     Preset,
     Series,
     Verdict,
+    bar_panel,
     median,
     quartiles,
     verdict,
@@ -167,9 +168,9 @@ class LanguageModelExperiment(Experiment):
                 f"Steps and seconds of training until the validation loss is at most {goal:.3f}, AdamW's lowest "
                 "median; no bar: not reached. Seconds of a step are means over the whole run, bases included.",
                 [
-                    _bars("Steps to the target", "steps", runs, _measures(goal)["steps"][1]),
-                    _bars("Seconds to the target", "seconds", runs, _measures(goal)["seconds"][1]),
-                    _bars("A step", "milliseconds", runs, _step),
+                    bar_panel("Steps to the target", "steps", runs, _measures(goal)["steps"][1]),
+                    bar_panel("Seconds to the target", "seconds", runs, _measures(goal)["seconds"][1]),
+                    bar_panel("A step", "milliseconds", runs, _step),
                 ],
             ),
         ]
@@ -255,17 +256,6 @@ def _curve(method: str, runs: Sequence[Record], by: str) -> Series:
     places = seconds if by == "seconds" else [interval * look for look in range(looks)]
     low, middle, high = (values[first:] for values in found)
     return Series(method, places[first:], middle, low, high, method, "EGOP" in method)
-
-
-def _bars(title: str, what: str, runs: Runs, number: Callable[[Record], float]) -> Panel:
-    """One bar a method; none where the median is not finite."""
-    found = [quartiles([[number(run)] for run in own]) for own in runs.values()]
-    low, middle, high = ([_shown(each[part][0]) for each in found] for part in range(3))
-    return Panel(title, "", what, [Series(what, list(runs), middle, low, high)], yscale="linear", kind="bar")
-
-
-def _shown(number: float) -> float:
-    return number if math.isfinite(number) else math.nan
 
 
 def _is_tuning(run: Record) -> bool:

@@ -17,6 +17,7 @@ from egop.experiments.base import (
     Preset,
     Series,
     Verdict,
+    bar_panel,
     finished,
     first_below,
     median,
@@ -218,9 +219,9 @@ class ResnetExperiment(Experiment):
                 f"Epochs and seconds of training (bases included) until the validation loss is at most {goal:.3f}, "
                 "AdamW's lowest median; no bar: not reached. Accuracy of the mean output over ten crops at the end.",
                 [
-                    _bar_panel("Epochs to the target", "epochs", runs, lambda run: epochs_to(run, goal)),
-                    _bar_panel("Seconds to the target", "seconds", runs, lambda run: seconds_to(run, goal)),
-                    _bar_panel("At the end", "ten-crop accuracy", runs, lambda run: run.result["ten-crop accuracy"]),
+                    bar_panel("Epochs to the target", "epochs", runs, lambda run: epochs_to(run, goal)),
+                    bar_panel("Seconds to the target", "seconds", runs, lambda run: seconds_to(run, goal)),
+                    bar_panel("At the end", "ten-crop accuracy", runs, lambda run: run.result["ten-crop accuracy"]),
                 ],
             ),
         ]
@@ -261,16 +262,6 @@ def _line(method: str, curves: Sequence[Sequence[float]]) -> Series:
     low, middle, high = quartiles([curve[1:] for curve in curves])
     color = "SOAP" if method == SOAP_10 else method
     return Series(method, list(range(1, len(middle) + 1)), middle, low, high, color, "EGOP" in method)
-
-
-def _bar_panel(title: str, what: str, runs: Runs, number: Callable[[Record], float]) -> Panel:
-    """One bar a method; none where the median is not finite."""
-    found = [quartiles([[number(run)] for run in own]) for own in runs.values()]
-    low, middle, high = (
-        [each[part][0] if math.isfinite(each[part][0]) else math.nan for each in found] for part in range(3)
-    )
-    series = Series(what, list(runs), middle, low, high)
-    return Panel(title, "", what, [series], yscale="linear", kind="bar")
 
 
 def _of(run: Record) -> tuple[str, float, int]:
