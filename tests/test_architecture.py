@@ -29,6 +29,7 @@ ROOMS = [
     "partition",
     "units",
     "linalg",
+    "replay",
     "sketch",
     "spectrum",
     "structures",

@@ -264,14 +264,30 @@ def decaying(power, size=40, seed=0):
     return V * torch.arange(1, size + 1, dtype=torch.float64) ** -power @ V.mT @ W
 
 
+@pytest.mark.parametrize("widths", [(1024, 3072), (4, 3072), (4, 4)], ids=["narrow", "wide", "very wide"])
 @pytest.mark.parametrize("power", [0.0, 2.0, 4.0, 6.0])
-def test_cholesky_qr_is_the_q_of_a_qr_decomposition(power):
+def test_cholesky_qr_is_the_q_of_a_qr_decomposition(power, widths, monkeypatch):
+    monkeypatch.setattr(linalg, "_WIDE", widths[0])
+    monkeypatch.setattr(linalg, "_VERY_WIDE", widths[1])
     matrices = torch.stack([decaying(power, seed=seed) for seed in range(3)])
     found, expected = linalg.cholesky_qr(matrices), linalg.orthonormalized(matrices)
     for each in found:
         assert linalg.orthonormality_error(each) < 1e-12
     # The directions themselves are as uncertain as the condition number makes them.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13 * float(torch.linalg.cond(matrices).max()) + 1e-13)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("size", [1, 2, 7, 32, 33, 64, 100, 200])
+def test_the_inverse_of_a_triangle(size, batch):
+    generator = torch.Generator().manual_seed(size)
+    lower = torch.randn(*batch, size, size, generator=generator, dtype=torch.float64).tril() / size
+    lower.diagonal(dim1=-2, dim2=-1).add_(1)
+    kept = lower.clone()
+    found = linalg.inverse_of_lower(lower)
+    torch.testing.assert_close(found, torch.linalg.inv(lower), rtol=1e-12, atol=1e-12)
+    assert torch.equal(found, found.tril())
+    assert torch.equal(lower, kept)
 
 
 def test_orthonormalized_columns_keep_their_sides_and_their_spans():

@@ -11,10 +11,14 @@ from torch import Tensor
 from egop.binding import BoundBlock
 from egop.linalg import exact_products
 from egop.moments import rotated
+from egop.replay import InPlace
 from egop.sharding import is_first_shard, sum_over_shards
 from egop.structures import ChangeOfBasis
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
+
+# Up to so many bytes of coordinates a GPU is done with the products of a step before the host has launched them.
+_SMALL = 128 * 2**20
 
 
 class Batch:
@@ -33,6 +37,8 @@ class Batch:
         ]
         self.active: list[int] = []  # which blocks have a gradient in this step
         self.gradients: list[Tensor] = []  # theirs, stacked, one tensor for each parameter of a block
+        self.slots: list[Tensor] = []  # where they are stacked, if always in the same place
+        self._owns_basis = len(blocks) > 1
         self._share_basis()
         for index, block in enumerate(blocks):
             for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
@@ -52,16 +58,28 @@ class Batch:
         """The sum of what each process has for its rows."""
         return sum_over_shards(tensor, self.blocks[0].owners[0]) if self.by_rows else tensor
 
-    def collect(self) -> None:
-        """Stack the gradients of all blocks that have one."""
+    def collect(self, *, still: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Stack the gradients of all blocks that have one.
+
+        Args:
+            still: whether to stack them in the same place in every step.
+
+        Yields:
+            For the caller to copy: where to, and what.
+        """
         for block in self.blocks:
             if block.sharded:
                 block.pull()
         dtype = self.change.block.dtype
         found = list(zip(*([parameter.grad for parameter in block.parameters] for block in self.blocks), strict=True))
         if all(each is not None and each.dtype is dtype and not each.is_sparse for group in found for each in group):
-            self.active = list(range(len(self.blocks)))
-            self.gradients = [_stack(group) for group in found]  # the common case, with nothing done block by block
+            self.active = list(range(len(self.blocks)))  # the common case, with nothing done block by block
+            if not still:
+                self.gradients = [_stack(group) for group in found]
+                return
+            self.gradients = self.slots = self.slots or [_room_for(group) for group in found]
+            for slot, group in zip(self.slots, found, strict=True):
+                yield from zip(slot.unbind(), group, strict=True)
             return
         self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
         apart = [self.blocks[index].gradients() for index in self.active]
@@ -79,6 +97,10 @@ class Batch:
         if len(self.active) == len(self.blocks):
             return self.change, self.coordinates
         return self.change.part(self.active), [stacked[self.active] for stacked in self.coordinates]
+
+    def active_slots(self) -> list[Tensor]:
+        """Memory in the layout of the parameters, if there is some and all blocks have a gradient."""
+        return self.slots if len(self.active) == len(self.blocks) else []
 
     def follow(self, blocks: Sequence[BoundBlock]) -> None:
         """Take what someone else has written to the blocks' parameters into the coordinates."""
@@ -114,12 +136,15 @@ class Batch:
                 encoded = new.rotated(coordinates, rotation)
             moved = _moved_states(blocks, states, old, new, rotation) if rotate else ([], [])
         try:
-            if len(blocks) == len(self.blocks):  # the old tensors may be someone's: they are not written to
-                self.change = new
-                self._share_basis()
-            else:
+            if self._owns_basis:
                 for name, tensor in self.change.tensors.items():
                     tensor[members].copy_(new.tensors[name])
+            else:  # a single block's, perhaps someone else's too: not to be written to
+                layout = torch.contiguous_format  # always the same, so that a resumed training rounds alike
+                own = {name: tensor.clone(memory_format=layout) for name, tensor in new.tensors.items()}
+                self.change = new.replaced(own)
+                self._share_basis()
+                self._owns_basis = True
             for stacked, fresh in zip(self.coordinates, encoded, strict=True):
                 stacked[members].copy_(fresh)
             copy_all(*moved)
@@ -149,7 +174,9 @@ class Batches:
         for block in blocks:
             alike.setdefault(block.signature, []).append(block)
         self._each = [Batch(members) for members in alike.values()]
+        self.still = not compiled and _is_small([block for members in alike.values() for block in members])
         self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
+        self._again = {method: InPlace(_all_applied) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._each)
@@ -170,15 +197,15 @@ class Batches:
 
     def collect(self) -> None:
         """Stack the gradients of all blocks that have one."""
-        for batch in self._each:
-            batch.collect()
+        copies = [copy for batch in self._each for copy in batch.collect(still=self.still)]
+        copy_all([target for target, _ in copies], [source for _, source in copies])
 
     def encode_gradients(self) -> None:
         """Give the coordinates of every block that has a gradient theirs."""
         active = [batch for batch in self._each if batch.active]
         for batch in active:
             batch.follow([batch.blocks[index] for index in batch.active])
-        encoded = self._apply("encode", [(batch.active_part()[0], batch.gradients) for batch in active])
+        encoded = self._applied("encode", [(batch.active_part()[0], batch.gradients, []) for batch in active])
         for batch, parts in zip(active, encoded, strict=True):
             batch.gradients = []
             for place, gradients in enumerate(parts):
@@ -188,16 +215,26 @@ class Batches:
     def decode_coordinates(self) -> None:
         """Write the stepped coordinates back to the parameters."""
         active = [batch for batch in self._each if batch.active]
-        decoded = self._apply("decode", [batch.active_part() for batch in active])
+        decoded = self._applied("decode", [(*batch.active_part(), batch.active_slots()) for batch in active])
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for batch, parts in zip(active, decoded, strict=True):
-            targets: list[Tensor] = []
-            sources: list[Tensor] = []
             for index, tensors in zip(batch.active, zip(*parts, strict=True), strict=True):
                 targets += batch.blocks[index].parameters
                 sources += batch.blocks[index].whole(tensors)
-            copy_all(targets, sources)
+            if not self.still:  # what was decoded need not all be held at once
+                copy_all(targets, sources)
+                targets, sources = [], []
+        copy_all(targets, sources)
+        for batch in active:
             for index in batch.active:
                 batch.blocks[index].wrote()
+
+    def _applied(self, method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
+        if not self.still:
+            return self._apply(method, parts)
+        tensors = [each for change, own, slots in parts for each in (*change.tensors.values(), *own, *slots)]
+        return self._again[method].of(tensors, method, parts)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step."""
@@ -215,19 +252,38 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-Parts = Sequence[tuple[ChangeOfBasis, list[Tensor]]]
+Parts = Sequence[tuple[ChangeOfBasis, list[Tensor], list[Tensor]]]  # what to apply to what, and memory to use
 _Apply = Callable[[str, Parts], Iterable[list[Sequence[Tensor]]]]
 
 
 def _applied(method: str, parts: Parts) -> Iterator[list[Sequence[Tensor]]]:
     """Encode or decode, one batch after the other, so that what comes out need not all be held at once."""
-    for change, tensors in parts:
-        yield [stacked.unbind() for stacked in getattr(change, method)(tensors)]
+    for change, tensors, slots in parts:
+        results = getattr(change, method)(tensors)
+        yield [_in_layout(*pair).unbind() for pair in zip(results, slots or results, strict=True)]
+
+
+def _in_layout(tensor: Tensor, slot: Tensor) -> Tensor:
+    """A tensor in the layout of a slot, which it is copied to if it has another: channels last, mostly."""
+    return tensor if tensor.stride() == slot.stride() else slot.copy_(tensor)
 
 
 def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
     """The same as one graph, for ``torch.compile``."""
     return list(_applied(method, parts))
+
+
+def _is_small(blocks: Sequence[BoundBlock]) -> bool:
+    """Whether launching the products of a step takes longer than computing them."""
+    coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
+    on_gpu = any(block.change.tensors for block in blocks) and coordinates[0].device.type == "cuda"
+    return on_gpu and sum(each.nbytes for each in coordinates) <= _SMALL
+
+
+def _room_for(tensors: Sequence[Tensor]) -> Tensor:
+    """Memory for these tensors, stacked, each in the layout of the first."""
+    first = torch.empty_like(tensors[0])
+    return first.new_empty_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

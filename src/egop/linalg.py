@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from egop.processes import Holding, rows_at, sum_at
 
 # float64 copies of rows are made in slices of at most this size.
 _SLICE_BYTES = 256 * 2**20
+
+# Measured on an H200 (docs/performance.md): from which width on what is faster for narrow matrices is slower.
+_WIDE = 1024  # many Cholesky decompositions in one call
+_VERY_WIDE = 3072  # the inverse of a triangle
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
@@ -230,10 +235,54 @@ def cholesky_qr(matrices: Tensor) -> Tensor:
     for extra in (shift, 0.0):
         inner = columns.mT @ columns
         inner.diagonal(dim1=-2, dim2=-1).add_(extra)
-        # Without the check, which would wait for the device: what fails is not finite, and the caller looks at it.
-        lower, _ = torch.linalg.cholesky_ex(inner)
-        columns = torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+        columns = _divided(columns, _cholesky(inner))
     return columns.to(matrices.dtype)
+
+
+def _cholesky(matrices: Tensor) -> Tensor:
+    """Cholesky factors; not finite where there are none: looking at that here would wait for the device.
+
+    Wide matrices are taken one by one: the solver for many at once, made for small ones, takes twice as long for them.
+    """
+    if matrices.dim() > 2 and matrices.shape[-1] > _WIDE:
+        return torch.stack([_cholesky(each) for each in matrices])
+    return torch.linalg.cholesky_ex(matrices)[0]
+
+
+def _divided(columns: Tensor, lower: Tensor) -> Tensor:
+    """The columns divided by the transpose of a triangle: by its inverse, which is faster unless it is very wide."""
+    if lower.shape[-1] > _VERY_WIDE:
+        return torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+    return columns @ inverse_of_lower(lower).mT
+
+
+def inverse_of_lower(lower: Tensor) -> Tensor:
+    """The inverses of lower triangles, mostly by products: those of small triangles on the diagonal, then of pairs.
+
+    The inverse of [[A, 0], [B, C]] is [[A⁻¹, 0], [-C⁻¹ B A⁻¹, C⁻¹]].
+    """
+    size = lower.shape[-1]
+    doublings = max(0, math.ceil(math.log2(size / 32)))
+    small = -(-size // 2**doublings)
+    padded = lower.new_zeros(*lower.shape[:-2], small * 2**doublings, small * 2**doublings)
+    padded[..., :size, :size] = lower
+    padded.diagonal(dim1=-2, dim2=-1)[..., size:] = 1
+    inverse = torch.zeros_like(padded)
+    first = _on_diagonal(padded, small)
+    ones = torch.eye(small, dtype=lower.dtype, device=lower.device).expand_as(first)
+    _on_diagonal(inverse, small).copy_(torch.linalg.solve_triangular(first, ones, upper=False))
+    for half in (small * 2**level for level in range(doublings)):
+        corner = _on_diagonal(padded, 2 * half)[..., half:, :half]
+        pairs = _on_diagonal(inverse, 2 * half)
+        pairs[..., half:, :half] = -pairs[..., half:, half:] @ (corner @ pairs[..., :half, :half])
+    return inverse[..., :size, :size]
+
+
+def _on_diagonal(matrices: Tensor, size: int) -> Tensor:
+    """The squares of some size along the diagonal, as views."""
+    count = matrices.shape[-1] // size
+    squares = matrices.unflatten(-1, (count, size)).unflatten(-3, (count, size))
+    return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _has_fast_float64(device: torch.device) -> bool:

@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 import egop
+from egop import batches
 from egop.batches import copy_all
-from explicit import distance
+from egop.replay import InPlace
+from explicit import distance, identical
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(5), egop.Reduced(5), egop.Identity()]
 
@@ -35,7 +39,7 @@ def train(optimizer, model, count=12, skip=()):
     generator = torch.Generator().manual_seed(4)
     for step in range(count):
         for name, parameter in model.named_parameters():
-            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
             parameter.grad = None if step % 2 and name.split(".")[0] in skip else gradient
         optimizer.step()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -94,6 +98,106 @@ def test_a_compiled_step_gives_the_same_result():
     ]
     results = [train(each, model) for each, model in zip(optimizers, models, strict=True)]
     assert distance(*results) < 1e-12
+
+
+@pytest.mark.parametrize("skip", [(), ("0", "3")], ids=["all", "two without"])
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_gradients_that_are_stacked_in_one_place_give_the_same(structure, skip, monkeypatch):
+    """As on a GPU, where the products on that place are replayed; here they are computed."""
+    online = isinstance(structure, (egop.Full, egop.Shared, egop.Kronecker))
+    results = []
+    for still in (False, True):
+        monkeypatch.setattr(batches, "_is_small", lambda blocks, still=still: still)
+        refresh, model = egop.Online(every=3) if online else None, network()
+        optimizer = egop.ReparameterizedOptimizer(
+            model, torch.optim.AdamW, basis(structure), refresh=refresh, lr=0.01, weight_decay=0.1
+        )
+        assert optimizer.batches.still is still
+        results.append(train(optimizer, model, skip=skip))
+    assert identical(*results)
+
+
+def convolutions(device):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 6, 3), nn.Tanh(), nn.Conv2d(6, 6, 3))
+    return layers.to(device).to(memory_format=torch.channels_last)
+
+
+def convolved(device, optimizer_of, count=9):
+    model = convolutions(device)
+    optimizer = optimizer_of(model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        inputs = torch.randn(8, 4, 9, 9, generator=generator).to(device)
+        optimizer.zero_grad()
+        model(inputs.contiguous(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == 4]
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("structure", [egop.Shared(), egop.Kronecker()], ids=str)
+def test_kernels_with_channels_last_too(structure, device, monkeypatch):
+    def online(model):
+        refresh = egop.Online(every=3, structure={"*weight": structure})
+        return egop.ReparameterizedOptimizer(model, torch.optim.SGD, refresh=refresh, lr=0.1)
+
+    results = []
+    for still in (False, True):
+        monkeypatch.setattr(batches, "_is_small", lambda blocks, still=still: still)
+        results.append(convolved(device, online))
+    assert distance(*results) < 1e-6
+
+
+@needs_gpu
+def test_what_is_replayed_on_one_place_is_what_is_computed():
+    """Also when tensors, shapes or the precision change."""
+    calls = []
+
+    def function(one, other, factor=1):
+        calls.append(factor)
+        one.add_(1)
+        return factor * one @ other
+
+    again = InPlace(function)
+    one, other = torch.randn(2, 64, 64, device="cuda")
+    kept = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            for tensors in [(one, other)] * 5 + [(one[:32], other)] * 3 + [(other, one)] * 3:
+                expected = (tensors[0] + 1) @ tensors[1]
+                assert torch.equal(again.of(tensors, *tensors), expected)
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    assert len(calls) == 2 * 3 * 2  # computed once, recorded once
+
+
+@needs_gpu
+def test_what_cannot_be_recorded_is_computed():
+    again = InPlace(lambda tensor: tensor * float(tensor.sum()))
+    tensor = torch.ones(4, device="cuda")
+    for _ in range(4):
+        assert torch.equal(again.of([tensor], tensor), 4 * torch.ones(4, device="cuda"))
+        assert torch.ones(1, device="cuda").item() == 1  # the device is none the worse for it
+
+
+@needs_gpu
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_a_step_on_a_gpu_is_one_on_the_cpu(structure):
+    """With products that are replayed, blocks without gradient in between, and a basis that changes."""
+    results = []
+    for device in ("cpu", "cuda"):
+        model = network().to(device)
+        optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis(structure), lr=0.01)
+        for skip in [(), ("1",), ()]:
+            found = train(optimizer, model, count=6, skip=skip)
+            optimizer.rebase(basis(structure))
+        results.append({name: value.cpu() for name, value in found.items()})
+    assert distance(*results) < 1e-10
 
 
 def test_many_tensors_are_copied_by_one_call():

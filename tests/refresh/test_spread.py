@@ -13,8 +13,8 @@ import egop
 from cases import DEEP
 from egop.linalg import orthonormality_error
 from egop.refresh import iteration
-from egop.refresh.replay import Replayed
 from egop.refresh.streaming import _turns
+from egop.replay import Replayed
 from explicit import distance, identical, logistic
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,8 +13,8 @@ from egop.batches import Batch, Batches
 from egop.moments import Moments
 from egop.refresh import iteration
 from egop.refresh.base import Rebasable, Refresher
-from egop.refresh.replay import Aside, Replayed
 from egop.reparameterization import Reparameterization
+from egop.replay import Aside, InPlace, Replayed
 from egop.structures import ChangeOfBasis
 
 Place = tuple[Batch, slice]  # some neighbours in a batch
@@ -53,6 +53,7 @@ class Streaming(Refresher):
         self._from_nothing: set[str] = set()  # blocks whose first gradient is to give their first basis
         self._stacked_of: Batches | None = None
         self._iterate = Replayed(iteration.renewed)
+        self._add = InPlace(_add)
         self._aside = Aside()
         self._fresh: list[tuple[Batch, slice, dict[str, Tensor], Tensor]] = []  # new bases, and which of them are sound
 
@@ -68,9 +69,15 @@ class Streaming(Refresher):
         if self._stacked_of is not optimizer.batches:  # what belongs to batches that are no more is dropped
             self._stacks = {batch: self._stacks[batch] for batch in optimizer.batches if batch in self._stacks}
             self._stacked_of = optimizer.batches
-        for batch in optimizer.batches:
-            if batch.active and is_renewable(batch.change):
-                self._observe(batch)
+        batches = [batch for batch in optimizer.batches if batch.active and is_renewable(batch.change)]
+        steady = [batch for batch in batches if self._is_steady(batch)]
+        if steady and optimizer.batches.still:
+            parts = [(batch.change, batch.gradients, self._stacked(batch)) for batch in steady]
+            tensors = [tensor for _, gradients, stacks in parts for tensor in (*gradients, *stacks.values())]
+            self._add.of(tensors, parts, self.decay)
+            batches = [batch for batch in batches if batch not in steady]
+        for batch in batches:
+            self._observe(batch)
         if begun := self._from_nothing & self.grams.keys():
             places = [
                 place
@@ -132,12 +139,19 @@ class Streaming(Refresher):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks and turns belong to the batches of this optimizer."""
-        return self.__dict__ | {"_stacks": {}, "_turns": None, "_stacked_of": None, "_aside": Aside()}
+        return self.__dict__ | {
+            "_stacks": {},
+            "_turns": None,
+            "_stacked_of": None,
+            "_aside": Aside(),
+            "_add": InPlace(_add),
+        }
+
+    def _is_steady(self, batch: Batch) -> bool:
+        """Whether all blocks have a gradient, and have had one."""
+        return len(batch.active) == len(batch.blocks) and all(block.name in self.grams for block in batch.blocks)
 
     def _observe(self, batch: Batch) -> None:
-        change, _ = batch.active_part()
-        rows = change.rows(batch.gradients)
-        assert rows is not None
         stacks = self._stacked(batch)
         names = [batch.blocks[index].name for index in batch.active]
         known = [name in self.grams for name in names]
@@ -147,9 +161,10 @@ class Streaming(Refresher):
             members = slice(None) if together else slice(first, first + 1)
             # The mean starts at the first gradient's own Gram matrix.
             decay = self.decay if known[place][0] else 0.0
-            for key, stack in stacks.items():
-                own = rows[key][place]
-                stack[members].baddbmm_(own.mT, own, beta=decay, alpha=1 - decay)
+            gradients = [stacked[place] for stacked in batch.gradients]
+            _add(
+                [(batch.change.part(members), gradients, {key: stack[members] for key, stack in stacks.items()})], decay
+            )
         if not all(known):
             for name, index in zip(names, batch.active, strict=True):
                 self.grams.setdefault(name, {key: stack[index] for key, stack in stacks.items()})
@@ -250,6 +265,15 @@ class Drifting(Streaming):
             for key, gram in self._stacked(batch).items()
         ]
         return bool(torch.cat(parts).any()) if parts else False
+
+
+def _add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:
+    """Take gradients into running means of Gram matrices."""
+    for change, gradients, stacks in parts:
+        rows = change.rows(gradients)
+        assert rows is not None
+        for key, stack in stacks.items():
+            stack.baddbmm_(rows[key].mT, rows[key], beta=decay, alpha=1 - decay)
 
 
 def is_renewable(change: ChangeOfBasis) -> bool:

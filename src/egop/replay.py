@@ -1,15 +1,17 @@
-"""How a GPU does small work without holding up the training: recorded as one call, and on a stream of its own."""
+"""How a GPU does small work without holding up the training: recorded as one call, or on a stream of its own."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Function = Callable[..., tuple[Tensor, ...]]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Replayed:
@@ -55,21 +57,68 @@ class _Recording:
     def __init__(self, function: Function, tensors: tuple[Tensor, ...], pool: Any) -> None:
         with torch.cuda.device(tensors[0].device):
             self.inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-            self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            # Not by torch.cuda.graph, which collects all garbage first; other threads may go on with what they do.
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self.outputs = function(*self.inputs)
-                finally:
-                    self.graph.capture_end()
+        self.graph, self.outputs = _recorded(lambda: function(*self.inputs), tensors[0].device, pool)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         for own, tensor in zip(self.inputs, tensors, strict=True):
             own.copy_(tensor)
         self.graph.replay()
         return tuple(output.clone() for output in self.outputs)
+
+
+class InPlace(Generic[Arguments, Result]):
+    """A function of the same tensors again and again: recorded when they come twice in a row, replayed from then on.
+
+    It reads and writes them where they are, so nothing is copied; what it returns is overwritten by the next call. With
+    other tensors, on other devices and inside someone else's recording the function is called as it is.
+
+    Args:
+        function: has no host side, and does nothing beyond these tensors and what it returns.
+    """
+
+    def __init__(self, function: Callable[Arguments, Result]) -> None:
+        self.function = function
+        self._tensors: list[Tensor] = []  # of the last call; held, so that nobody else gets their memory
+        self._key: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Any = None
+        self._refused = False
+
+    def of(self, tensors: Sequence[Tensor], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """What the function returns for these arguments, all tensors of which are named first."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        if self._refused or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return self.function(*args, **kwargs)
+        precision = torch.backends.cuda.matmul.fp32_precision  # is recorded too
+        key = precision, *[(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device) for tensor in tensors]
+        if key != self._key:
+            self._key, self._tensors, self._graph, self._result = key, list(tensors), None, None
+            return self.function(*args, **kwargs)
+        if self._graph is None:
+            try:
+                self._graph, self._result = _recorded(lambda: self.function(*args, **kwargs), device)
+            except RuntimeError:  # not every library function can be recorded, nor work on several devices
+                self._refused = True
+                return self.function(*args, **kwargs)
+        self._graph.replay()
+        return self._result
+
+
+def _recorded(
+    function: Callable[[], Result], device: torch.device, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A call as a graph, and where its results will be."""
+    with torch.cuda.device(device):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        # Not by torch.cuda.graph, which collects all garbage first; other threads may go on with what they do.
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()
+    return graph, result
 
 
 class Aside:
