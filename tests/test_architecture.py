@@ -19,6 +19,7 @@ PACKAGE = Path(egop.__file__).parent
 
 # The rooms of the design, from the ground up: each may use the ones before it. Some are still to be built.
 ROOMS = [
+    "precision",
     "randomness",
     "processes",
     "sharding",

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egop import linalg
+from egop import linalg, precision
 
 few = settings(deadline=None, max_examples=30, derandomize=True)
 
@@ -310,7 +310,7 @@ def test_products_are_exact_within_and_as_before_after():
     try:
         torch.set_float32_matmul_precision("medium")
         before = [kind.fp32_precision for kind in kinds]
-        with contextlib.suppress(ZeroDivisionError), linalg.exact_products():
+        with contextlib.suppress(ZeroDivisionError), precision.exact_products():
             assert [kind.fp32_precision for kind in kinds] == ["ieee", "ieee"]
             raise ZeroDivisionError
         assert [kind.fp32_precision for kind in kinds] == before

@@ -500,6 +500,24 @@ def test_loop_and_vmap_agree_on_a_gpu_too(rho):
     assert_same(cases.sample(objective, rho, 70, chunk_bytes=50_000), looped)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_products_of_few_digits_are_not_taken_for_an_error_of_vmap(precision):
+    """By default cuDNN convolves in TF32, and a program may choose it for products too."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 64, 10)]
+    model = nn.Sequential(*layers).cuda()
+    batch = torch.randn(128, 1, 12, 12, device="cuda"), torch.randint(10, (128,), device="cuda")
+    objective = egop.Objective(model, cases.cross_entropy, [batch])
+    kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
+    torch.set_float32_matmul_precision(precision)
+    try:
+        cases.sample(objective, egop.Initialization(), 4, method="vmap")  # raises an error if vmap seems wrong
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled) == (precision, kept[1])
+    finally:
+        torch.set_float32_matmul_precision(kept[0])
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_are_as_small_as_the_memory_asks(method):
     objective = cases.MLP.objective()

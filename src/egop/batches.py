@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from egop.binding import BoundBlock
-from egop.linalg import exact_products
 from egop.moments import rotated
+from egop.precision import exact_products
 from egop.replay import InPlace
 from egop.sharding import is_first_shard, sum_over_shards
 from egop.structures import ChangeOfBasis

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from egop.groups import WRAPPER
-from egop.linalg import exact_products
 from egop.objective import plain_name
+from egop.precision import exact_products
 from egop.reparameterization import Reparameterization
 from egop.sharding import is_cut_by_rows, is_sharded, layout, like, local, whole, write
 from egop.structures import ChangeOfBasis

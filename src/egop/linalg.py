@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -183,34 +181,6 @@ def _orthonormal(vectors: Tensor) -> Tensor:
             "Gradients of extreme scale, or a faulty LAPACK build, are likely causes."
         )
     return vectors.contiguous()
-
-
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Products in the precision of their tensors, also for who is called inside ``torch.autocast``."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def exact_products() -> Iterator[None]:
-    """Products of float32 matrices in full precision, whatever the program has chosen for its network.
-
-    Bases must stay orthonormal and points must not lose digits; TF32 keeps 11 bits of 24.
-    """
-    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    kept = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "ieee"
-    try:
-        with without_autocast():
-            yield
-    finally:
-        for kind, precision in zip(kinds, kept, strict=True):
-            kind.fp32_precision = precision
 
 
 def orthonormalized(matrices: Tensor) -> Tensor:

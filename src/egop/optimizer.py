@@ -13,10 +13,10 @@ from egop.batches import Batch, Batches
 from egop.binding import BoundBlock, bind
 from egop.groups import named_groups
 from egop.inner import check_class, copy_hyperparameters
-from egop.linalg import without_autocast
 from egop.moments import Moments, check_moments, check_movable
 from egop.objective import plain_name
 from egop.partition import layers_of
+from egop.precision import without_autocast
 from egop.refresh import Refresh, Refresher
 from egop.reparameterization import Reparameterization
 from egop.sharding import Pieces

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from egop.distributions import Distribution, stacked
 from egop.gradients import Gradients, Points, looped, tensors_of, vmapped
 from egop.objective import Objective
+from egop.precision import without_tf32
 from egop.randomness import RandomStream, drawn_outside_torch
 
 logger = logging.getLogger("egop")
@@ -227,7 +228,9 @@ def _choose(
     reason = _random_outside_torch(point.seeds[0]) or _written(objective.module, buffers)
     if reason is None:
         try:
-            if _vmap_is_right(objective, names, point, plain):
+            with _full_precision():
+                right = _vmap_is_right(objective, names, point)
+            if right:
                 return True, _chunk_points(chunk_bytes, 3 * held + batch + 2 * sum(saved.values()))
             reason = "it does not give this model's gradients"
         except Exception as error:  # vmap refuses in many ways; the loop then shows whether the model is at fault
@@ -253,8 +256,21 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-def _vmap_is_right(objective: Objective, names: Sequence[str], point: Points, plain: Gradients) -> bool:
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Without TF32, which has too few digits to tell rounding from an error; cuDNN convolves in it by default."""
+    kept = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        with without_tf32():
+            yield
+    finally:
+        torch.backends.cudnn.enabled = kept
+
+
+def _vmap_is_right(objective: Objective, names: Sequence[str], point: Points) -> bool:
     """Whether vmap gives the loop's gradients at a point."""
+    plain = looped(objective, names, point)
     if objective.module is not None:
         # What the loss reads past the model it is given keeps its own value under vmap, and must not look right.
         objective.write({name: torch.zeros_like(value[0]) for name, value in point.values.items()})

@@ -101,7 +101,7 @@ def run(setting: Setting) -> Iterator[Row]:
         made, unready = interleaved(
             {name: functools.partial(_Epoch, network, batches, steps, samples, form, name) for name in names}, rounds=1
         )
-        found, failed = interleaved({name: epoch for name, (epoch,) in made.items()}, setting.turns(3), limit=10)
+        found, failed = interleaved({name: epoch for name, (epoch,) in made.items()}, setting.turns(7), limit=12)
         base = middle(found[ADAMW]) if ADAMW in found else None
         for name, seconds in found.items():
             row: Row = {"network": network.name, "form": form, "method": name, "steps": steps}

@@ -204,11 +204,11 @@ def run(setting: Setting) -> Iterator[Row]:
             (networks.resnet(16, 96, width=32), PERIOD // 2, 2),
             (networks.gpt(6, 384, batch=2), PERIOD // 2, 2),
         ],
-        gpu=[
-            (networks.perceptron((784, 1024, 1024, 10), 512), 2 * PERIOD, 5),
-            (networks.resnet(128, 112), 2 * PERIOD, 3),
-            (networks.gpt(6, 384, batch=64), 2 * PERIOD, 5),
-            (networks.gpt(12, 768, batch=32), PERIOD, 3),
+        gpu=[  # many short rounds: the speed of the host, which whole steps depend on, changes from second to second
+            (networks.perceptron((784, 1024, 1024, 10), 512), PERIOD, 31),
+            (networks.resnet(128, 112), PERIOD, 15),
+            (networks.gpt(6, 384, batch=64), PERIOD, 31),
+            (networks.gpt(12, 768, batch=32), PERIOD, 9),
         ],
     )
     for network, steps, rounds in cases:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from egop import linalg
+from egop import linalg, precision
 
 _PROBES = 4  # vectors that a new basis is tried on
 
@@ -18,7 +18,7 @@ def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
 
     The shift keeps directions without gradient where they are; the signs keep every vector near the old one.
     """
-    with linalg.exact_products():  # with fewer digits the weak directions would be drawn anew every time
+    with precision.exact_products():  # with fewer digits the weak directions would be drawn anew every time
         image = gram @ basis
         order = (basis * image).sum(-2).argsort(descending=True, stable=True).unsqueeze(-2).expand_as(basis)
         shift = 1e-6 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
@@ -55,7 +55,7 @@ def checked(fresh: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
     """Whether a new basis takes a few vectors, the first of the old one, there and back; not if it is not finite."""
     probes = old[..., :_PROBES]
-    with linalg.exact_products():
+    with precision.exact_products():
         error = fresh @ (fresh.mT @ probes) - probes
     return torch.linalg.vector_norm(error, dim=(-2, -1)) < torch.finfo(fresh.dtype).eps ** 0.5
 
