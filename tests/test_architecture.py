@@ -41,6 +41,7 @@ ROOMS = [
     "moments",
     "groups",
     "binding",
+    "turning",
     "batches",
     "refresh",
     "states",

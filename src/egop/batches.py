@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from egop.binding import BoundBlock
-from egop.moments import rotated
 from egop.precision import exact_products
-from egop.replay import InPlace
+from egop.replay import InPlace, copy_all
 from egop.sharding import is_first_shard, sum_over_shards
 from egop.structures import ChangeOfBasis
+from egop.turning import StackedStates, moved_states, stack, tensors_of, turn
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
 
@@ -39,6 +39,8 @@ class Batch:
         self.gradients: list[Tensor] = []  # theirs, stacked, one tensor for each parameter of a block
         self.slots: list[Tensor] = []  # where they are stacked, if always in the same place
         self._owns_basis = len(blocks) > 1
+        self._incoming: dict[str, Tensor] = {}  # where new bases come to, if always to the same place
+        self._turns: dict[tuple[int | None, int | None], InPlace[..., None]] = {}
         self._share_basis()
         for index, block in enumerate(blocks):
             for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
@@ -75,7 +77,7 @@ class Batch:
         if all(each is not None and each.dtype is dtype and not each.is_sparse for group in found for each in group):
             self.active = list(range(len(self.blocks)))  # the common case, with nothing done block by block
             if not still:
-                self.gradients = [_stack(group) for group in found]
+                self.gradients = [stack(group) for group in found]
                 return
             self.gradients = self.slots = self.slots or [_room_for(group) for group in found]
             for slot, group in zip(self.slots, found, strict=True):
@@ -83,7 +85,7 @@ class Batch:
             return
         self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
         apart = [self.blocks[index].gradients() for index in self.active]
-        self.gradients = [_stack(group) for group in zip(*apart, strict=True)]
+        self.gradients = [stack(group) for group in zip(*apart, strict=True)]
 
     def drop_gradients(self) -> None:
         """Leave no gradient that a later step without one could take for its own."""
@@ -111,7 +113,9 @@ class Batch:
                 if block in written:
                     block.follow(tensors)
 
-    def turn(self, members: slice, tensors: Mapping[str, Tensor], states: States, *, rotate: bool) -> None:
+    def turn(
+        self, members: slice, tensors: Mapping[str, Tensor], states: States, *, rotate: bool, still: bool = False
+    ) -> None:
         """Express some blocks' points in other bases.
 
         Args:
@@ -119,42 +123,69 @@ class Batch:
             tensors: their new bases, stacked.
             states: the inner optimizer's state.
             rotate: whether that is carried into the new coordinates.
+            still: whether to do so in the same memory every time.
         """
         blocks = self.blocks[members]
         self.follow(blocks)
+        self._own_basis()
         old = self.change.part(members)
         new = old.replaced({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
-        with exact_products():  # the point itself must not lose digits with every change
-            rotation = new.rotation_from(old)
-            coordinates = tuple(stacked[members] for stacked in self.coordinates)
-            values: list[Sequence[Tensor]] = []
-            if rotation is None:
-                decoded = zip(*old.decode(coordinates), strict=True)
-                values = [block.whole(own) for block, own in zip(blocks, decoded, strict=True)]
-                encoded = new.encode([_stack(group) for group in zip(*values, strict=True)])
-            else:
-                encoded = new.rotated(coordinates, rotation)
-            moved = _moved_states(blocks, states, old, new, rotation) if rotate else ([], [])
+        coordinates = [stacked[members] for stacked in self.coordinates]
+        moments = [
+            [tensors_of(states.get(coordinate, {})) if rotate else {} for coordinate in block.coordinates]
+            for block in blocks
+        ]
         try:
-            if self._owns_basis:
-                for name, tensor in self.change.tensors.items():
-                    tensor[members].copy_(new.tensors[name])
-            else:  # a single block's, perhaps someone else's too: not to be written to
-                layout = torch.contiguous_format  # always the same, so that a resumed training rounds alike
-                own = {name: tensor.clone(memory_format=layout) for name, tensor in new.tensors.items()}
-                self.change = new.replaced(own)
-                self._share_basis()
-                self._owns_basis = True
-            for stacked, fresh in zip(self.coordinates, encoded, strict=True):
-                stacked[members].copy_(fresh)
-            copy_all(*moved)
+            if not old.has_rotation:
+                self._turn_by_decoding(blocks, old, new, coordinates, moments)
+            elif still:
+                new = self._brought_in(new, members)
+                used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
+                used += [tensor for block in moments for state in block for tensor in state.values()]
+                again = self._turns.setdefault((members.start, members.stop), InPlace(turn))
+                again.of(used, old, new, coordinates, moments)
+            else:
+                turn(old, new, coordinates, moments)
         except BaseException:  # coordinates and basis may not belong together
             for block in blocks:
                 block.distrust()
             raise
-        for block, value in zip(blocks, values, strict=False):  # only a basis without a rotation leaves something out
+
+    def _turn_by_decoding(
+        self,
+        blocks: Sequence[BoundBlock],
+        old: ChangeOfBasis,
+        new: ChangeOfBasis,
+        coordinates: list[Tensor],
+        moments: StackedStates,
+    ) -> None:
+        """For structures that may leave something of the parameters out."""
+        with exact_products():
+            decoded = zip(*old.decode(coordinates), strict=True)
+            values = [block.whole(own) for block, own in zip(blocks, decoded, strict=True)]
+            encoded = new.encode([stack(group) for group in zip(*values, strict=True)])
+            targets, sources = moved_states(old, new, moments, None)
+        copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
+        for block, value in zip(blocks, values, strict=True):
             block.keep_rest_of(value)
             block.drop_rest()
+
+    def _brought_in(self, new: ChangeOfBasis, members: slice) -> ChangeOfBasis:
+        """New bases where they always come to."""
+        if not self._incoming:
+            self._incoming = {name: torch.empty_like(tensor) for name, tensor in self.change.tensors.items()}
+        places = {name: tensor[members] for name, tensor in self._incoming.items()}
+        copy_all(list(places.values()), [new.tensors[name] for name in places])
+        return new.replaced(places)
+
+    def _own_basis(self) -> None:
+        """Before it is written to: a single block's basis may be someone else's too."""
+        if not self._owns_basis:
+            layout = torch.contiguous_format  # always the same, so that a resumed training rounds alike
+            own = {name: tensor.clone(memory_format=layout) for name, tensor in self.change.tensors.items()}
+            self.change = self.change.replaced(own)
+            self._share_basis()
+            self._owns_basis = True
 
     def _share_basis(self) -> None:
         for index, block in enumerate(self.blocks):  # views, so that every basis is held once
@@ -242,16 +273,6 @@ class Batches:
             batch.drop_gradients()
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy every source to its target.
-
-    ``torch._foreach_copy_`` has a private name, but it is what torch's own optimizers write many tensors with in few
-    kernels; a test notices when it goes away.
-    """
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
-
-
 Parts = Sequence[tuple[ChangeOfBasis, list[Tensor], list[Tensor]]]  # what to apply to what, and memory to use
 _Apply = Callable[[str, Parts], Iterable[list[Sequence[Tensor]]]]
 
@@ -284,37 +305,3 @@ def _room_for(tensors: Sequence[Tensor]) -> Tensor:
     """Memory for these tensors, stacked, each in the layout of the first."""
     first = torch.empty_like(tensors[0])
     return first.new_empty_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def _moved_states(
-    blocks: Sequence[BoundBlock],
-    states: States,
-    old: ChangeOfBasis,
-    new: ChangeOfBasis,
-    rotation: Mapping[str, Tensor] | None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The state tensors of the blocks' coordinates, and what they are to be in the new basis."""
-    own = [[_tensors(states.get(coordinate, {})) for coordinate in block.coordinates] for block in blocks]
-    kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
-    for index, each in enumerate(own):
-        kinds.setdefault(tuple(tuple(state) for state in each), []).append(index)
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for kind, places in kinds.items():
-        stacked = [{key: _stack([own[i][k][key] for i in places]) for key in keys} for k, keys in enumerate(kind)]
-        together = len(kinds) == 1
-        sides = (old, new, rotation) if together else (old.part(places), new.part(places), None)
-        for k, fresh in enumerate(rotated(stacked, *sides)):
-            for key, value in fresh.items():
-                targets += [own[index][k][key] for index in places]
-                sources += value.unbind()
-    return targets, sources
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Single numbers (step counters) stay as they are."""
-    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}

@@ -208,7 +208,7 @@ class ReparameterizedOptimizer(Optimizer):
             tensors: their new bases, stacked.
             moments: as in :meth:`rebase`.
         """
-        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate")
+        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self._batches.still)
         if moments == "reset":
             for block in batch.blocks[members]:
                 self.inner.state.update(zip(block.coordinates, self._fresh_states(block), strict=True))

@@ -10,8 +10,7 @@ from torch import nn
 
 import egop
 from egop import batches
-from egop.batches import copy_all
-from egop.replay import InPlace
+from egop.replay import InPlace, copy_all
 from explicit import distance, identical
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

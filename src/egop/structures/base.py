@@ -82,6 +82,11 @@ class ChangeOfBasis(abc.ABC):
         """The rotation from another one's coordinates to these, a matrix for each tensor; None if it is too large."""
         return None
 
+    @property
+    def has_rotation(self) -> bool:
+        """Whether :meth:`rotation_from` gives one."""
+        return type(self).rotation_from is not ChangeOfBasis.rotation_from
+
     def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         """Coordinates of another one, rotated into these.
 
