@@ -264,11 +264,11 @@ def decaying(power, size=40, seed=0):
     return V * torch.arange(1, size + 1, dtype=torch.float64) ** -power @ V.mT @ W
 
 
-@pytest.mark.parametrize(("panel", "wide"), [(384, 3072), (5, 3072), (384, 4), (5, 4)])
+@pytest.mark.parametrize("widths", [(1024, 3072), (4, 3072), (4, 4)], ids=["narrow", "wide", "very wide"])
 @pytest.mark.parametrize("power", [0.0, 2.0, 4.0, 6.0])
-def test_cholesky_qr_is_the_q_of_a_qr_decomposition(power, panel, wide, monkeypatch):
-    monkeypatch.setattr(linalg, "_PANEL", panel)
-    monkeypatch.setattr(linalg, "_WIDE", wide)
+def test_cholesky_qr_is_the_q_of_a_qr_decomposition(power, widths, monkeypatch):
+    monkeypatch.setattr(linalg, "_WIDE", widths[0])
+    monkeypatch.setattr(linalg, "_VERY_WIDE", widths[1])
     matrices = torch.stack([decaying(power, seed=seed) for seed in range(3)])
     found, expected = linalg.cholesky_qr(matrices), linalg.orthonormalized(matrices)
     for each in found:

@@ -13,9 +13,9 @@ from egop.processes import Holding, rows_at, sum_at
 # float64 copies of rows are made in slices of at most this size.
 _SLICE_BYTES = 256 * 2**20
 
-# As measured on an H200, see docs/performance.md.
-_PANEL = 384  # of a Cholesky decomposition
-_WIDE = 3072  # from where on the inverse of a triangle is slower than dividing by it
+# Measured on an H200 (docs/performance.md): from which width on what is faster for narrow matrices is slower.
+_WIDE = 1024  # many Cholesky decompositions in one call
+_VERY_WIDE = 3072  # the inverse of a triangle
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
@@ -212,25 +212,16 @@ def cholesky_qr(matrices: Tensor) -> Tensor:
 def _cholesky(matrices: Tensor) -> Tensor:
     """Cholesky factors; not finite where there are none: looking at that here would wait for the device.
 
-    In panels: for a wide matrix cuSOLVER has a kernel that takes the whole device, and training beside it would wait.
+    Wide matrices are taken one by one: the solver for many at once, made for small ones, takes twice as long for them.
     """
-    size = matrices.shape[-1]
-    if size <= _PANEL:
-        return torch.linalg.cholesky_ex(matrices)[0]
-    rest, lower = matrices.clone(), torch.zeros_like(matrices)
-    for first in range(0, size, _PANEL):
-        here, after = slice(first, first + _PANEL), slice(first + _PANEL, None)
-        lower[..., here, here] = corner = torch.linalg.cholesky_ex(rest[..., here, here])[0]
-        if first + _PANEL < size:
-            below = torch.linalg.solve_triangular(corner.mT, rest[..., after, here], upper=True, left=False)
-            lower[..., after, here] = below
-            rest[..., after, after] -= below @ below.mT
-    return lower
+    if matrices.dim() > 2 and matrices.shape[-1] > _WIDE:
+        return torch.stack([_cholesky(each) for each in matrices])
+    return torch.linalg.cholesky_ex(matrices)[0]
 
 
 def _divided(columns: Tensor, lower: Tensor) -> Tensor:
-    """The columns divided by the transpose of a triangle: by its inverse, which is faster unless it is wide."""
-    if lower.shape[-1] > _WIDE:
+    """The columns divided by the transpose of a triangle: by its inverse, which is faster unless it is very wide."""
+    if lower.shape[-1] > _VERY_WIDE:
         return torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
     return columns @ inverse_of_lower(lower).mT
 
