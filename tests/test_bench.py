@@ -45,7 +45,7 @@ def test_a_smoke_run_has_every_part_and_nothing_fails(tmp_path):
         for heading, key, _ in tables.COLUMNS[part][1]:
             assert any(key in row for row in rows), f"{part}: nothing is shown under {heading}"
     assert kept["machine"]["threads"] == torch.get_num_threads()
-    assert kept["machine"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(kept["machine"]["versions"]["torch"])  # which may lack the build
 
 
 def test_one_part_alone(tmp_path):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from egop.binding import BoundBlock
+from egop.moments import check_movable
 from egop.precision import exact_products
-from egop.replay import InPlace, copy_all
+from egop.replay import InPlace, Recorder, copy_all
 from egop.sharding import is_first_shard, sum_over_shards
 from egop.structures import ChangeOfBasis
 from egop.turning import StackedStates, moved_states, stack, tensors_of, turn
@@ -26,10 +27,11 @@ class Batch:
 
     Args:
         blocks: of one signature.
+        recorder: makes recordings of what is done in one place again and again.
     """
 
-    def __init__(self, blocks: list[BoundBlock]) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: list[BoundBlock], recorder: Recorder) -> None:
+        self.blocks, self._recorder = blocks, recorder
         self.change = type(blocks[0].change).stack([block.change for block in blocks])
         self.coordinates = [
             torch.stack([coordinate.detach() for coordinate in group])
@@ -74,12 +76,16 @@ class Batch:
                 block.pull()
         dtype = self.change.block.dtype
         found = list(zip(*([parameter.grad for parameter in block.parameters] for block in self.blocks), strict=True))
-        if all(each is not None and each.dtype is dtype and not each.is_sparse for group in found for each in group):
+        if all(
+            each is not None and each.layout is torch.strided and (still or each.dtype is dtype)
+            for group in found
+            for each in group
+        ):
             self.active = list(range(len(self.blocks)))  # the common case, with nothing done block by block
             if not still:
                 self.gradients = [stack(group) for group in found]
                 return
-            self.gradients = self.slots = self.slots or [_room_for(group) for group in found]
+            self.gradients = self.slots = self.slots or [_room_for(group, dtype) for group in found]
             for slot, group in zip(self.slots, found, strict=True):
                 yield from zip(slot.unbind(), group, strict=True)
             return
@@ -135,6 +141,7 @@ class Batch:
             [tensors_of(states.get(coordinate, {})) if rotate else {} for coordinate in block.coordinates]
             for block in blocks
         ]
+        check_movable(state for block in moments for state in block)
         try:
             if not old.has_rotation:
                 self._turn_by_decoding(blocks, old, new, coordinates, moments)
@@ -142,7 +149,7 @@ class Batch:
                 new = self._brought_in(new, members)
                 used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
                 used += [tensor for block in moments for state in block for tensor in state.values()]
-                again = self._turns.setdefault((members.start, members.stop), InPlace(turn))
+                again = self._turns.setdefault((members.start, members.stop), InPlace(turn, self._recorder))
                 again.of(used, old, new, coordinates, moments)
             else:
                 turn(old, new, coordinates, moments)
@@ -198,16 +205,18 @@ class Batches:
     Args:
         blocks: in any order.
         compiled: whether the products of a step go through ``torch.compile``, all of them as one graph.
+        reused: whether the gradients that coordinates get may be written over in the next step.
     """
 
-    def __init__(self, blocks: Iterable[BoundBlock], *, compiled: bool = False) -> None:
+    def __init__(self, blocks: Iterable[BoundBlock], *, compiled: bool = False, reused: bool = False) -> None:
         alike: dict[Any, list[BoundBlock]] = {}
         for block in blocks:
             alike.setdefault(block.signature, []).append(block)
-        self._each = [Batch(members) for members in alike.values()]
-        self.still = not compiled and _is_small([block for members in alike.values() for block in members])
+        recorder = Recorder()
+        self._each = [Batch(members, recorder) for members in alike.values()]
+        self.still = reused and not compiled and _is_small([block for members in alike.values() for block in members])
         self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
-        self._again = {method: InPlace(_all_applied) for method in ("encode", "decode")}
+        self._again = {method: InPlace(_all_applied, recorder) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._each)
@@ -286,7 +295,7 @@ def _applied(method: str, parts: Parts) -> Iterator[list[Sequence[Tensor]]]:
 
 def _in_layout(tensor: Tensor, slot: Tensor) -> Tensor:
     """A tensor in the layout of a slot, which it is copied to if it has another: channels last, mostly."""
-    return tensor if tensor.stride() == slot.stride() else slot.copy_(tensor)
+    return tensor if tensor.stride()[1:] == slot.stride()[1:] else slot.copy_(tensor)
 
 
 def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
@@ -297,11 +306,12 @@ def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
 def _is_small(blocks: Sequence[BoundBlock]) -> bool:
     """Whether launching the products of a step takes longer than computing them."""
     coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
-    on_gpu = any(block.change.tensors for block in blocks) and coordinates[0].device.type == "cuda"
-    return on_gpu and sum(each.nbytes for each in coordinates) <= _SMALL
+    kinds = {coordinate.device.type for coordinate in coordinates}
+    turned = any(block.change.tensors for block in blocks)
+    return turned and kinds == {"cuda"} and sum(each.nbytes for each in coordinates) <= _SMALL
 
 
-def _room_for(tensors: Sequence[Tensor]) -> Tensor:
+def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Memory for these tensors, stacked, each in the layout of the first."""
-    first = torch.empty_like(tensors[0])
+    first = torch.empty_like(tensors[0], dtype=dtype)
     return first.new_empty_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))

@@ -325,7 +325,9 @@ class ReparameterizedOptimizer(Optimizer):
             self.refresher.settle(self)
 
     def _gather(self) -> None:
-        self._batches = Batches(self._blocks, compiled=self._compiled)
+        # torch's own optimizers keep no gradient for the next step; of others nobody knows.
+        reused = self._class.__module__.startswith("torch.optim")
+        self._batches = Batches(self._blocks, compiled=self._compiled, reused=reused)
 
     def _inner_group(self, index: int) -> dict[str, Any]:
         group = {key: value for key, value in self.param_groups[index].items() if key != "param_names"}

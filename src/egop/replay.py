@@ -9,116 +9,135 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+# How many sets of tensors a function is recorded for, and how many are looked out for: beyond that it does not pay.
+_RECORDINGS, _REMEMBERED = 4, 16
+
 Function = Callable[..., tuple[Tensor, ...]]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
+class Recorder:
+    """Makes the recordings of one owner: on one stream, in one pool of memory.
+
+    So none of them runs beside another, and what one returns is used before the next one runs. All of them last as long
+    as this object: with the first one that goes, torch may free what the products of the others on its stream work in.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def device_for(self, tensors: Sequence[Tensor]) -> torch.device | None:
+        """Where work on these tensors can be recorded; None if they are not on one GPU, or someone records already."""
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return None
+        return devices.pop()
+
+    def record(
+        self, function: Callable[[], Result], device: torch.device
+    ) -> tuple[Callable[[], object], Result] | None:
+        """What does a function's work again, and where its results will be; None if it cannot be recorded."""
+        with torch.cuda.device(device):
+            self._stream = self._stream or torch.cuda.Stream()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            self._graphs.append(graph)
+            # Not by torch.cuda.graph, which collects all garbage first; other threads may go on with what they do.
+            torch.cuda.synchronize()
+            try:
+                with torch.cuda.stream(self._stream):
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        result = function()
+                    finally:
+                        graph.capture_end()
+            except RuntimeError:  # not every library function can be recorded
+                return None
+        return graph.replay, result
+
+
 class Replayed:
     """A function of tensors that is recorded when a shape comes for the second time, and replayed from then on.
 
-    A decomposition is hundreds of launches, which take the host longer than the device. The recordings share one pool
-    of memory: none of them runs beside another, and what they return is copied out at once. On other devices, and
-    inside someone else's recording, the function is called as it is.
+    A decomposition is hundreds of launches, which take the host longer than the device. What comes in is copied to
+    where the recording expects it, and what it returns is copied out.
 
     Args:
         function: has no host side: no random numbers, no reading of values.
+        recorder: makes the recordings.
     """
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
-        self._seen: dict[Any, _Recording | Function | None] = {}
-        self._pool: Any = None
+    def __init__(self, function: Function, recorder: Recorder) -> None:
+        self.function, self.recorder = function, recorder
+        self._seen: dict[Any, Function | None] = {}
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What the function returns."""
-        if tensors[0].device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        device = self.recorder.device_for(tensors)
+        if device is None:
             return self.function(*tensors)
         key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
         if key not in self._seen:  # the first call also sets up what the libraries need, which cannot be recorded
             self._seen[key] = None
             return self.function(*tensors)
-        recording = self._seen[key]
+        known = self._seen[key]
+        if known is None:
+            known = self._seen[key] = self._recorded(tensors, device)
+        return known(*tensors)
+
+    def _recorded(self, tensors: Sequence[Tensor], device: torch.device) -> Function:
+        inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        recording = self.recorder.record(lambda: self.function(*inputs), device)
         if recording is None:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            try:
-                recording = _Recording(self.function, tensors, self._pool)
-            except RuntimeError:  # not every library function can be recorded
-                recording = self.function
-            self._seen[key] = recording
-        return recording(*tensors)
+            return self.function
+        replay, outputs = recording
 
-    def __reduce__(self) -> tuple[type[Replayed], tuple[Function]]:
-        """A copy makes recordings of its own."""
-        return Replayed, (self.function,)
+        def again(*tensors: Tensor) -> tuple[Tensor, ...]:
+            copy_all(inputs, tensors)
+            replay()
+            return tuple(output.clone() for output in outputs)
 
-
-class _Recording:
-    def __init__(self, function: Function, tensors: tuple[Tensor, ...], pool: Any) -> None:
-        with torch.cuda.device(tensors[0].device):
-            self.inputs = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        self.graph, self.outputs = _recorded(lambda: function(*self.inputs), tensors[0].device, pool)
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        for own, tensor in zip(self.inputs, tensors, strict=True):
-            own.copy_(tensor)
-        self.graph.replay()
-        return tuple(output.clone() for output in self.outputs)
+        return again
 
 
 class InPlace(Generic[Arguments, Result]):
-    """A function of the same tensors again and again: recorded when they come twice in a row, replayed from then on.
+    """A function of the same tensors again and again: recorded when they come for the second time, then replayed.
 
-    It reads and writes them where they are, so nothing is copied; what it returns is overwritten by the next call. With
-    other tensors, on other devices and inside someone else's recording the function is called as it is.
+    It reads and writes them where they are, so nothing is copied; what it returns is overwritten by the next call.
 
     Args:
         function: has no host side, and does nothing beyond these tensors and what it returns.
+        recorder: makes the recordings.
     """
 
-    def __init__(self, function: Callable[Arguments, Result]) -> None:
-        self.function = function
-        self._tensors: list[Tensor] = []  # of the last call; held, so that nobody else gets their memory
-        self._key: Any = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: Any = None
-        self._refused = False
+    def __init__(self, function: Callable[Arguments, Result], recorder: Recorder) -> None:
+        self.function, self.recorder = function, recorder
+        self._seen: set[Any] = set()
+        self._recordings: dict[Any, tuple[Callable[[], object], Result] | None] = {}
 
     def of(self, tensors: Sequence[Tensor], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """What the function returns for these arguments, all tensors of which are named first."""
-        device = tensors[0].device if tensors else torch.device("cpu")
-        if self._refused or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        device = self.recorder.device_for(tensors)
+        if device is None:
             return self.function(*args, **kwargs)
-        precision = torch.backends.cuda.matmul.fp32_precision  # is recorded too
-        key = precision, *[(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device) for tensor in tensors]
-        if key != self._key:
-            self._key, self._tensors, self._graph, self._result = key, list(tensors), None, None
-            return self.function(*args, **kwargs)
-        if self._graph is None:
-            try:
-                self._graph, self._result = _recorded(lambda: self.function(*args, **kwargs), device)
-            except RuntimeError:  # not every library function can be recorded, nor work on several devices
-                self._refused = True
+        precision = torch.backends.cuda.matmul.fp32_precision  # is recorded too, as are numbers
+        numbers = [each for each in args if isinstance(each, int | float | str)]
+        places = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
+        key = (precision, *numbers, *places)
+        if key not in self._recordings:
+            if key not in self._seen or len(self._recordings) == _RECORDINGS:
+                self._seen = {key} if len(self._seen) == _REMEMBERED else {*self._seen, key}
                 return self.function(*args, **kwargs)
-        self._graph.replay()
-        return self._result
-
-
-def _recorded(
-    function: Callable[[], Result], device: torch.device, pool: Any = None
-) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A call as a graph, and where its results will be."""
-    with torch.cuda.device(device):
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        # Not by torch.cuda.graph, which collects all garbage first; other threads may go on with what they do.
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = function()
-            finally:
-                graph.capture_end()
-    return graph, result
+            self._recordings[key] = self.recorder.record(lambda: self.function(*args, **kwargs), device)
+        recording = self._recordings[key]
+        if recording is None:
+            return self.function(*args, **kwargs)
+        replay, result = recording
+        replay()
+        return result
 
 
 class Aside:

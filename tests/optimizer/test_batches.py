@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import egop
-from egop import batches
-from egop.replay import InPlace, copy_all
+from egop import batches, replay
+from egop.replay import InPlace, Recorder, copy_all
 from explicit import distance, identical
+from recordings import record_on_the_cpu
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -24,8 +25,8 @@ def network(seed=0):
         return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)).double()
 
 
-def basis(structure):
-    generator = torch.Generator().manual_seed(3)
+def basis(structure, seed=3):
+    generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(20, 6, generator=generator, dtype=torch.float64)
     objective = egop.Objective(network(), lambda model, batch: model(batch).tanh().square().mean(), [inputs])
     return egop.estimate(
@@ -101,18 +102,66 @@ def test_a_compiled_step_gives_the_same_result():
 
 @pytest.mark.parametrize("skip", [(), ("0", "3")], ids=["all", "two without"])
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_gradients_that_are_stacked_in_one_place_give_the_same(structure, skip, monkeypatch):
-    """As on a GPU, where the products on that place are replayed; here they are computed."""
+def test_replayed_steps_are_those_computed(structure, skip, monkeypatch):
+    """As on a GPU, on whose memory the products, Gram matrices and changes of basis of a step are recorded."""
     online = isinstance(structure, (egop.Full, egop.Shared, egop.Kronecker))
     results = []
-    for still in (False, True):
-        monkeypatch.setattr(batches, "_is_small", lambda blocks, still=still: still)
+    for recorded in (False, True):
+        counts = record_on_the_cpu(monkeypatch) if recorded else {}
         refresh, model = egop.Online(every=3) if online else None, network()
         optimizer = egop.ReparameterizedOptimizer(
             model, torch.optim.AdamW, basis(structure), refresh=refresh, lr=0.01, weight_decay=0.1
         )
-        assert optimizer.batches.still is still
-        results.append(train(optimizer, model, skip=skip))
+        results.append(train(optimizer, model, count=24, skip=skip))
+    assert identical(*results)
+    if structure != egop.Identity():
+        assert counts["replayed"] > counts["recorded"] > 0
+
+
+def test_what_changes_all_the_time_is_not_recorded_again_and_again(monkeypatch):
+    counts = record_on_the_cpu(monkeypatch)
+    model = network()
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis(egop.Shared()))
+    for step in range(60):
+        train(optimizer, model, count=1, skip=[str(step % 5)])
+    assert counts["recorded"] <= 2 * replay._RECORDINGS
+
+
+def test_a_structure_that_is_replaced_leaves_nothing_behind(monkeypatch):
+    """Gram matrices of the structure before are dropped, and the first gradient after that counts in full."""
+    results = []
+    for recorded in (False, True):
+        if recorded:
+            record_on_the_cpu(monkeypatch)
+        model = network()
+        refresh = egop.Online(every=3, structure=egop.Shared())
+        optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh, lr=0.1)
+        train(optimizer, model, count=5)
+        optimizer.rebase(basis(egop.Kronecker()), moments="reset")
+        results.append(train(optimizer, model, count=7))
+    assert identical(*results)
+
+
+def test_an_optimizer_that_keeps_its_gradients_gets_fresh_ones(monkeypatch):
+    class Differences(torch.optim.Optimizer):
+        """Steps by the gradient and its change since the last step, of which it keeps a reference."""
+
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, {"lr": lr})
+
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                before = self.state[parameter].get("before", parameter.grad)
+                parameter.data -= 0.1 * (2 * parameter.grad - before)
+                self.state[parameter]["before"] = parameter.grad
+
+    results = []
+    for recorded in (False, True):
+        if recorded:
+            record_on_the_cpu(monkeypatch)
+        model = network()
+        optimizer = egop.ReparameterizedOptimizer(model, Differences, basis(egop.Shared()))
+        results.append(train(optimizer, model))
     assert identical(*results)
 
 
@@ -142,13 +191,18 @@ def convolved(device, optimizer_of, count=9):
 def test_kernels_with_channels_last_too(structure, device, monkeypatch):
     def online(model):
         refresh = egop.Online(every=3, structure={"*weight": structure})
-        return egop.ReparameterizedOptimizer(model, torch.optim.SGD, refresh=refresh, lr=0.1)
+        return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=0.01)
 
     results = []
-    for still in (False, True):
-        monkeypatch.setattr(batches, "_is_small", lambda blocks, still=still: still)
-        results.append(convolved(device, online))
-    assert distance(*results) < 1e-6
+    for recorded in (False, True):
+        if not recorded:
+            monkeypatch.setattr(batches, "_is_small", lambda blocks: False)
+        elif device == "cpu":
+            record_on_the_cpu(monkeypatch)
+        else:
+            monkeypatch.undo()
+        results.append(convolved(device, online, count=20))
+    assert distance(*results) < 1e-5
 
 
 @needs_gpu
@@ -161,7 +215,7 @@ def test_what_is_replayed_on_one_place_is_what_is_computed():
         one.add_(1)
         return factor * one @ other
 
-    again = InPlace(function)
+    again = InPlace(function, Recorder())
     one, other = torch.randn(2, 64, 64, device="cuda")
     kept = torch.get_float32_matmul_precision()
     try:
@@ -172,12 +226,14 @@ def test_what_is_replayed_on_one_place_is_what_is_computed():
                 assert torch.equal(again.of(tensors, *tensors), expected)
     finally:
         torch.set_float32_matmul_precision(kept)
-    assert len(calls) == 2 * 3 * 2  # computed once, recorded once
+    # Three sets of tensors in two precisions: each computed once and recorded once, up to the limit.
+    assert len(again._recordings) == replay._RECORDINGS
+    assert len(calls) == replay._RECORDINGS * 2 + 2 * 3
 
 
 @needs_gpu
 def test_what_cannot_be_recorded_is_computed():
-    again = InPlace(lambda tensor: tensor * float(tensor.sum()))
+    again = InPlace(lambda tensor: tensor * float(tensor.sum()), Recorder())
     tensor = torch.ones(4, device="cuda")
     for _ in range(4):
         assert torch.equal(again.of([tensor], tensor), 4 * torch.ones(4, device="cuda"))
@@ -185,18 +241,37 @@ def test_what_cannot_be_recorded_is_computed():
 
 
 @needs_gpu
+@pytest.mark.parametrize("split", [False, True], ids=["all there", "one layer left on the CPU"])
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_a_step_on_a_gpu_is_one_on_the_cpu(structure):
+def test_a_step_on_a_gpu_is_one_on_the_cpu(structure, split):
     """With products that are replayed, blocks without gradient in between, and a basis that changes."""
     results = []
     for device in ("cpu", "cuda"):
         model = network().to(device)
+        if split:
+            model[1].to("cpu")
         optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis(structure), lr=0.01)
-        for skip in [(), ("1",), ()]:
+        for seed, skip in enumerate([(), ("1",), (), (), ()], start=4):
             found = train(optimizer, model, count=6, skip=skip)
-            optimizer.rebase(basis(structure))
+            optimizer.rebase(basis(structure, seed))
         results.append({name: value.cpu() for name, value in found.items()})
     assert distance(*results) < 1e-10
+
+
+@needs_gpu
+@pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
+def test_gram_matrices_and_moments_on_a_gpu_are_those_on_the_cpu(structure):
+    results = []
+    for device in ("cpu", "cuda"):
+        model = network().to(device)
+        refresh = egop.Online(every=3)
+        optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis(structure), refresh=refresh, lr=0.01)
+        found = train(optimizer, model, count=5)  # before rounding makes other signs of weak directions
+        state = optimizer.state_dict()
+        found |= {f"{n} {k}": gram for n, own in state["egop"]["refresh"]["grams"].items() for k, gram in own.items()}
+        found |= {f"{n} {k}": each for n, own in state["state"].items() for k, each in own.items() if each.dim() > 0}
+        results.append({name: value.cpu() for name, value in found.items()})
+    assert distance(*results) < 1e-8
 
 
 def test_many_tensors_are_copied_by_one_call():

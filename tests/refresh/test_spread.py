@@ -14,7 +14,7 @@ from cases import DEEP
 from egop.linalg import orthonormality_error
 from egop.refresh import iteration
 from egop.refresh.streaming import _turns
-from egop.replay import Replayed
+from egop.replay import Recorder, Replayed
 from explicit import distance, identical, logistic
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -154,7 +154,7 @@ def test_no_step_waits_for_the_device(structure):
 @needs_gpu
 def test_what_is_replayed_is_what_is_computed():
     """Also after copies, for several shapes, and with input that cannot be decomposed."""
-    replayed = Replayed(iteration.renewed)
+    replayed = Replayed(iteration.renewed, Recorder())
     generator = torch.Generator("cuda").manual_seed(0)
     for count, size in [(1, 96), (3, 40), (1, 96), (1, 96), (3, 40), (1, 96), (3, 40)]:
         rows = torch.randn(count, 200, size, generator=generator, device="cuda")
@@ -165,4 +165,3 @@ def test_what_is_replayed_is_what_is_computed():
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         assert replayed(gram, basis)[1].all()
         assert not replayed(torch.full_like(gram, torch.nan), basis)[1].any()
-    assert not copy.deepcopy(replayed)._seen

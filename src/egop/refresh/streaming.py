@@ -14,7 +14,7 @@ from egop.moments import Moments
 from egop.refresh import iteration
 from egop.refresh.base import Rebasable, Refresher
 from egop.reparameterization import Reparameterization
-from egop.replay import Aside, InPlace, Replayed
+from egop.replay import Aside, InPlace, Recorder, Replayed
 from egop.structures import ChangeOfBasis
 
 Place = tuple[Batch, slice]  # some neighbours in a batch
@@ -52,9 +52,8 @@ class Streaming(Refresher):
         self._totals: set[str] = set()  # blocks whose Gram matrices were loaded, so that every process has all of them
         self._from_nothing: set[str] = set()  # blocks whose first gradient is to give their first basis
         self._stacked_of: Batches | None = None
-        self._iterate = Replayed(iteration.renewed)
-        self._add = InPlace(_add)
-        self._aside = Aside()
+        self._aside, recorder = Aside(), Recorder()
+        self._iterate, self._add = Replayed(iteration.renewed, recorder), InPlace(_add, recorder)
         self._fresh: list[tuple[Batch, slice, dict[str, Tensor], Tensor]] = []  # new bases, and which of them are sound
 
     def before_step(self, optimizer: Rebasable) -> None:
@@ -138,17 +137,20 @@ class Streaming(Refresher):
         self.grams, self._stacks, self._totals, self._from_nothing = {}, {}, set(), set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: stacks and turns belong to the batches of this optimizer."""
+        """For copies: stacks, turns and recordings belong to the batches of this optimizer."""
+        recorder = Recorder()
         return self.__dict__ | {
             "_stacks": {},
             "_turns": None,
             "_stacked_of": None,
             "_aside": Aside(),
-            "_add": InPlace(_add),
+            "_iterate": Replayed(iteration.renewed, recorder),
+            "_add": InPlace(_add, recorder),
         }
 
     def _is_steady(self, batch: Batch) -> bool:
         """Whether all blocks have a gradient, and have had one."""
+        self._stacked(batch)  # drops Gram matrices of another structure
         return len(batch.active) == len(batch.blocks) and all(block.name in self.grams for block in batch.blocks)
 
     def _observe(self, batch: Batch) -> None:

@@ -79,7 +79,7 @@ class ChangeOfBasis(abc.ABC):
         return None
 
     def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
-        """The rotation from another one's coordinates to these, a matrix for each tensor; None if it is too large."""
+        """The rotation from another one's coordinates to these, a matrix for each tensor; None if there is none."""
         return None
 
     @property
