@@ -94,6 +94,11 @@ def test_every_file_belongs_to_a_room():
     assert {room_of(path) for path in FILES} - set(ROOMS) == set()
 
 
+def test_every_room_is_described():
+    table = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert [room for room in ROOMS if f"`{room}.py`" not in table and f"`{room}/`" not in table] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_imports_go_one_way(path):
     public = max(ROOMS.index(room) for room in imported_rooms(Path("__init__.py")) if room)
