@@ -26,6 +26,7 @@ ROOMS = [
     "objective",
     "distributions",
     "gradients",
+    "chunks",
     "sampling",
     "partition",
     "units",

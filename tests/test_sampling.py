@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop import sampling
+from egop import chunks, gradients, sampling
 from egop.sampling import sample_gradients
 
 METHODS = ["loop", "vmap"]
@@ -455,7 +455,8 @@ def full_above(points, monkeypatch):
             raise torch.OutOfMemoryError
         return real(objective, names, taken)
 
-    monkeypatch.setattr(sampling, "vmapped", vmapped)
+    for module in (chunks, sampling):  # where it is tried, and where it is used
+        monkeypatch.setattr(module, "vmapped", vmapped)
     return tried
 
 
@@ -500,6 +501,23 @@ def test_loop_and_vmap_agree_on_a_gpu_too(rho):
     assert_same(cases.sample(objective, rho, 70, chunk_bytes=50_000), looped)
 
 
+@pytest.mark.parametrize(("images", "expected"), [(2, True), (256, False)])
+def test_large_convolutions_go_one_at_a_time_on_the_cpu(images, expected, monkeypatch):
+    """Where that is faster; unless the caller says otherwise."""
+    used = []
+    monkeypatch.setattr(chunks, "vmapped", lambda *args: used.append(args) or vmapped(*args))
+    vmapped = gradients.vmapped
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 10 * 10, 3))
+    batch = torch.randn(images, 1, 12, 12), torch.randint(3, (images,))
+    objective = egop.Objective(model, cases.cross_entropy, [batch])
+    found = cases.sample(objective, GAUSSIAN, 4)
+    assert bool(used) is expected
+    at_once = cases.sample(objective, GAUSSIAN, 4, method="vmap")
+    assert used
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, at_once[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_products_of_few_digits_are_not_taken_for_an_error_of_vmap(precision):
@@ -526,7 +544,7 @@ def test_chunks_are_as_small_as_the_memory_asks(method):
     limited = chunk_lengths(objective, 50, method=method, chunk_bytes=50 * held)
     assert sum(limited) == 50
     assert 1 < max(limited) <= 25  # values and gradients are both held
-    assert max(chunk_lengths(objective, 600, method=method)) <= sampling.CHUNK_POINTS
+    assert max(chunk_lengths(objective, 600, method=method)) <= chunks.CHUNK_POINTS
 
 
 def test_chunks_make_room_for_what_the_backward_pass_keeps():
