@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import egop
 from egop import checkpoint
+from egop.experiments.base import MissingDataError
 from egop.experiments.gpt import GPT
 from egop.experiments.text import Text, load
 
@@ -79,13 +80,25 @@ def wrapped(model: GPT, parallel: str, bf16: bool, device: torch.device) -> nn.M
     return model
 
 
-def text_of(place: str | None, device: torch.device) -> Text:
-    """What to train on; by default egop's own source, which is there wherever egop is."""
+def text_of(place: str | None, context: int, device: torch.device) -> Text:
+    """What to train on; by default egop's own source, which is there wherever egop is. The last tenth validates."""
     if place is not None:
-        return load(place, device, smallest=10_000)
+        try:
+            return load(place, device, smallest=max(10_000, 100 * (context + 1)))
+        except MissingDataError as error:
+            raise SystemExit(str(error)) from None
     source = b"".join(path.read_bytes() for path in sorted(Path(egop.__file__).parent.rglob("*.py")))
     whole = torch.frombuffer(bytearray(source), dtype=torch.uint8).to(device)
-    return Text(whole[len(whole) // 10 :], whole[: len(whole) // 10])
+    return Text(*whole.split([len(whole) - len(whole) // 10, len(whole) // 10]))
+
+
+def newest_of(run: dict[str, Any], out: Path) -> Path | None:
+    """The checkpoint to go on from, which must be of a run like this one."""
+    newest = checkpoint.latest(out)
+    saved = checkpoint.extra(newest).get("run", run) if newest else run
+    if others := [f"--{name} {value}" for name, value in saved.items() if value != run.get(name)]:
+        raise SystemExit(f"{newest} is of {' '.join(others)}: use another --out.")
+    return newest
 
 
 def windows(text: Tensor, step: int, options: argparse.Namespace, rank: int, world: int) -> Tensor:
@@ -126,20 +139,22 @@ def main(arguments: list[str] | None = None) -> None:
     device, rank, world = begin(options.timeout)
     if options.batch % world:
         raise SystemExit(f"--batch {options.batch} must be a multiple of the number of processes, {world}.")
-    torch.manual_seed(options.seed)
+    text = text_of(options.data, options.context, device)
     sizes = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
+    run = {"optimizer": options.optimizer} | sizes
+    newest = newest_of(run, options.out)
+    torch.manual_seed(options.seed)
     model = wrapped(GPT(**sizes).to(device), options.parallel, options.bf16, device)
     # Without a basis it is plain AdamW. One side only: sharded rows can be turned without asking other processes.
     refresh = egop.Online(structure={"blocks.*": egop.Shared()}) if options.optimizer == "egop" else None
     optimizer = egop.ReparameterizedOptimizer(
         model, torch.optim.AdamW, lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95), refresh=refresh
     )
-    newest = checkpoint.latest(options.out)
     first = checkpoint.load(newest, model, optimizer)["step"] if newest else 0
     if rank == 0:
-        print(f"step {first} of {options.steps} on {world} process(es), {device.type}", flush=True)
+        start = f"step {first} of {options.steps} on {world} process(es), {device.type}"
+        print(start if first <= options.steps else f"{newest} is beyond --steps {options.steps}.", flush=True)
     log = board(options.out, first) if rank == 0 else None
-    text = text_of(options.data, device)
     for step in range(first, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / WARM_UP)
@@ -156,11 +171,11 @@ def main(arguments: list[str] | None = None) -> None:
             if log is not None:
                 log.add_scalar("loss", mean, done)
         if done % options.checkpoint_every == 0 or done == options.steps:
-            checkpoint.save(options.out / f"step-{done:06d}", model, optimizer, keep=3, step=done)
+            checkpoint.save(options.out / f"step-{done:06d}", model, optimizer, keep=3, step=done, run=run)
     with torch.no_grad():
         loss = loss_of(model, text.windows(options.context + 1, 64).long())
     if rank == 0:
-        print(f"validation loss {loss.item():.4f} after {options.steps} steps", flush=True)
+        print(f"validation loss {loss.item():.4f} after {max(first, options.steps)} steps", flush=True)
     if dist.is_initialized():
         dist.barrier()
         del model, optimizer, loss  # they hold on to the group, whose threads must have ended before Python does

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import egop
 from egop import cli
+from egop.bench import run as bench
 from egop.experiments import demo
 
 
@@ -26,7 +27,7 @@ def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, mon
     result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--out", str(tmp_path / "made")])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert "seed 0, 1 epochs a run" in lines[0]
+    assert "seed 0, 1 epoch a run" in lines[0]
     for heading in ("optimizer", "coordinates", "final loss", "accuracy", "same loss", "seconds"):
         assert any(heading in line for line in lines), heading
     for name in ("Adam", "Adagrad", "SGD"):
@@ -99,6 +100,22 @@ def test_what_a_user_can_repair_is_one_line(monkeypatch, error, status, line):
     assert result.exit_code == status
     assert line in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_interrupted_benchmark_names_its_file(monkeypatch):
+    def run(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run", run)
+    result = CliRunner().invoke(cli.app, ["bench", "--out", "there.json"])
+    assert result.exit_code == 130
+    assert result.stderr == "Interrupted. Finished rows are in there.json, which is written after every one.\n"
+
+
+def test_a_device_that_is_none_is_one_line():
+    result = CliRunner().invoke(cli.app, ["bench", "--device", "foo"])
+    assert result.exit_code == 2
+    assert result.stderr == "Invalid device value: foo. Must be cpu or cuda.\n"
 
 
 def test_a_missing_module_that_no_extra_brings_is_not_hidden(monkeypatch):

@@ -137,7 +137,7 @@ def test_the_same_seed_gives_the_same_numbers(here):
             "Importing 'failing' failed: ModuleNotFoundError: No module named 'no_such_thing_at_all'",
         ),
         ("failing.py:objective", "Importing 'failing.py' failed: ModuleNotFoundError"),
-        ("good:objektive", "'good' has no 'objektive'. It has: network, loss_fn"),
+        ("good:objektive", "'good' has no 'objektive'. It has: network, objective, triple"),
         ("good:number", "good:number must be a function without arguments, it is int."),
         ("good:raising", "good:raising raised RuntimeError: no data today"),
         ("good:leaving", "good:leaving raised SystemExit: 3"),

@@ -16,7 +16,24 @@ MODELS = ["resnet50", "gpt2", "llama_1b", "llama_8b"]
 
 FACTORIES = """
 import torch, egop
+from functools import partial
 from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+
+class Small(nn.Module):
+    pass
+
+class Settings:
+    pass
+
+def _hidden():
+    pass
+
+def sized(width):
+    return Block(width)
 
 def large():
     return nn.Sequential(nn.Linear(60_000, 60_000), nn.Linear(60_000, 60_000))  # 28 GB
@@ -103,6 +120,18 @@ def test_what_is_wrong_is_said_in_one_line(shown, target, options, words):
     assert found.exit_code == 2
     assert words in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_only_what_can_be_called_without_arguments_is_offered(shown):
+    assert shown("missing").stderr == (
+        "'factories.py' has no 'missing'. It has: Small, large, model, objective, triple, number, reading.\n"
+    )
+    built_in = CliRunner().invoke(cli.app, ["plan", "egop.scaling:missing"])
+    assert sorted(built_in.stderr.rstrip(".\n").partition("It has: ")[2].split(", ")) == sorted(MODELS)
+
+
+def test_one_device_is_said_so(shown):
+    assert shown("model", "--ranks", "1").stdout.startswith("92 parameters in 6 tensors; FSDP2 over 1 device.")
 
 
 def commands(text):

@@ -173,6 +173,7 @@ def block_with(**numbers):
         ({"ratio": 1.4}, "leave", "promises nothing"),
         ({"cost": 3.0}, "leave", "costs 3 times a forward and backward pass"),
         ({"cost": 3.0, "leaner": ("Shared", 0.2)}, "use", "Use egop.Shared()"),
+        ({"cost": 3.0, "leaner": ("Shared", 0.2)}, "use", "with structure=egop.Shared(), or --structure shared."),
         ({"cost": 3.0, "leaner": ("Shared", 2.0)}, "leave", "costs 3 times"),
         ({"cost": None, "stability": None}, "use", "Use egop.Full()"),
     ],
@@ -181,6 +182,12 @@ def test_the_rules(numbers, verdict, words):
     found, said = rules.decide(block_with(**numbers), draws=200, online=False)
     assert found == verdict
     assert words in said
+
+
+def test_the_time_of_a_step_is_said_to_be_that_of_the_measured_bases():
+    advised = block_with(cost=1.5, leaner=("Shared", 0.2), verdict="use")
+    found = egop.Diagnosis((advised,), None, 200, 200, 0.01, rules.PLAIN, online=False)
+    assert found.verdict.endswith(" With the bases in the table a training step takes about 2.5 times as long.")
 
 
 def test_a_model_with_attention_or_embeddings_is_told_to_learn_its_basis_in_training():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -378,6 +379,34 @@ THETA = {"theta": torch.zeros(2)}
 def test_what_cannot_be_an_objective_is_refused_with_a_reason(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "name"),
+    [
+        (nn.CrossEntropyLoss(), "CrossEntropyLoss"),
+        (nn.MSELoss(reduction="sum"), "MSELoss"),
+        (nn.functional.cross_entropy, "cross_entropy"),
+    ],
+)
+def test_a_loss_of_outputs_and_targets_is_to_be_wrapped(criterion, name):
+    message = (
+        f"loss_fn is called as loss_fn(model, batch), but {name} takes outputs and targets. "
+        "Wrap it: lambda model, batch: criterion(model(batch[0]), batch[1])."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        egop.Objective(cases.mlp(), criterion, [])
+
+
+class OfModelAndBatch(nn.CrossEntropyLoss):
+    def forward(self, model, batch):
+        return super().forward(model(batch[0]), batch[1])
+
+
+def test_a_module_that_takes_model_and_batch_is_a_loss():
+    objective = egop.Objective(cases.MLP.build(), OfModelAndBatch(), cases.MLP.batches())
+    expected = cases.sample(cases.MLP.objective(), egop.Gaussian(), 2)
+    torch.testing.assert_close(cases.sample(objective, egop.Gaussian(), 2), expected)
 
 
 @pytest.mark.parametrize(

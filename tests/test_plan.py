@@ -222,5 +222,11 @@ def test_a_structure_that_is_none_is_refused(structure):
 def test_bad_mappings_are_refused():
     with pytest.raises(ValueError, match=r"Pattern 'encoder\*' matches no block\. There are: embedding\.weight"):
         plan_of(Language(), {"encoder*": egop.Full()})
-    with pytest.raises(TypeError, match=r"Block 'small\.weight' needs a structure such as egop\.Full\(\), got 'full'"):
+    with pytest.raises(TypeError, match=r"Pattern 'small\*' needs a structure such as egop\.Full\(\), got 'full'\.$"):
         plan_of(Language(), {"small*": "full"})
+
+
+def test_a_structure_that_was_not_called_is_to_be():
+    for structure in (egop.Shared, {"small*": egop.Shared}):
+        with pytest.raises(TypeError, match=r"<class '.*Shared'>\..* Call it: egop\.Shared\(\)\.$"):
+            plan_of(Language(), structure)

@@ -16,7 +16,7 @@ from egop.objective import plain_name
 from egop.precision import exact_products
 from egop.reparameterization import Reparameterization
 from egop.sharding import is_cut_by_rows, is_sharded, layout, like, local, whole, write
-from egop.structures import ChangeOfBasis
+from egop.structures import ChangeOfBasis, Structure
 
 
 class BoundBlock:
@@ -215,7 +215,7 @@ def bind(
 ) -> list[BoundBlock]:
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
     if basis is not None and not isinstance(basis, Reparameterization):
-        raise TypeError(f"basis must be an egop.Reparameterization, got {type(basis).__name__}.")
+        raise TypeError(f"basis must be an egop.Reparameterization, got {_named(basis)}")
     if basis is not None and basis.owners is not None:
         raise ValueError(
             "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
@@ -249,6 +249,17 @@ def bind(
             )
         blocks.append(BoundBlock(change, [member[1] for member in members if member]))
     return blocks
+
+
+def _named(basis: object) -> str:
+    """What was given in the place of a basis, and what to do with it where it belongs elsewhere."""
+    kind = basis if isinstance(basis, type) else type(basis)
+    if issubclass(kind, Structure):
+        return (
+            f"{kind.__name__}, which says how one is built. Estimate it: "
+            f"basis = egop.estimate(objective, structure=egop.{kind.__name__}(...))."
+        )
+    return f"{kind.__name__}."
 
 
 def _with_or_without_module(name: str, found: Mapping[str, Any]) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 _EXTRAS = ("matplotlib", "rich", "typer")
 _MISSING = "The egop command needs the package {name!r}, which is not installed. Run: pip install 'egop[experiments]'"
@@ -18,6 +19,7 @@ except ModuleNotFoundError as error:
     sys.exit(_MISSING.format(name=error.name))
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
     from egop.experiments.demo import Demo
@@ -31,12 +33,16 @@ def main() -> None:
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn what a user can cause or repair into one line on standard error; let everything else through."""
+def _one_line_errors(interrupted: str = "") -> Iterator[None]:
+    """Turn what a user can cause or repair into one line on standard error; let everything else through.
+
+    Args:
+        interrupted: what is to be said of an interrupted command's work.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        _fail("Interrupted.", status=130)
+        _fail(f"Interrupted. {interrupted}".rstrip(), status=130)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
             raise
@@ -49,9 +55,20 @@ def _one_line_errors() -> Iterator[None]:
         _fail(str(error))
 
 
-def _fail(message: str, status: int = 1) -> None:
+def _fail(message: str, status: int = 1) -> NoReturn:
     typer.echo(message, err=True)
     raise typer.Exit(status) from None
+
+
+def _device(name: str) -> torch.device:
+    """The device that --device names, where it is there."""
+    import torch
+
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        _fail(f"Invalid device value: {name}. Must be cpu or cuda.", status=2)
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+        _fail(f"There is no {name.upper()} device here. Use --device cpu.", status=2)
+    return torch.device(name)
 
 
 def _version(wanted: bool) -> None:
@@ -80,7 +97,8 @@ def demo(
 ) -> None:
     """Train the paper's digits network in original and in EGOP coordinates, and compare."""
     with _one_line_errors():
-        typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, {epochs} epochs a run, six runs.")
+        passes = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+        typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, {passes} a run, six runs.")
         import torch
         from rich.console import Console
 
@@ -104,7 +122,9 @@ def demo(
 def _table(found: Demo) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"After {found.epochs} epochs, from equivalent starts", title_justify="left")
+    from egop.units import counted
+
+    table = Table(title=f"After {counted(found.epochs, 'epoch')}, from equivalent starts", title_justify="left")
     table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
     table.caption_justify = "left"
     table.add_column("optimizer")
@@ -219,32 +239,34 @@ def reproduce(
     records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
     data: Annotated[Path | None, typer.Option(help="Folder of data sets that do not ship with the package.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes for runs that cannot be batched.")] = 2,
-    time_budget: Annotated[float | None, typer.Option(help="Seconds after which no new long run starts.")] = None,
+    time_budget: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which no new long run starts.")
+    ] = None,
 ) -> None:
     """Run the paper's experiments and judge its claims; what is finished is never done again."""
-    with _one_line_errors():
+    with _one_line_errors("The same command goes on from there."):
         from egop.experiments.registry import IDS, experiment
 
+        if all_of_them and ids:
+            _fail(f"Name experiments ({', '.join(ids)}) or give --all, not both.", status=2)
         wanted = list(IDS) if all_of_them else list(ids or [])
         if unknown := [id for id in wanted if id not in IDS]:
             _fail(f"There is no experiment {', '.join(unknown)}. There are: {', '.join(IDS)}.", status=2)
         if preset not in ("quick", "full"):
             _fail(f"Invalid preset value: {preset}. Must be quick or full.", status=2)
+        if data is not None and not data.exists():
+            _fail(f"There is no {data}: --data must name a folder or a file that is there.", status=2)
         if not wanted:
             for id in IDS:
                 typer.echo(f"{id:22}{experiment(id).title}")
             typer.echo("\nRun some with: egop reproduce ID ..., or all with: egop reproduce --all")
             return
-        import torch
-
         from egop.experiments.base import Context
         from egop.experiments.reproduce import reproduce as run
 
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            _fail("There is no CUDA device here. Use --device cpu.", status=2)
         context = Context(
             preset,  # type: ignore[arg-type]  # checked above
-            torch.device(device),
+            _device(device),
             data=None if data is None else str(data),
             workers=workers,
             time_budget=time_budget,
@@ -284,7 +306,7 @@ def bench(
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: only to see that everything works.")] = False,
 ) -> None:
     """Measure what a basis and a step cost, beside AdamW, SOAP, Shampoo and Muon."""
-    with _one_line_errors():
+    with _one_line_errors(f"Finished rows are in {out}, which is written after every one."):
         typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
         import torch
 
@@ -292,13 +314,11 @@ def bench(
 
         if unknown := [part for part in only or [] if part not in PARTS]:
             _fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if chosen.startswith("cuda") and not torch.cuda.is_available():
-            _fail("There is no CUDA device here. Use --device cpu.", status=2)
-        kept = run(torch.device(chosen), out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
+        chosen = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
         typer.echo(f"\nSaved {out}.")
         if found := failures(kept):
-            _fail(f"{len(found)} rows failed, see above.")
+            _fail(f"{'1 row' if len(found) == 1 else f'{len(found)} rows'} failed, see above.")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+_ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
+
 
 def check_class(optimizer_class: Any) -> None:
     """Raise an error for what is not a class of optimizers, or one that works in another way."""
@@ -16,11 +18,16 @@ def check_class(optimizer_class: Any) -> None:
             f"optimizer_class must be a torch.optim.Optimizer class, got {given.__name__}. Pass the class and its "
             "arguments: ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)."
         )
+    if any(base.__name__ == "Muon" for base in optimizer_class.__mro__):  # torch's, and those of other packages
+        raise TypeError(
+            f"{optimizer_class.__name__} works on whole matrices, and the coordinates of a block need not be one. "
+            f"{_ADVICE}"
+        )
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
             f"{optimizer_class.__name__} evaluates the loss several times within a step, which egop does not support. "
-            "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
+            f"{_ADVICE}"
         )
 
 

@@ -53,6 +53,7 @@ class Objective:
             )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function loss_fn(model, batch), got {type(loss_fn).__name__}.")
+        _check_loss(loss_fn)
         if not isinstance(batches, Iterable):
             raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}.")
         model = _unwrapped(model)
@@ -299,6 +300,17 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
             raise ValueError(f"Parameter '{name}' is not initialised yet (a lazy module). Run one forward pass first.")
         if not parameter.is_floating_point():
             raise TypeError(f"Parameter '{name}' is {parameter.dtype}; egop works with real floating-point parameters.")
+
+
+def _check_loss(loss_fn: Callable[..., Any]) -> None:
+    """Raise an error for a loss of ``torch.nn`` itself, as a module or a function."""
+    called = type(loss_fn).forward if isinstance(loss_fn, nn.Module) else loss_fn
+    if getattr(called, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            f"loss_fn is called as loss_fn(model, batch), but {name} takes outputs and targets. "
+            "Wrap it: lambda model, batch: criterion(model(batch[0]), batch[1])."
+        )
 
 
 def _check_signature(function: Callable[..., Tensor], names: list[str], batched: bool) -> None:

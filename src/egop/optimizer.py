@@ -18,6 +18,8 @@ from egop.objective import plain_name
 from egop.partition import layers_of
 from egop.precision import without_autocast
 from egop.refresh import Refresh, Refresher
+from egop.refresh.base import check_refresh
+from egop.refresh.loaded import warn_of_loaded
 from egop.reparameterization import Reparameterization
 from egop.sharding import Pieces
 from egop.states import STATE_VERSION, check_state, inner_shapes, inner_state, load_inner_state, shapes_of
@@ -70,8 +72,7 @@ class ReparameterizedOptimizer(Optimizer):
         **hyperparameters: Any,
     ) -> None:
         check_class(optimizer_class)
-        if refresh is not None and not isinstance(refresh, Refresh):
-            raise TypeError(f"refresh must be egop.Every, egop.Online or egop.WhenDrifted, got {refresh!r}.")
+        check_refresh(refresh, basis)
         groups = named_groups(params)
         bases = [group.pop("basis", None) for group in groups]
         # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
@@ -96,6 +97,7 @@ class ReparameterizedOptimizer(Optimizer):
         self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, module)
         if refresh is not None:
             self.refresher = refresh.begin(self)
+            self.refresher.refresh = refresh
         for block in self._blocks:  # last, since it changes the model: nothing is to change when something was refused
             block.drop_rest()
 
@@ -264,6 +266,7 @@ class ReparameterizedOptimizer(Optimizer):
                 f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
                 "Load one as optimizer.state_dict() gave it."
             ) from error
+        warn_of_loaded(state_dict["egop"]["refresh"], self._blocks, kept["_blocks"], self.refresher)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         check_state(state_dict, self.param_groups, self._class)

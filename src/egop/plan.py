@@ -67,6 +67,7 @@ def make_plan(
         memory: what all bases together may take, in bytes.
         candidates: what ``"auto"`` chooses from, richest first.
     """
+    check_structure(structure)
     if isinstance(structure, Structure):
         return _as_told(dict.fromkeys(blocks, structure), {}, memory)
     if isinstance(structure, Mapping):
@@ -74,18 +75,29 @@ def make_plan(
         found = {b: [structure[pattern] for pattern in structure if b.name in matched[pattern]] for b in blocks}
         left = {block.name: "no pattern names it" for block in blocks if not found[block]}
         return _as_told({block: structures[0] for block, structures in found.items() if structures}, left, memory)
-    if structure == "auto":
-        return _automatic(blocks, layers, memory, candidates)
-    raise TypeError(
-        f"Invalid structure value: {structure!r}. Must be 'auto', a structure such as egop.Full(), or a mapping of "
-        "block-name patterns to structures."
-    )
+    return _automatic(blocks, layers, memory, candidates)
+
+
+def check_structure(structure: object) -> None:
+    """Raise an error for what is not ``"auto"``, a structure, or a mapping of block-name patterns to structures."""
+    if isinstance(structure, Mapping):
+        for pattern, each in structure.items():
+            if not isinstance(each, Structure):
+                advice = call_it(each, Structure)
+                raise TypeError(f"Pattern '{pattern}' needs a structure such as egop.Full(), got {each!r}.{advice}")
+    elif not isinstance(structure, Structure) and structure != "auto":
+        raise TypeError(
+            f"Invalid structure value: {structure!r}. Must be 'auto', a structure such as egop.Full(), or a mapping of "
+            f"block-name patterns to structures.{call_it(structure, Structure)}"
+        )
+
+
+def call_it(given: object, kind: type) -> str:
+    """What to do with a class of this kind that was given where one of its objects is wanted; nothing for others."""
+    return f" Call it: egop.{given.__name__}()." if isinstance(given, type) and issubclass(given, kind) else ""
 
 
 def _as_told(told: Mapping[Block, Structure], left: dict[str, str], memory: int) -> Plan:
-    for block, structure in told.items():
-        if not isinstance(structure, Structure):
-            raise TypeError(f"Block '{block.name}' needs a structure such as egop.Full(), got {structure!r}.")
     chosen = {piece: structure for block, structure in told.items() for piece in _pieces(block, structure)}
     for block, structure in chosen.items():
         structure.check(block)

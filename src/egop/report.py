@@ -14,6 +14,7 @@ from egop.experiments.base import Panel, Series
 from egop.experiments.race import Race, end
 from egop.experiments.records import Run, replacing, write_json
 from egop.pages import document, text
+from egop.units import counted
 
 __all__ = ["page", "write"]
 
@@ -171,7 +172,7 @@ def _race_table(race: Race) -> str:
     heads = "".join(f'<th scope="col">{side}</th>' for side in ("lr", *_SIDES))
     return (
         "<h2>Losses at the end of the race</h2>"
-        f"<p>{text(race.optimizer)}, {race.steps} steps; the median of the last looks.</p>"
+        f"<p>{text(race.optimizer)}, {counted(race.steps, 'step')}; the median of the last looks.</p>"
         f'<table class="narrow"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
     )
 

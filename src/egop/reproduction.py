@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,27 @@ from egop.experiments.records import Record, Store, replacing
 from egop.experiments.registry import IDS, experiment
 from egop.experiments.reproduce import store_of
 from egop.pages import document, text
+from egop.units import counted
 
 _INTRODUCTION = (
     "Made by egop report from the records of egop reproduce; no number here was typed by hand. Each claim of the paper "
-    "stands beside what was measured. Sections of the quick preset ran at small sizes with few trials."
+    "stands beside what was measured."
 )
+_QUICK = " Sections of the quick preset ran at small sizes with few trials."
+_AGAIN = "Claims that are judged by the runs of more than one search (see the settings) count once in the summary."
+
+# What is said of one and of several; the last where a claim has come out both ways.
+_CLAIMS = {
+    "holds": ("holds", "hold"),
+    "does not hold": ("does not hold", "do not hold"),
+    "cannot be judged": ("cannot be judged", "cannot be judged"),
+    "both": ("depends on how the learning rate was searched for", "depend on how the learning rate was searched for"),
+}
+_TARGETS = {
+    "holds": ("is met", "are met"),
+    "does not hold": ("is not", "are not"),
+    "cannot be judged": ("cannot be judged", "cannot be judged"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,18 +97,44 @@ def _about(
         tuple(pictures),
         len(records),
         sum(record.seconds for record in records),
-        tuple(dict.fromkeys(record.device for record in records)),
+        tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
         tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in record.versions.items()) for record in records)),
         problem,
     )
 
 
 def counts(found: Sequence[Section]) -> str:
-    """How many claims hold, in a sentence."""
-    verdicts = [judged.verdict for section in found for judged in section.judged]
-    words = {"holds": "hold", "does not hold": "do not hold", "cannot be judged": "cannot be judged"}
-    parts = [f"{verdicts.count(verdict)} {said}" for verdict, said in words.items() if verdict in verdicts]
-    return f"Of {len(verdicts)} claims {', '.join(parts)}." if verdicts else "Nothing has been run yet."
+    """How many claims of the paper hold, how many targets are met, and how many checks passed: in a sentence."""
+    judged = [each for section in found for each in section.judged]
+    claims: dict[str, set[str]] = {}
+    for each in judged:
+        if each.kind == "claim":
+            claims.setdefault(each.id, set()).add(each.verdict)
+    outcomes = [verdicts.pop() if len(verdicts) == 1 else "both" for verdicts in claims.values()]
+    targets = [each.verdict for each in judged if each.kind == "target"]
+    checks = sum(each.kind == "check" for each in judged)
+    parts = [
+        f"of {counted(len(outcomes), 'claim')} of the paper {_tally(outcomes, _CLAIMS)}" if outcomes else "",
+        f"of {counted(len(targets), 'target')} of this project {_tally(targets, _TARGETS)}" if targets else "",
+        f"{counted(checks, 'check')} passed" if checks else "",
+    ]
+    sentence = "; ".join(filter(None, parts)) or "nothing has been run yet"
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _tally(outcomes: Sequence[str], words: Mapping[str, tuple[str, str]]) -> str:
+    numbers = {outcome: outcomes.count(outcome) for outcome in words}
+    return ", ".join(f"{number} {words[outcome][number > 1]}" for outcome, number in numbers.items() if number)
+
+
+def _introduction(found: Sequence[Section]) -> str:
+    return _INTRODUCTION + (_QUICK if any(section.preset == "quick" for section in found) else "")
+
+
+def _notes(section: Section) -> list[str]:
+    """What has to be said of a section's claims."""
+    ids = [each.id for each in section.judged]
+    return [_AGAIN] if len(set(ids)) < len(ids) else []
 
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
@@ -100,7 +142,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
     lines = [
         "# Reproduction of the paper",
         "",
-        _INTRODUCTION,
+        _introduction(found),
         "",
         counts(found),
         "",
@@ -116,7 +158,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
 
 def write_html(found: Sequence[Section], path: Path) -> None:
     """The report as one self-contained page."""
-    body = ["<h1>Reproduction of the paper</h1>", f"<p>{text(_INTRODUCTION)}</p>"]
+    body = ["<h1>Reproduction of the paper</h1>", f"<p>{text(_introduction(found))}</p>"]
     body.append(f'<p class="verdict">{text(counts(found))}</p>')
     for section in found:
         body += _html(section)
@@ -140,6 +182,7 @@ def _html(section: Section) -> list[str]:
         for each in section.judged
     ]
     parts.append(f'<ul class="advice">{"".join(items)}</ul>')
+    parts += [f'<p class="small">{text(note)}</p>' for note in _notes(section)]
     for picture in section.pictures:
         caption = f"<figcaption>{text(picture.caption)}</figcaption>"
         parts.append(f'<figure class="wide">{plotting.inline_picture(picture)}{caption}</figure>')
@@ -159,6 +202,8 @@ def _markdown(section: Section) -> list[str]:
         return [*lines, section.problem, ""]
     lines += ["| claim | verdict | measured |", "|---|---|---|"]
     lines += [f"| {_cell(each.words)} | {_bold(each.verdict)} | {_cell(each.found)} |" for each in section.judged]
+    for note in _notes(section):
+        lines += ["", note]
     for picture in section.pictures:
         lines += ["", f"![{picture.caption}](images/reproduction/{picture.name}.svg)", "", f"*{picture.caption}*"]
     return [*lines, ""]
@@ -167,7 +212,8 @@ def _markdown(section: Section) -> list[str]:
 def _ran(section: Section) -> str:
     minutes = section.seconds / 60
     spent = f"{minutes:.1f} minutes" if minutes >= 1 else f"{section.seconds:.0f} seconds"
-    return f"{section.runs} runs, {spent} in all, on {'; '.join(section.devices)} ({'; '.join(section.versions)})."
+    runs = counted(section.runs, "run")
+    return f"{runs}, {spent} in all, on {'; '.join(section.devices)} ({'; '.join(section.versions)})."
 
 
 def _settings(one: Experiment, preset: Preset) -> str:
@@ -180,7 +226,8 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_value(entry)}" for key, entry in value.items())
     if isinstance(value, (list, tuple, range)):
-        return "[" + ", ".join(_value(entry) for entry in value) + "]"
+        entries = [_value(entry) for entry in value]
+        return f"[{('; ' if any(', ' in entry for entry in entries) else ', ').join(entries)}]"
     return str(value)
 
 

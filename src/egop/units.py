@@ -39,6 +39,11 @@ def format_count(count: float) -> str:
     return f"{count:.1f} P"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 run", "2 runs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_table(header: list[str], rows: list[list[str]]) -> str:
     """A plain-text table, first column to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]

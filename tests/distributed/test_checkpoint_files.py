@@ -112,6 +112,28 @@ def test_extras_come_back_as_they_were(tmp_path):
     assert isinstance(found["best"], tuple)
 
 
+def test_extras_can_be_read_without_a_model(tmp_path):
+    checkpoint.save(tmp_path / "here", *training("plain", "Shared", "fixed"), width=3, state=torch.arange(4))
+    found = checkpoint.extra(tmp_path / "here")
+    assert torch.equal(found.pop("state"), torch.arange(4))
+    assert found == {"width": 3}
+    assert "There is no checkpoint" in refused(lambda: checkpoint.extra(tmp_path / "nowhere"))
+
+
+def test_a_damaged_newest_one_says_which_is_next(tmp_path):
+    model, optimizer = training("plain", "Shared", "fixed")
+    for step in (8, 9, 10):
+        checkpoint.save(tmp_path / f"step-{step:06d}", model, optimizer)
+        (data,) = (tmp_path / f"step-{step:06d}").glob("*.distcp")
+        data.write_bytes(data.read_bytes()[:100])
+    newest = refused(lambda: checkpoint.load(checkpoint.latest(tmp_path), model, optimizer))
+    assert newest.startswith(f"The checkpoint {tmp_path / 'step-000010'} is incomplete or damaged (")
+    assert newest.endswith("). If it stays so, remove that folder: step-000009 is then the newest.")
+    for step in (8, 9):  # the newest is another
+        said = refused(lambda step=step: checkpoint.load(tmp_path / f"step-{step:06d}", model, optimizer))
+        assert said.endswith(").")
+
+
 def test_buffers_are_saved_and_compared_too(tmp_path):
     def normed(size):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(size, affine=False))

@@ -63,7 +63,8 @@ def last(out, optimizer="egop"):
     model = GPT(**SIZES)
     refresh = egop.Online() if optimizer == "egop" else None
     its_optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh)
-    assert checkpoint.load(checkpoint.latest(out), model, its_optimizer) == {"step": 14}
+    run = {"optimizer": optimizer} | SIZES
+    assert checkpoint.load(checkpoint.latest(out), model, its_optimizer) == {"step": 14, "run": run}
     coordinates = {block.name: block.coordinates[0] for block in its_optimizer.blocks}
     assert (len(coordinates) == 8) == (optimizer == "egop")
     return dict(model.named_parameters()) | {f"coordinates of {name}": each for name, each in coordinates.items()}
@@ -110,9 +111,54 @@ def test_one_process_resumes_too(optimizer, tmp_path, capsys):
         assert torch.equal(value, expected[name]), name
 
 
+def test_a_run_of_another_kind_is_not_gone_on_with(tmp_path, capsys):
+    main, out = example().main, tmp_path / "run"
+    main(options(out, steps=1))
+    capsys.readouterr()
+    for others, said in (
+        ({"optimizer": "adamw"}, "--optimizer egop"),
+        ({"heads": 3, "width": 6}, "--width 12 --heads 2"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(options(out, **others))
+        assert str(stopped.value) == f"{out / 'step-000001'} is of {said}: use another --out."
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_has_come_further_says_so(tmp_path, capsys):
+    main, out = example().main, tmp_path / "run"
+    main(options(out, steps=3))
+    trained = capsys.readouterr().out.splitlines()
+    main(options(out, steps=2))
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == f"{out / 'step-000003'} is beyond --steps 2."
+    assert last == trained[-1]
+    assert last.endswith("after 3 steps")
+
+
+@pytest.mark.parametrize(("context", "text", "said"), [(8, None, "There is no text at "), (400, 12_000, "too short")])
+def test_a_text_that_is_not_there_or_too_short_is_one_line(context, text, said, tmp_path):
+    place = tmp_path / "book.txt"
+    if text:
+        place.write_bytes(bytes(text))
+    with pytest.raises(SystemExit, match=said) as stopped:
+        example().main(options(tmp_path / "run", data=place, context=context))
+    assert "\n" not in str(stopped.value)
+
+
+def test_the_last_tenth_validates(tmp_path):
+    text_of, whole = example().text_of, bytes(range(100)) * 200
+    (tmp_path / "book.txt").write_bytes(whole)
+    source = b"".join(path.read_bytes() for path in sorted(Path(egop.__file__).parent.rglob("*.py")))
+    for place, expected in ((tmp_path / "book.txt", whole), (None, source)):
+        text = text_of(place and str(place), 8, torch.device("cpu"))
+        assert b"".join(part.numpy().tobytes() for part in (text.train, text.validation)) == expected
+        assert len(text.validation) == len(expected) // 10
+
+
 def test_the_example_is_short_and_says_how_it_is_run():
     text = EXAMPLE.read_text()
-    assert len(text.splitlines()) < 180
+    assert len(text.splitlines()) < 190
     assert "torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py" in text
 
 

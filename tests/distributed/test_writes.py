@@ -6,7 +6,7 @@ import pytest
 import torch
 from processes import run
 from torch.nn.parallel import DistributedDataParallel
-from training import network, optimizer_of, sharded, steps, weights
+from training import batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 import egop
 from egop import binding
@@ -72,3 +72,30 @@ def test_names_are_those_of_the_plain_model_however_it_is_wrapped(wrapped):
     assert [block.name for block in optimizer.blocks] == [block.name for block in plain.blocks]
     plain.load_state_dict(optimizer.state_dict())  # and the other way
     optimizer.load_state_dict(plain.state_dict())
+
+
+def objective_of(model):
+    return egop.Objective(model, lambda model, pair: loss_of(model, *pair), [batch(0)])
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("of", ["plain", "wrapped"])
+def test_an_objective_of_the_model_inside_is_of_the_model_that_is_trained(of):
+    model = network()
+    wrapped = torch.compile(DistributedDataParallel(model), backend="eager")
+    every = egop.Every(1, objective_of(model if of == "plain" else wrapped), samples=2)
+    optimizer = optimizer_of(wrapped, torch.optim.AdamW, egop.Shared(), every)
+    steps(wrapped, optimizer, count=2)
+    assert optimizer.refresher.renewals == 1
+    with pytest.raises(ValueError, match="has parameters of its own"):
+        optimizer_of(wrapped, torch.optim.AdamW, egop.Shared(), egop.Every(1, objective_of(network())))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_of_sharded_parameters_only_a_whole_copy_can_be_sampled():
+    model = network()
+    inside, beside = objective_of(model), objective_of(network())
+    model = sharded(model)
+    with pytest.raises(TypeError, match="is spread over processes by fully_shard, and points cannot be sampled there"):
+        optimizer_of(model, torch.optim.AdamW, egop.Shared(), egop.Every(1, inside))
+    optimizer_of(model, torch.optim.AdamW, egop.Shared(), egop.Every(1, beside))

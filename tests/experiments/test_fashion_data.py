@@ -8,7 +8,7 @@ import torch
 
 from egop.experiments import data
 from egop.experiments.base import MissingDataError
-from egop.experiments.data import FashionMNIST, Split, fashion_mnist, four_classes
+from egop.experiments.data import FashionMNIST, Split, fashion_folder, fashion_mnist, four_classes
 
 NAMES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
 
@@ -47,6 +47,7 @@ def write(folder, contents, packed=True):
 def test_files_are_found_in_a_named_folder_packed_or_not(contents, tmp_path, packed, place):
     write(tmp_path / "data" / place, contents, packed)
     found = fashion_mnist(tmp_path / "data")
+    assert fashion_folder(tmp_path / "data") == tmp_path / "data" / place
     assert (len(found.train), len(found.validation), len(found.test)) == (6, 2, 6)
     assert found.train.features.dtype == torch.float32
     assert found.train.features[1].mul(255).round().tolist() == [2.0 * k for k in range(16, 32)]
@@ -59,6 +60,7 @@ def test_files_are_found_where_debian_puts_them(contents, tmp_path, monkeypatch)
     monkeypatch.setattr(data, "_FASHION_DEBIAN", tmp_path / "debian")
     assert len(fashion_mnist().train) == 6
     assert len(fashion_mnist(tmp_path / "a folder without them").train) == 6
+    assert fashion_folder(tmp_path / "a folder without them") == tmp_path / "debian"
 
 
 def test_missing_files_say_in_one_line_what_to_do(contents, tmp_path):

@@ -9,12 +9,11 @@ from egop.experiments import fashion_batched, fashion_mnist, fashion_runs
 from egop.experiments.base import Context
 from egop.experiments.data import FashionMNIST, Split
 from egop.experiments.fashion_batched import train_together
-from egop.experiments.fashion_claims import Method
+from egop.experiments.fashion_claims import Method, grows
 from egop.experiments.fashion_mnist import FashionMnistExperiment
 from egop.experiments.fashion_runs import Runs, normal_
 from egop.experiments.records import Store
 from egop.experiments.sweeps import TUNING
-from fakes import verdicts
 
 RANKS = (50, 200, 1000, 2000)
 METHODS = ["original", "r = 3", "r = 20", "r = 3, these alone"]
@@ -50,7 +49,9 @@ def judged(tmp_path, monkeypatch):
         monkeypatch.setattr(fashion_mnist, "train_together", lambda runs, configs: ([*map(runs.curves, configs)], 1.0))
         store, experiment = Store(tmp_path / "records.jsonl"), FashionMnistExperiment()
         experiment.run(store, Context(preset=preset, progress=False))
-        return verdicts(experiment, store, preset), store
+        found = experiment.judge(store, preset)
+        named = {f"{each.id.partition('/')[2]}{'-grid' * ('(search: grid)' in each.words)}": each for each in found}
+        return {name: each.verdict for name, each in named.items()}, store
 
     return go
 
@@ -85,6 +86,19 @@ def test_all_claims_hold_where_the_records_are_as_the_paper_says(judged):
 def test_each_claim_fails_where_the_records_say_so(judged, options, expected):
     both = expected | {f"{claim}-grid" for claim in expected}
     assert failing(judged(**({"seconds": SECONDS} | options))) == both
+
+
+def test_both_searches_judge_the_same_claims(judged):
+    _, store = judged(FASTER)
+    ids = [each.id for each in FashionMnistExperiment().judge(store, "full")]
+    assert sorted(set(ids)) == sorted(ids[: len(ids) // 2])
+
+
+def test_a_loss_that_is_never_reached_is_said_to_be():
+    found = grows({0: 90, 50: 60, 200: None})
+    assert found.found.endswith("r = 50: 60; r = 200: not reached.")
+    assert found.verdict == "does not hold"
+    assert grows({0: 90, 50: None, 200: 60}).verdict == "holds"
 
 
 def test_the_quick_preset_does_not_judge_the_clock(judged):
@@ -134,6 +148,14 @@ def tiny(monkeypatch):
     monkeypatch.setattr(fashion_runs, "network", small_network)
     for module in (fashion_runs, fashion_batched):
         monkeypatch.setattr(module, "BATCH", 30)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_run_says_where_its_images_are_from(tmp_path):
+    said = []
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
+    Runs(90, Context(data=str(tmp_path), say=said.append))
+    assert said == [f"images: {tmp_path}"]
 
 
 @pytest.mark.usefixtures("tiny")

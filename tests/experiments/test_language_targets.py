@@ -57,6 +57,12 @@ def test_all_targets_can_be_met(tmp_path):
     assert set(verdicts(fake_store(tmp_path / "r.jsonl", MET)).values()) == {"holds"}
 
 
+def test_they_are_targets_and_no_claims_of_the_paper(tmp_path):
+    found = EXPERIMENT.judge(fake_store(tmp_path / "r.jsonl", MET), "full")
+    assert {each.kind for each in found} == {"target"}
+    assert all(each.words.startswith("Target: ") for each in found)
+
+
 def test_all_targets_can_be_missed(tmp_path):
     missed = MET | {ONLINE: (0.015, 25.0), BOTH_SIDES: (0.0101, 40.0), SOAP: (0.02, 10.0)}
     assert set(verdicts(fake_store(tmp_path / "r.jsonl", missed)).values()) == {"does not hold"}

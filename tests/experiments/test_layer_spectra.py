@@ -63,10 +63,11 @@ def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
     monkeypatch.setattr(
         layer_spectra,
         "_problem",
-        lambda data, folder: (small, problem(data, folder)[1]) if data == "fashion" else problem(data, folder),
+        lambda data, context: (small, problem(data, context)[1]) if data == "fashion" else problem(data, context),
     )
-    store = Store(tmp_path / "records.jsonl")
-    Toy().run(store, Context(progress=False))
+    store, said = Store(tmp_path / "records.jsonl"), []
+    Toy().run(store, Context(progress=False, say=said.append))
+    assert [line.partition(": ")[0] for line in said] == ["images"]
     assert [record.config["data"] for record in store] == ["digits", "fashion"]
     sizes = [[layer["dimension"] for layer in record.result.values()] for record in store]
     assert sizes == [[2048, 320], [392, 8]]

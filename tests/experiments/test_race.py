@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -87,6 +88,14 @@ def test_steps_must_be_positive():
         raced(steps=0)
 
 
+def test_the_progress_bar_counts_steps(capsys):
+    raced(steps=60, learning_rates=(1e-3,), progress=True)
+    shown = capsys.readouterr().err
+    assert " 60/60 " in shown
+    assert re.search(r"[\d.]+step/s", shown)
+    assert "steps/s" not in shown
+
+
 # --- the words, from numbers made up for them ---
 
 
@@ -124,6 +133,7 @@ def test_diverged_runs_never_win():
     alone = race_of(bad, run("EGOP", 1e-1, 4.0, 1.0, 1.0))
     assert alone.best() is None
     assert alone.summary().startswith("No comparison")
+    assert "(1 rate tried on both)" in alone.summary()
 
 
 def test_a_run_without_its_counterpart_does_not_count():

@@ -181,7 +181,9 @@ def test_the_best_rate_has_the_smallest_median_and_ties_go_to_the_smaller():
 
 def test_sgd_that_differs_between_coordinates_is_an_error():
     one = [Record({"seed": 0}, {"loss": [1.0, 0.5, 0.25]})]
-    assert sweeps.same_in_both("toy/same", one, one, "loss", 1e-6).verdict == "holds"
+    passed = sweeps.same_in_both("toy/same", "SGD on least squares", one, one, "loss", 1e-6)
+    assert (passed.verdict, passed.kind) == ("holds", "check")
+    assert passed.words == "Check: SGD on least squares is the same in both coordinates."
     other = [Record({"seed": 0}, {"loss": [1.0, 0.6, 0.3]})]
     with pytest.raises(AssertionError, match="toy/same: SGD differs between coordinates"):
-        sweeps.same_in_both("toy/same", one, other, "loss", 1e-6)
+        sweeps.same_in_both("toy/same", "SGD", one, other, "loss", 1e-6)

@@ -106,6 +106,23 @@ REFUSED = {
         TypeError,
         "basis must be an egop.Reparameterization, got Tensor",
     ),
+    "a basis that is a refresh": (
+        in_basis(egop.Online()),
+        TypeError,
+        (
+            r"basis must be an egop\.Reparameterization, got Online, which says when one is renewed\. Give it as "
+            r"refresh=egop\.Online\(\.\.\.\)\."
+        ),
+    ),
+    "a basis that is a class": (in_basis(egop.WhenDrifted), TypeError, r"Give it as refresh=egop\.WhenDrifted\("),
+    "a basis that is a structure": (
+        in_basis(egop.Shared()),
+        TypeError,
+        (
+            r"got Shared, which says how one is built\. Estimate it: basis = egop\.estimate\(objective, "
+            r"structure=egop\.Shared\(\.\.\.\)\)\."
+        ),
+    ),
     "a block across groups": (
         lambda m: egop.ReparameterizedOptimizer(split(m, 2), AdamW, basis_of(MLP, partition="global")),
         ValueError,
@@ -138,6 +155,14 @@ REFUSED = {
         (
             "LBFGS evaluates the loss several times within a step, which egop does not support. Use an optimizer that "
             "works coordinate by coordinate"
+        ),
+    ),
+    "Muon": (
+        of_class(torch.optim.Muon, lr=0.1),
+        TypeError,
+        (
+            "Muon works on whole matrices, and the coordinates of a block need not be one. Use an optimizer that works "
+            "coordinate by coordinate, such as"
         ),
     ),
     # The inner optimizer's own words.

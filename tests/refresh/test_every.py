@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -229,6 +230,12 @@ REFUSED = {
     "no samples": (lambda: egop.Every(5, OBJECTIVE, samples=0), ValueError, "Invalid samples value: 0"),
     "moments": (lambda: egop.Every(5, OBJECTIVE, moments="turn"), ValueError, "Invalid moments value: 'turn'"),
     "rho": (lambda: egop.Every(5, OBJECTIVE, rho="here"), TypeError, r"rho must be a distribution .*, got 'here'"),
+    "structure": (lambda: egop.Every(5, OBJECTIVE, structure="full"), TypeError, "Invalid structure value: 'full'"),
+    "structure by name": (
+        lambda: egop.Every(5, OBJECTIVE, structure={"0.weight": egop.Full}),
+        TypeError,
+        r"Pattern '0\.weight' needs a structure such as egop\.Full\(\), got .*\. Call it: egop\.Full\(\)\.",
+    ),
     "a center": (
         lambda: egop.Every(5, OBJECTIVE, rho=egop.Gaussian(center={})),
         ValueError,
@@ -251,6 +258,74 @@ def test_a_refresh_that_is_none_is_refused_and_nothing_changes(refresh):
     with pytest.raises(TypeError, match=r"refresh must be egop\.Every, egop\.Online or egop\.WhenDrifted, got"):
         egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh)
     assert cases.state_of(model) == before
+
+
+def test_a_refresh_that_was_not_called_is_to_be():
+    with pytest.raises(TypeError, match=r"got <class 'egop.*'>\. Call it: egop\.Online\(\)\.$"):
+        egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, refresh=egop.Online)
+
+
+# --- whose objective it is ---
+
+
+def by_function(tensors):
+    """The objective of the model as a function of its parameters."""
+    model = MLP.build()
+
+    def loss(batch, **values):
+        return cases.cross_entropy(lambda x: torch.func.functional_call(model, values, (x,)), batch)
+
+    return egop.Objective.from_function(loss, tensors, MLP.batches())
+
+
+MODEL = "Build it from the model that is trained: egop.Objective(model, loss_fn, batches)."
+TENSORS = "Give it the tensors that are trained: egop.Objective.from_function(function, tensors)."
+OF_ANOTHER = {
+    "a copy": (lambda model: MLP.objective(copy.deepcopy(model)), MODEL),
+    "another one": (lambda model: MLP.objective(), MODEL),
+    "tensors": (lambda model: by_function(cases.parameters_of(model)), TENSORS),
+}
+
+
+@pytest.mark.parametrize("basis", [None, basis_of(MLP)], ids=["no basis", "a basis"])
+@pytest.mark.parametrize("what", OF_ANOTHER)
+def test_an_objective_of_another_model_is_refused_and_nothing_changes(what, basis):
+    make, advice = OF_ANOTHER[what]
+    model = MLP.build()
+    before = cases.state_of(model)
+    message = (
+        "The objective of egop.Every has parameters of its own, which this optimizer does not train: "
+        f"'0.weight', '0.bias', '2.weight', …. {advice}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis, refresh=egop.Every(3, make(model)))
+    assert cases.state_of(model) == before
+
+
+OF_THE_SAME = {
+    "compiled": lambda model: MLP.objective(torch.compile(model, backend="eager")),
+    "tensors": lambda model: by_function(dict(model.named_parameters())),
+    "detached": lambda model: by_function({name: each.detach() for name, each in model.named_parameters()}),
+}
+
+
+@pytest.mark.parametrize("what", OF_THE_SAME)
+def test_an_objective_that_knows_the_model_in_another_way_is_of_the_same(what):
+    model = MLP.build()
+    objective = OF_THE_SAME[what](model)
+    refresh = egop.Every(2, objective, samples=8, structure={"*weight": egop.Full()}, partition="parameter")
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh, lr=0.01)
+    steps(model, optimizer, 2)
+    before = dense(optimizer)
+    steps(model, optimizer, 1)
+    assert not any(torch.equal(dense(optimizer)[name], before[name]) for name in before)
+
+
+def test_an_objective_may_have_parameters_that_are_not_trained():
+    model = MLP.build()
+    refresh = every(model, structure={"2.weight": egop.Full()}, partition="parameter")
+    groups = [("2.weight", model[2].weight)]
+    steps(model, egop.ReparameterizedOptimizer(groups, torch.optim.Adam, refresh=refresh), 1)
 
 
 def test_without_a_refresh_nothing_can_be_renewed():

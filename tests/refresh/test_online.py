@@ -282,6 +282,14 @@ def test_what_makes_no_sense_is_refused(what):
         make()
 
 
+@pytest.mark.parametrize("kind", [egop.Online, egop.WhenDrifted])
+def test_a_structure_that_is_none_is_refused(kind):
+    with pytest.raises(TypeError, match=r"Invalid structure value: 'shared'\. Must be 'auto', a structure such as"):
+        kind(structure="shared")
+    with pytest.raises(TypeError, match=r"Pattern '0\.\*' needs a structure .*\. Call it: egop\.Shared\(\)\.$"):
+        kind(structure={"0.*": egop.Shared})
+
+
 @pytest.mark.parametrize("refresh", REFRESHES, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("structure", [egop.Auxiliary(3), egop.Reduced(3), egop.Identity()], ids=str)
 def test_structures_that_cannot_be_renewed_are_refused_and_nothing_changes(structure, refresh):

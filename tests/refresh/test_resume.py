@@ -6,8 +6,10 @@ Run as a program, this file is that new process.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 import cases
 import egop
 from cases import MLP, OptimizerCase
-from explicit import identical, logistic
+from explicit import basis_of, identical, logistic
 
 PERIOD, STEPS = 3, 8
 ADAM = OptimizerCase("Adam", torch.optim.Adam, {"lr": 0.01})
@@ -159,6 +161,106 @@ def test_a_copy_of_the_running_means_is_loaded():
     kept = {key: gram.clone() for key, gram in optimizer.refresher.grams["0.weight"].items()}
     case.train(other, loaded, 2, 5)
     assert identical(optimizer.refresher.grams["0.weight"], kept)
+
+
+# --- loaded by an optimizer of another kind ---
+
+
+def saved_by(kind, structure=None, after=4):
+    """The state of a training, or of one without a refresh in a basis of this structure."""
+    structure = structure or egop.Kronecker()
+    if kind is None:
+        model = MLP.build()
+        basis = cases.estimate(egop.Objective(model, logistic, MLP.batches()), structure=structure, samples=8)
+        return egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis, lr=0.01).state_dict()
+    case = Resume(kind, structure)
+    model, optimizer = case.start(given=False)
+    case.train(model, optimizer, 0, after)
+    return optimizer.state_dict()
+
+
+def plain():
+    return egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, lr=0.01)
+
+
+STAY = "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay as they"
+GO_ON = "The state has bases of structure {}, and training goes on in these. The structure= of egop.{}, {}, is for an"
+CANNOT = "The state has bases of structure Reduced, which egop.Online cannot renew, so they stay as they are. Use egop."
+WARNED = {
+    "Online": (lambda: saved_by("Online"), plain, STAY),
+    "Every": (lambda: saved_by("Every"), plain, STAY),
+    "before any step": (lambda: saved_by("WhenDrifted", after=0), plain, STAY),
+    "another structure": (
+        lambda: saved_by("Online"),
+        lambda: Resume("Online", egop.Shared()).start(given=False)[1],
+        GO_ON.format("Kronecker", "Online", "Shared"),
+    ),
+    "another structure by name": (
+        lambda: saved_by(None, egop.Full()),
+        lambda: Resume("Online", {"*": egop.Shared(), "2.*": egop.Kronecker()}).start(given=False)[1],
+        GO_ON.format("Full", "Online", "Kronecker, Shared"),
+    ),
+    "a structure that stays": (
+        lambda: saved_by(None, egop.Reduced(3)),
+        lambda: Resume("Online", egop.Reduced(3)).start(given=False)[1],
+        CANNOT,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WARNED)
+def test_bases_that_are_not_renewed_or_not_as_told_are_warned_of_where_they_are_loaded(what):
+    make, empty, message = WARNED[what]
+    state, optimizer = make(), empty()
+    with pytest.warns(UserWarning, match=re.escape(message)) as caught:
+        optimizer.load_state_dict(state)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_the_warning_names_the_place_where_a_checkpoint_is_loaded(tmp_path):
+    model, optimizer = Resume("Online").start(given=False)
+    egop.checkpoint.save(tmp_path / "here", model, optimizer)
+    with pytest.warns(UserWarning, match=STAY) as caught:
+        egop.checkpoint.load(tmp_path / "here", model, plain())
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+FITTING = {
+    "no refresh in either": (None, plain),
+    "the first refresh": (None, lambda: Resume("Online", "auto").start(given=False)[1]),
+    "another one of its kind": ("Online", lambda: Resume("WhenDrifted").start(given=False)[1]),
+    "no structure named": ("Online", lambda: Resume("Online", "auto").start(given=False)[1]),
+    "a basis given, of another structure": (
+        "Online",
+        lambda: egop.ReparameterizedOptimizer(
+            MLP.build(), torch.optim.Adam, basis_of(MLP), refresh=egop.Online(structure=egop.Shared())
+        ),
+    ),
+    "Every": ("Online", lambda: Resume("Every").start(given=False)[1]),
+}
+
+
+@pytest.mark.parametrize("what", FITTING)
+def test_what_is_done_as_asked_is_not_warned_of(what):
+    kind, empty = FITTING[what]
+    state, optimizer = saved_by(kind), empty()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(state)
+
+
+def test_every_renews_bases_that_were_learnt_online():
+    model, optimizer = Resume("Every").start(given=False)
+    optimizer.load_state_dict(saved_by("Online"))
+    before = {name: change.dense() for name, change in optimizer.basis.items()}
+    Resume("Every").train(model, optimizer, 4, 4 + PERIOD)
+    assert not any(torch.equal(change.dense(), before[name]) for name, change in optimizer.basis.items())
+
+
+def test_without_gram_matrices_online_does_not_go_on():
+    _, optimizer = Resume("Online").start(given=False)
+    with pytest.raises(ValueError, match="of another refresh: it has no Gram matrices"):
+        optimizer.load_state_dict(saved_by("Every"))
 
 
 if __name__ == "__main__":

@@ -8,19 +8,22 @@ beside them is a pickle, which it reads by itself: load checkpoints from trusted
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from egop.checkpoint import folders
-from egop.checkpoint.contents import check_same, fitted, give, taken_apart, trust
+from egop.checkpoint.contents import check_same, extra_of, fitted, give, taken_apart, trust
 from egop.checkpoint.files import Saved, clearly, write
 from egop.checkpoint.folders import latest
 from egop.optimizer import ReparameterizedOptimizer
 from egop.processes import agreed, rank
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["extra", "latest", "load", "save"]
+
+T = TypeVar("T")
 
 
 def save(
@@ -72,15 +75,37 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Reparam
     Returns:
         What ``save`` was given as ``extra``.
     """
-    damaged = f"The checkpoint {directory} is incomplete or damaged"
-    place = agreed(lambda: folders.found(Path(directory)))
-    saved = agreed(lambda: clearly(damaged, Saved, place))
-    check_same(Path(directory), saved)
+    saved = _opened(Path(directory))
     values = agreed(lambda: fitted(saved, model, optimizer))
-    agreed(lambda: clearly(damaged, saved.read))
+    agreed(lambda: _reading(Path(directory), saved.read))
     # The optimizer first, since it may still refuse; the names and shapes of the model have been compared.
     agreed(lambda: optimizer.load_state_dict(values["optimizer"]))
     agreed(lambda: give(values, model))
     agreed(lambda: trust(values, optimizer))
-    extra: dict[str, Any] = values["extra"]
-    return extra
+    found: dict[str, Any] = values["extra"]
+    return found
+
+
+def extra(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``save`` was given as ``extra``, without a model: to see what a checkpoint is of before one is built.
+
+    All processes call this together, with the same checkpoint.
+
+    Args:
+        directory: what :func:`save` was given, or :func:`latest` has found.
+    """
+    saved = _opened(Path(directory))
+    return agreed(lambda: _reading(Path(directory), extra_of, saved))
+
+
+def _opened(directory: Path) -> Saved:
+    """A checkpoint whose text has been read, the same in all processes."""
+    place = agreed(lambda: folders.found(directory))
+    saved = agreed(lambda: _reading(directory, Saved, place))
+    check_same(directory, saved)
+    return saved
+
+
+def _reading(directory: Path, action: Callable[..., T], *arguments: Any) -> T:
+    damaged = f"The checkpoint {directory} is incomplete or damaged"
+    return clearly(damaged, action, *arguments, advice=folders.without(directory))

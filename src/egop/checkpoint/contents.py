@@ -101,6 +101,13 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     return {key: together(value, tensor) for key, value in plain.items()}
 
 
+def extra_of(saved: Saved) -> dict[str, Any]:
+    """What a checkpoint has beside the model and the optimizer."""
+    found: dict[str, Any] = together(saved.content["values"]["extra"], lambda path: saved.place(path, torch.empty))
+    saved.read()
+    return found
+
+
 def give(values: dict[str, Any], model: nn.Module) -> None:
     """Load the weights."""
     names = _names(model.state_dict())

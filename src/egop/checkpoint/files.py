@@ -20,8 +20,8 @@ T = TypeVar("T")
 _TEXT = "text"  # its name among the tensors
 
 
-def clearly(problem: str, action: Callable[..., T], *arguments: Any) -> T:
-    """Do it; an error becomes one line, which says what it means."""
+def clearly(problem: str, action: Callable[..., T], *arguments: Any, advice: str = "") -> T:
+    """Do it; an error becomes one line, which says what it means, and what to do about it."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:
@@ -31,7 +31,7 @@ def clearly(problem: str, action: Callable[..., T], *arguments: Any) -> T:
     except Exception as error:
         cause = error
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
-    raise ValueError(f"{problem} ({text[:200]}).") from cause
+    raise ValueError(f"{problem} ({text[:200]}). {advice}".rstrip()) from cause
 
 
 def with_text(tensors: dict[str, Tensor], content: Any) -> dict[str, Tensor]:

@@ -72,6 +72,14 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return None if newest is None else Path(folder) / newest
 
 
+def without(directory: Path) -> str:
+    """What to do about a damaged checkpoint, if it is the newest and there are older ones beside it."""
+    names = [path.name for _, path in sorted(_steps(directory.parent).items())]
+    if len(names) < 2 or names[-1] != directory.name:
+        return ""
+    return f"If it stays so, remove that folder: {names[-2]} is then the newest."
+
+
 def _newest(folder: Path) -> str | None:
     steps = _steps(folder)
     return steps[max(steps)].name if steps else None

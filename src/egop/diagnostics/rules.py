@@ -112,7 +112,8 @@ def _costly(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | None:
     if block.leaner is not None and block.leaner[1] <= COSTLY:
         name, cost = block.leaner
         verdict, words = _promising(block, name, draws)
-        return verdict, f"{words} ({much}, egop.{name} {cost:.2g} times; diagnose that one too.)"
+        how = f"with structure=egop.{name}(), or --structure {name.lower()}"
+        return verdict, f"{words} ({much}, egop.{name} {cost:.2g} times; diagnose that one too, {how}.)"
     return "leave", (
         f"Leave it: the spectrum is promising (sr/(dβ₁) = {block.ratio:.2g}), but {much}. "
         f"It pays only where less than 1 step in {1 + block.cost:.2g} is needed."

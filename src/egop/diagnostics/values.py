@@ -148,7 +148,7 @@ class Diagnosis:
         if unclear:
             said += f" For {len(unclear)} there are too few samples to tell."
         if self.cost is not None:
-            said += f" With these bases a training step takes about {1 + self.cost:.3g} times as long."
+            said += f" With the bases in the table a training step takes about {1 + self.cost:.3g} times as long."
         return said
 
     def __str__(self) -> str:

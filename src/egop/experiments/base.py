@@ -19,6 +19,7 @@ from egop.experiments.records import Record, Store
 
 Preset = Literal["quick", "full"]
 Verdict = Literal["holds", "does not hold", "cannot be judged"]
+Kind = Literal["claim", "target", "check"]
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,19 @@ class Judged:
     """A claim of the paper and what was found.
 
     Attributes:
-        id: of the claim, ``experiment/short-name``.
+        id: of the claim, ``experiment/short-name``; one that is judged more than once has it every time.
         words: the paper's claim in short.
         verdict: what the records say; "cannot be judged" where this preset is too small for it.
         found: the measured numbers on both sides, in a sentence made from the records.
+        kind: a claim of the paper, a target of this project, or a check that the code is right: one that fails is an
+            error, so there are only checks that hold.
     """
 
     id: str
     words: str
     verdict: Verdict
     found: str
+    kind: Kind = "claim"
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class Context:
         progress: show progress bars.
         workers: processes for runs that cannot be batched.
         time_budget: seconds after which an experiment of long runs starts no further one; none by default.
+        say: shows a line to the user; none by default.
     """
 
     preset: Preset = "quick"
@@ -106,6 +111,7 @@ class Context:
     progress: bool = True
     workers: int = 2
     time_budget: float | None = None
+    say: Callable[[str], object] = lambda line: None
 
 
 class MissingDataError(Exception):

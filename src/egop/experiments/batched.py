@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 
 from egop.experiments.updates import OPTIMIZERS, Rule
 from egop.reparameterization import Reparameterization
+from egop.units import counted
 
 Point = dict[str, Tensor]  # parameters by name, stacked: (trials, rates, *shape)
 
@@ -125,7 +126,7 @@ def train(
     period = record_every if schedule_every is None else schedule_every
     history = [_evaluated(problem, coordinates)]
     seconds = 0.0
-    name = f"{optimizer}{'' if basis is None else ', EGOP'}, {len(rates)} rates"
+    name = f"{optimizer}{'' if basis is None else ', EGOP'}, {counted(len(rates), 'rate')}"
     with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
         for begin in range(0, steps, record_every):
             began = time.perf_counter()

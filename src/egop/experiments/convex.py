@@ -152,7 +152,8 @@ class ConvexExperiment(TunedExperiment):
                 found.append(self._competitive(store, preset, case))
             for name in ("SGD", "SGD+momentum"):
                 one, other = (self._clamped(store, preset, case, Method(name, kind)) for kind in (ORIGINAL, EGOP))
-                found.append(same_in_both(_id(case, f"{name}-same"), one, other, "gradient norm", 0.05))
+                who = f"{name} on {case['objective']}"
+                found.append(same_in_both(_id(case, f"{name}-same"), who, one, other, "gradient norm", 0.05))
         return found
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:

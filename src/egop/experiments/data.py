@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from egop.experiments.base import MissingDataError
 from egop.experiments.records import replacing
 
-__all__ = ["Batches", "Digits", "FashionMNIST", "Split", "digits", "fashion_mnist", "four_classes"]
+__all__ = ["Batches", "Digits", "FashionMNIST", "Split", "digits", "fashion_folder", "fashion_mnist", "four_classes"]
 
 _SHA256 = {
     "optdigits.tra": "e1b683cc211604fe8fd8c4417e6a69f31380e0c61d4af22e93cc21e9257ffedd",
@@ -173,6 +173,11 @@ def fashion_mnist(folder: str | Path | None = None) -> FashionMNIST:
     )
 
 
+def fashion_folder(folder: str | Path | None = None) -> Path:
+    """Where the images of :func:`fashion_mnist` come from, or will be put."""
+    return _fashion_path("train-images-idx3-ubyte", folder).parent
+
+
 def four_classes(data: FashionMNIST) -> FashionMNIST:
     """The small version of the paper's spectra: classes 0 to 3, the largest pixel of each 2 x 2, 196 numbers each.
 
@@ -203,16 +208,20 @@ def _fashion_split(kind: str, folder: str | Path | None) -> Split:
     return Split(images.flatten(1).to(torch.float32) / 255, labels.to(torch.int64))
 
 
-def _fashion_file(name: str, folder: str | Path | None) -> bytes:
-    """The unpacked content of one of the four files, checked."""
+def _fashion_path(name: str, folder: str | Path | None) -> Path:
+    """Where one of the four files is, or else is to be put."""
     given = (
         [] if folder is None else [Path(folder), Path(folder) / "fashion-mnist", Path(folder) / "FashionMNIST" / "raw"]
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "egop" / "fashion-mnist"
     paths = [place / f for place in (*given, _FASHION_DEBIAN, cache) for f in (name, f"{name}.gz")]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        path = (given[1] if given else cache) / f"{name}.gz"
+    return next((path for path in paths if path.is_file()), (given[1] if given else cache) / f"{name}.gz")
+
+
+def _fashion_file(name: str, folder: str | Path | None) -> bytes:
+    """The unpacked content of one of the four files, checked."""
+    path = _fashion_path(name, folder)
+    if not path.is_file():
         return _checked(_download(name, path), name, path)
     try:
         return _checked(path.read_bytes(), name, path)

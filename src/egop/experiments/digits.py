@@ -88,7 +88,7 @@ class DigitsExperiment(Experiment):
             found.append(self._accurate(store, preset, optimizer))
         for optimizer in ("SGD", "SGD+momentum"):
             original_runs, turned_runs = (self._reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
-            found.append(same_in_both(f"digits/{optimizer}-same", original_runs, turned_runs, "loss", 0.05))
+            found.append(same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05))
         return found
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:

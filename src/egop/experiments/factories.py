@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 import egop
 from egop.plan import StructureChoice
@@ -130,13 +133,33 @@ def _from_file(path: Path) -> ModuleType:
 def factory_in(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     """The function of a name in a module."""
     if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        own = _factories(module)
         there = f" It has: {', '.join(own[:10])}." if own else ""
         raise FactoryError(f"{where!r} has no {name!r}.{there}")
     factory = getattr(module, name)
     if not callable(factory):
         raise FactoryError(f"{where}:{name} must be a function without arguments, it is {type(factory).__name__}.")
     return factory
+
+
+def _factories(module: ModuleType) -> list[str]:
+    """What a module offers as a factory: its own functions and models that need no arguments."""
+    offered = getattr(module, "__all__", [])
+    return [
+        name
+        for name, value in vars(module).items()
+        if name in offered or (not name.startswith("_") and getattr(value, "__module__", "") == module.__name__)
+        if inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module))
+        if _needs_nothing(value)
+    ]
+
+
+def _needs_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):  # it needs arguments, or its signature is not known
+        return False
+    return True
 
 
 def guarded(function: Callable[[], Any], opening: str) -> Any:

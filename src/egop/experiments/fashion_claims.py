@@ -59,10 +59,10 @@ def beats(rank: int, epochs: Mapping[int, int | None]) -> Judged:
 
 def grows(epochs: Mapping[int, int | None]) -> Judged:
     """Compared by the same epochs."""
-    needed = {rank: math.inf if epochs[rank] is None else float(epochs[rank] or 0) for rank in sorted(epochs) if rank}
-    values = list(needed.values())
+    needed = {rank: epochs[rank] for rank in sorted(epochs) if rank}
+    values = [math.inf if value is None else value for value in needed.values()]
     ordered = all(one >= other for one, other in pairwise(values)) and values[0] > values[-1]
-    shown = "; ".join(f"{Method(rank)}: {value:g}" for rank, value in needed.items())
+    shown = "; ".join(f"{Method(rank)}: {'not reached' if value is None else value}" for rank, value in needed.items())
     words = "The gain grows with r."
     found = f"Epochs to the lowest loss of original coordinates (holds when they never rise, and fall): {shown}."
     return Judged("fashion-mnist/grows", words, verdict(ordered), found)

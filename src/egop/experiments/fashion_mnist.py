@@ -124,12 +124,8 @@ class FashionMnistExperiment(Experiment):
         first, *others = self.settings(preset)["searches"]
         if not others:
             return self._judged(store, preset, first)
-        return [
-            replace(
-                one,
-                id=one.id if search == first else f"{one.id}-{search}",
-                words=f"{one.words.removesuffix('.')} (search: {search}).",
-            )
+        return [  # the same claims, judged by the runs of either search
+            replace(one, words=f"{one.words.removesuffix('.')} (search: {search}).")
             for search in (first, *others)
             for one in self._judged(store, preset, search)
         ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import egop
 from egop.experiments.base import Context
-from egop.experiments.data import Batches, fashion_mnist
+from egop.experiments.data import Batches, fashion_folder, fashion_mnist
 from egop.experiments.digits_spectrum import subsampled
 from egop.experiments.models import accuracy, cross_entropy
 from egop.experiments.train import train
@@ -53,6 +53,7 @@ class Runs:
 
     def __init__(self, images: int, context: Context) -> None:
         data = fashion_mnist(context.data)
+        context.say(f"images: {fashion_folder(context.data)}")
         self.context = context
         self.train_set, self.validation, self.test = (
             tuple(tensor.to(context.device) for tensor in split.batch)

@@ -26,6 +26,7 @@ from egop.experiments.records import Record, Store
 from egop.experiments.residual import ADAMW, BOTH_SIDES, ONLINE, fast
 from egop.experiments.resnet import epochs_to, seconds_to, target
 from egop.experiments.sweeps import ORIGINAL, TUNING, best_rate, rate_series
+from egop.units import counted
 
 Runs = dict[str, list[Record]]  # the reported runs by method
 
@@ -140,21 +141,22 @@ class LanguageModelExperiment(Experiment):
             judged = preset == "full" and min(one, two) < math.inf  # neither got there: nothing to compare
             ratio = f", {one / two:.2f} of that" if max(one, two) < math.inf else ""
             said = f"{what}: {other} {_said(two)}, {method} {_said(one)}{ratio}."
-            found.append(Judged(f"{self.id}/{name}", words, verdict(holds) if judged else _UNJUDGED, said))
+            decided = verdict(holds) if judged else _UNJUDGED
+            found.append(Judged(f"{self.id}/{name}", words, decided, said, "target"))
         return found
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         runs = self.reported(store, preset)
         goal = target(runs[ADAMW])
         horizontal = {f"target {goal:.3f}": goal}
-        count = self.settings(preset)["trials"]
+        count = counted(self.settings(preset)["trials"], "trial")
         sweeps, ends = self._rates(store, preset)
         curves = {name: [_curve(method, own, name) for method, own in runs.items()] for name in ("steps", "seconds")}
         return [
             Picture(
                 "language-model",
                 "Validation loss in nats a byte, each method at its own learning rate; medians and quartiles over "
-                f"{count} trials, without the first tenth. Seconds are those of training, bases included. Right: the "
+                f"{count}, without the first tenth. Seconds are those of training, bases included. Right: the "
                 "search for the learning rates, on a trial of its own and shorter runs; a star marks the chosen one "
                 f"(at an end of all that may be tried: {ends}).",
                 [

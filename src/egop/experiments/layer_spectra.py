@@ -13,7 +13,7 @@ from torch import nn
 
 import egop
 from egop.experiments.base import Context, Experiment, Judged, Panel, Picture, Preset, Series, finished, verdict
-from egop.experiments.data import Batches, Split, digits, fashion_mnist, four_classes
+from egop.experiments.data import Batches, Split, digits, fashion_folder, fashion_mnist, four_classes
 from egop.experiments.digits_spectrum import decay, subsampled
 from egop.experiments.models import cross_entropy, digits_network, xavier_
 from egop.experiments.records import Record, Store
@@ -44,7 +44,7 @@ class LayerSpectraExperiment(Experiment):
 
     def run(self, store: Store, context: Context) -> None:
         for config in store.missing(self._configs(context.preset)):
-            network, train = _problem(config["data"], context.data)
+            network, train = _problem(config["data"], context)
             began = time.perf_counter()
             result = measure(network, train, config["samples_per_dimension"], config["seed"], context)
             store.add(finished(config, result, time.perf_counter() - began, context.device))
@@ -72,12 +72,14 @@ class LayerSpectraExperiment(Experiment):
         return {record.config["data"]: record for record in records if record is not None}
 
 
-def _problem(data: str, folder: str | None) -> tuple[nn.Module, Split]:
+def _problem(data: str, context: Context) -> tuple[nn.Module, Split]:
     if data == "digits":
         return digits_network(), digits().train
     # The paper's max-pooling layer has no parameters, so the images are pooled once, up front.
     network = nn.Sequential(nn.Linear(196, 20), nn.ReLU(), nn.Linear(20, 4))
-    return network, four_classes(fashion_mnist(folder)).train
+    train = four_classes(fashion_mnist(context.data)).train
+    context.say(f"images: {fashion_folder(context.data)}")
+    return network, train
 
 
 def measure(network: nn.Module, train: Split, per_dimension: float, seed: int, context: Context) -> dict[str, Any]:

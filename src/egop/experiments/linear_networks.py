@@ -192,7 +192,7 @@ class LinearNetworksExperiment(Experiment):
             ]
             for kind in (ORIGINAL, EGOP)
         )
-        return same_in_both(f"linear-networks/{optimizer}-same", original, turned, "final", 0.05)
+        return same_in_both(f"linear-networks/{optimizer}-same", optimizer, original, turned, "final", 0.05)
 
     def _adaptive(self, store: Store, preset: Preset) -> Judged:
         pairs = [(name, kind) for name in _ADAPTIVE for kind in (ORIGINAL, EGOP)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import egop
 from egop.experiments.records import Run
 from egop.experiments.train import train
+from egop.units import counted
 
 __all__ = ["LEARNING_RATES", "STEPS", "Race", "end", "race"]
 
@@ -75,12 +76,12 @@ class Race:
         """What happened, in words made from the numbers."""
         best = self.best()
         if best is None:
-            tried = len(self.runs) // 2
-            return f"No comparison: one of the sides has no run with a finite loss ({tried} rates tried on both)."
+            tried = counted(len(self.runs) // 2, "rate")
+            return f"No comparison: one of the sides has no run with a finite loss ({tried} tried on both)."
         original, changed = best
         said = (
-            f"{self.optimizer}, {self.steps} steps from one start, the best of the learning rates tried on both sides: "
-            f"loss {end(original):.3g} in original coordinates (lr {original.lr:g}), "
+            f"{self.optimizer}, {counted(self.steps, 'step')} from one start, the best of the learning rates tried on "
+            f"both sides: loss {end(original):.3g} in original coordinates (lr {original.lr:g}), "
             f"{end(changed):.3g} in EGOP coordinates (lr {changed.lr:g})."
         )
         sentences = [said]
@@ -153,7 +154,8 @@ def race(
                 evaluate=lambda model, loss_fn=loss_fn: {"loss": _mean_loss(model, loss_fn, batches)},  # type: ignore[misc]
                 progress=progress,
                 description=f"{coordinates:>8}, lr {lr:<6g}",
-                unit=f"{every} steps",
+                unit="step",
+                length=every,
             )
         found = replace(found, runs=(*found.runs, Run(optimizer.__name__, coordinates, lr, curve)))
         if show is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from egop.experiments.base import Context, Experiment, Judged, MissingDataError, Preset
@@ -47,7 +48,8 @@ def reproduce(ids: Sequence[str], folder: Path, context: Context, say: Callable[
     outcomes = []
     for id, one in chosen.items():
         say(f"{id}: {one.title} ({context.preset} preset)")
-        outcomes.append(_run(one, store_of(folder, id), context))
+        once = cache(lambda line: say(f"  {line}"))  # an experiment may load its data more than once
+        outcomes.append(_run(one, store_of(folder, id), replace(context, say=once)))
         outcome = outcomes[-1]
         if outcome.problem:
             say(f"  left out: {outcome.problem}")

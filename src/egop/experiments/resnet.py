@@ -39,6 +39,7 @@ from egop.experiments.residual import (
     warm_up,
 )
 from egop.experiments.sweeps import TUNING, best_rate
+from egop.units import counted
 
 Runs = dict[str, list[Record]]  # the reported runs by method
 
@@ -206,8 +207,8 @@ class ResnetExperiment(Experiment):
         return [
             Picture(
                 "resnet",
-                f"By epoch, each method at its own learning rate; medians and quartiles over {count} trials{fewer}. "
-                "The training loss is the mean over an epoch's batches; validation sees the central crop.",
+                f"By epoch, each method at its own learning rate; medians and quartiles over {counted(count, 'trial')}"
+                f"{fewer}. The training loss is the mean over an epoch's batches; validation sees the central crop.",
                 [
                     Panel("Training loss", "epoch", "loss", lines("training loss")),
                     Panel("Validation loss", "epoch", "loss", lines("validation loss"), horizontal=horizontal),

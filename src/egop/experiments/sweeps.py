@@ -159,7 +159,9 @@ def curve_series(
     return Series(label, places, middle, low, high, optimizer, coordinates != ORIGINAL)
 
 
-def same_in_both(id: str, original: Sequence[Record], turned: Sequence[Record], name: str, tolerance: float) -> Judged:
+def same_in_both(
+    id: str, who: str, original: Sequence[Record], turned: Sequence[Record], name: str, tolerance: float
+) -> Judged:
     """The check that an optimizer which knows no coordinates (SGD) has the same curve in both; an error otherwise.
 
     Training amplifies rounding, so the median over recorded points of the relative difference is compared.
@@ -171,6 +173,6 @@ def same_in_both(id: str, original: Sequence[Record], turned: Sequence[Record], 
     ]
     worst = max(differences)
     if not worst <= tolerance:
-        raise AssertionError(f"{id}: SGD differs between coordinates by {worst:.2g}: the implementation is wrong.")
+        raise AssertionError(f"{id}: {who} differs between coordinates by {worst:.2g}: the implementation is wrong.")
     found = f"Largest median relative difference of a trial: {worst:.2g}."
-    return Judged(id, "SGD is the same in both coordinates.", "holds", found)
+    return Judged(id, f"Check: {who} is the same in both coordinates.", "holds", found, "check")

@@ -25,6 +25,7 @@ def train(
     progress: bool = True,
     description: str = "training",
     unit: str = "epoch",
+    length: int = 1,
 ) -> Curve:
     """Train a model and evaluate it before the first epoch and after every one.
 
@@ -42,6 +43,7 @@ def train(
         progress: Show a progress bar on standard error.
         description: What the progress bar is called.
         unit: What it counts, where a pass over ``batches`` is not an epoch.
+        length: How many of these a pass is.
 
     Returns:
         Losses and other metrics by epoch, and the seconds spent in training steps.
@@ -52,15 +54,16 @@ def train(
     history = [_evaluate(model, evaluate)]
     seconds = 0.0
     try:
-        with tqdm(total=epochs, desc=description, unit=unit, disable=not progress) as bar:
+        with tqdm(total=epochs * length, desc=description, unit=unit, disable=not progress) as bar:
             while len(history) <= epochs and math.isfinite(history[-1]["loss"]):
                 seconds += _epoch(model, optimizer, loss_fn, batches)
                 history.append(_evaluate(model, evaluate))
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2e}", refresh=False)
-                bar.update()
+                bar.update(length)
             diverged = not math.isfinite(history[-1]["loss"])
             if diverged:
-                bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after {unit} {len(history) - 1}, stopped")
+                last = (len(history) - 1) * length
+                bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after {unit} {last}, stopped")
     finally:
         model.train(was_training)
     by_name = {name: tuple(entry[name] for entry in history) for name in history[0]}

@@ -144,7 +144,7 @@ class TrajectoriesExperiment(Experiment):
                 f"{self.id}/aligned", "In EGOP coordinates the main directions lie along the axes.", aligned, numbers
             ),
             self._solved(store, preset),
-            same_in_both(f"{self.id}/SGD-same", one, other, "loss", 1e-6),
+            same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
         ]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:

@@ -14,6 +14,7 @@ from egop.batches import Batch, Batches
 from egop.binding import BoundBlock
 from egop.moments import Moments
 from egop.partition import Layer
+from egop.plan import call_it
 from egop.reparameterization import Reparameterization
 
 _NOT_SOUND = "the gradients' Gram matrix is not finite, or its decomposition failed"
@@ -54,6 +55,8 @@ class Refresher(abc.ABC):
     A decomposition that fails (not finite, not converging) keeps the old basis: it is counted, the first one is warned
     about, and training goes on.
     """
+
+    refresh: Refresh  # what it was begun by
 
     def __init__(self) -> None:
         self.steps = 0
@@ -130,6 +133,20 @@ class Refresher(abc.ABC):
                 "only counted, in optimizer.refresher.failures.",
                 stacklevel=2,
             )
+
+
+def check_refresh(refresh: object, basis: object) -> None:
+    """Raise an error for what is not a refresh, and for one that was given as the basis."""
+    kind = basis if isinstance(basis, type) else type(basis)
+    if issubclass(kind, Refresh):
+        raise TypeError(
+            f"basis must be an egop.Reparameterization, got {kind.__name__}, which says when one is renewed. "
+            f"Give it as refresh=egop.{kind.__name__}(...)."
+        )
+    if refresh is not None and not isinstance(refresh, Refresh):
+        raise TypeError(
+            f"refresh must be egop.Every, egop.Online or egop.WhenDrifted, got {refresh!r}.{call_it(refresh, Refresh)}"
+        )
 
 
 def check_positive(name: str, value: int) -> None:

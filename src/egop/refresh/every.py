@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from egop.distributions import Distribution, Recentered
 from egop.estimate import estimate, estimate_plan
 from egop.moments import Moments, check_moments
-from egop.objective import Objective
+from egop.objective import Objective, plain_name
 from egop.partition import Partition
-from egop.plan import Plan, StructureChoice
+from egop.plan import Plan, StructureChoice, check_structure
 from egop.refresh.base import Rebasable, Refresh, Refresher, check_positive
 
 
@@ -21,7 +22,7 @@ class Every(Refresh):
 
     Args:
         steps: how many steps lie between two estimates.
-        objective: what to sample gradients of.
+        objective: what to sample gradients of; of the model that is trained itself, not of a copy.
         rho: where the points are drawn; by default at the current parameters, where gradients differ by their batches.
         samples: how many points; by default what the structures ask for.
         partition: which parameters form a block, when the optimizer has no basis to start with.
@@ -46,6 +47,7 @@ class Every(Refresh):
     def __post_init__(self) -> None:
         check_positive("steps", self.steps)
         check_moments(self.moments)
+        check_structure(self.structure)
         if not isinstance(self.objective, Objective):
             raise TypeError(
                 f"egop.Every needs an egop.Objective to sample gradients of, got {self.objective!r}. "
@@ -59,13 +61,14 @@ class Every(Refresh):
 
     def begin(self, optimizer: Rebasable) -> Refresher:
         """What keeps count for one optimizer."""
+        assert self.objective is not None
+        _check_trained(self.objective, optimizer)
         return _Periodic(self, self.objective)
 
 
 class _Periodic(Refresher):
-    def __init__(self, config: Every, objective: Objective | None) -> None:
+    def __init__(self, config: Every, objective: Objective) -> None:
         super().__init__()
-        assert objective is not None
         self.config, self.objective = config, objective
 
     def before_step(self, optimizer: Rebasable) -> None:
@@ -102,3 +105,36 @@ class _Periodic(Refresher):
         else:
             # A first basis that comes late, after one that failed, finds moments of other coordinates.
             optimizer.rebase(basis, moments="reset" if first else config.moments)
+
+
+def _check_trained(objective: Objective, optimizer: Rebasable) -> None:
+    """Raise an error for an objective whose parameters stay where they are while others of their names are trained."""
+    objective.check_whole()
+    trained = {
+        plain_name(name): parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    foreign = [
+        f"'{name}'"
+        for name, parameter in objective.parameters.items()
+        if name in trained and not _is_one(parameter, trained[name])
+    ]
+    if foreign:
+        listed = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+        advice = (
+            "Give it the tensors that are trained: egop.Objective.from_function(function, tensors)."
+            if objective.module is None
+            else "Build it from the model that is trained: egop.Objective(model, loss_fn, batches)."
+        )
+        raise ValueError(
+            f"The objective of egop.Every has parameters of its own, which this optimizer does not train: {listed}. "
+            f"{advice}"
+        )
+
+
+def _is_one(own: Tensor, trained: Tensor) -> bool:
+    """Whether two tensors have one memory; also where that cannot be told, as of a sharded one and a whole copy."""
+    if own is trained or not type(own.data) is type(trained.data) is Tensor:
+        return True
+    return own.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()

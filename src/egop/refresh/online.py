@@ -11,7 +11,7 @@ import torch
 from egop.moments import Moments, check_moments
 from egop.objective import plain_name
 from egop.partition import Partition, partition_parameters
-from egop.plan import StructureChoice, make_plan
+from egop.plan import StructureChoice, check_structure, make_plan
 from egop.refresh.base import Rebasable, Refresh, Refresher, check_decay, check_positive
 from egop.refresh.streaming import Drifting, Streaming, is_renewable
 from egop.reparameterization import Reparameterization
@@ -52,6 +52,7 @@ class Online(Refresh):
         check_positive("every", self.every)
         check_decay(self.decay)
         check_moments(self.moments)
+        check_structure(self.structure)
 
     def begin(self, optimizer: Rebasable) -> Refresher:
         """What keeps count for one optimizer."""
@@ -86,6 +87,7 @@ class WhenDrifted(Refresh):
         check_positive("check_every", self.check_every)
         check_decay(self.decay)
         check_moments(self.moments)
+        check_structure(self.structure)
         if not 0 < self.tolerance < 1:
             raise ValueError(f"Invalid tolerance value: {self.tolerance}. Must be between 0 and 1.")
 

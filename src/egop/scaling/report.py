@@ -13,7 +13,7 @@ from egop.processes import owners_of
 from egop.refresh import Online
 from egop.scaling.parts import Memory, Part, Traffic, adamw, frozen, muon, parts_of, plan_of, soap, total
 from egop.structures import Auxiliary, Full, Kronecker, Reduced, Shared, Structure
-from egop.units import format_bytes, format_count, format_table
+from egop.units import counted, format_bytes, format_count, format_table
 
 EVERY = Online().every
 STRUCTURES: tuple[Structure, ...] = (Shared(), Kronecker(), Full(), Auxiliary(16), Reduced(16))
@@ -75,8 +75,9 @@ class Report:
         """The table, and how to read it."""
         header = ["method", "rotated", "one, DDP", "FSDP2", "bases", "kept", "gathers", "bytes", "reduces", "bytes"]
         header += ["products", "FSDP2"]
+        tensors = counted(self.tensors, "tensor")
         lines = [
-            f"{self.parameters:,} parameters in {self.tensors} tensors; FSDP2 over {self.ranks} devices.",
+            f"{self.parameters:,} parameters in {tensors}; FSDP2 over {counted(self.ranks, 'device')}.",
             "",
             format_table(header, [self._row(each) for each in self.estimates]),
             "",
