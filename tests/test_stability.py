@@ -10,7 +10,7 @@ from safetensors.torch import load_file, safe_open, save_file
 
 import cases
 import egop
-from egop import sampling
+from egop import chunks
 from egop.spectrum import agreement
 
 EIGEN = [each for each in cases.STRUCTURES if not isinstance(each, (egop.Identity, egop.RandomRotation))]
@@ -50,7 +50,7 @@ def test_the_basis_itself_is_the_same_with_and_without(structure):
 def test_it_does_not_depend_on_the_chunks(monkeypatch):
     found = []
     for points in (256, 7, 1):
-        monkeypatch.setattr(sampling, "CHUNK_POINTS", points)
+        monkeypatch.setattr(chunks, "CHUNK_POINTS", points)
         basis = cases.estimate(cases.MLP.objective(), samples=20, stability=True)
         found.append([spectrum.stability for spectrum in basis.spectrum.values()])
     assert found[1] == pytest.approx(found[0], abs=1e-9)
