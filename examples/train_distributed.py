@@ -130,7 +130,7 @@ def board(folder: Path, step: int) -> Any:
     except ImportError:
         print("No TensorBoard logs: `pip install tensorboard` for them.", flush=True)
         return None
-    return SummaryWriter(str(folder), purge_step=step)
+    return SummaryWriter(str(folder), purge_step=step + 1)  # what was logged beyond the checkpoint is logged again
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -176,6 +176,9 @@ def main(arguments: list[str] | None = None) -> None:
         loss = loss_of(model, text.windows(options.context + 1, 64).long())
     if rank == 0:
         print(f"validation loss {loss.item():.4f} after {max(first, options.steps)} steps", flush=True)
+    if log is not None:
+        log.add_scalar("validation loss", loss.item(), max(first, options.steps))
+        log.close()
     if dist.is_initialized():
         dist.barrier()
         del model, optimizer, loss  # they hold on to the group, whose threads must have ended before Python does

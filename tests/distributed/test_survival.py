@@ -158,7 +158,7 @@ def test_the_last_tenth_validates(tmp_path):
 
 def test_the_example_is_short_and_says_how_it_is_run():
     text = EXAMPLE.read_text()
-    assert len(text.splitlines()) < 190
+    assert len(text.splitlines()) < 195
     assert "torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py" in text
 
 
