@@ -22,7 +22,7 @@ from egop.refresh.base import check_refresh
 from egop.refresh.loaded import warn_of_loaded
 from egop.reparameterization import Reparameterization
 from egop.sharding import Pieces
-from egop.states import STATE_VERSION, check_state, inner_shapes, inner_state, load_inner_state, shapes_of
+from egop.states import STATE_VERSION, check_state, fresh_states, inner_shapes, inner_state, load_inner_state, shapes_of
 from egop.structures import rebuild
 
 _OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "_pieces", "_compiled", "layers", "refresher")
@@ -213,7 +213,9 @@ class ReparameterizedOptimizer(Optimizer):
         batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self._batches.still)
         if moments == "reset":
             for block in batch.blocks[members]:
-                self.inner.state.update(zip(block.coordinates, self._fresh_states(block), strict=True))
+                self.inner.state.update(
+                    zip(block.coordinates, fresh_states(self.inner, block, self._hyperparameters), strict=True)
+                )
 
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
@@ -286,6 +288,11 @@ class ReparameterizedOptimizer(Optimizer):
         elif self.refresher is not None:
             self.refresher.reset()
 
+    def __copy__(self) -> ReparameterizedOptimizer:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)  # batches too: their memory is that of the coordinates
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         return super().__getstate__() | {name: self.__dict__[name] for name in _OWN}
@@ -294,13 +301,6 @@ class ReparameterizedOptimizer(Optimizer):
         super().__setstate__(state)
         if "_blocks" in state:  # a copy; torch also comes here while it loads parameter groups
             self._gather()
-
-    def _fresh_states(self, block: BoundBlock) -> list[dict[str, Any]]:
-        """The inner states of a block's coordinates as they are before the first step."""
-        first = block.coordinates[0]
-        group = next(each for each in self.inner.param_groups if any(tensor is first for tensor in each["params"]))
-        fresh = self._class([{**group, "params": block.coordinates}], **self._hyperparameters)
-        return [dict(fresh.state.get(coordinate, {})) for coordinate in block.coordinates]
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
         if moments != "reset" and any(self.inner.state.values()):

@@ -129,3 +129,11 @@ def _spreading(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -
         for place, coordinate in enumerate(block.coordinates)
     }
     return [own.get(id(tensor)) or pieces.spreading(tensor) for tensor in _stepped(inner)]
+
+
+def fresh_states(inner: Optimizer, block: BoundBlock, hyperparameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The inner optimizer's states of a block's coordinates as they are before the first step."""
+    first = block.coordinates[0]
+    group = next(each for each in inner.param_groups if any(tensor is first for tensor in each["params"]))
+    fresh = type(inner)([{**group, "params": block.coordinates}], **hyperparameters)
+    return [dict(fresh.state.get(coordinate, {})) for coordinate in block.coordinates]

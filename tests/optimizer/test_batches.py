@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -272,6 +273,19 @@ def test_gram_matrices_and_moments_on_a_gpu_are_those_on_the_cpu(structure):
         found |= {f"{n} {k}": each for n, own in state["state"].items() for k, each in own.items() if each.dim() > 0}
         results.append({name: value.cpu() for name, value in found.items()})
     assert distance(*results) < 1e-8
+
+
+@pytest.mark.parametrize("refresh", [None, egop.Online(every=2)], ids=["fixed", "online"])
+def test_a_shallow_copy_is_the_same_optimizer(refresh):
+    results = []
+    for copied in (False, True):
+        model = network()
+        optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis(egop.Shared()), refresh=refresh)
+        train(optimizer, model, count=3)
+        twin = copy.copy(optimizer) if copied else optimizer
+        train(twin, model, count=3)
+        results.append(train(optimizer, model, count=3))
+    assert identical(*results)
 
 
 def test_many_tensors_are_copied_by_one_call():
