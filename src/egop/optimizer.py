@@ -213,9 +213,8 @@ class ReparameterizedOptimizer(Optimizer):
         batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self._batches.still)
         if moments == "reset":
             for block in batch.blocks[members]:
-                self.inner.state.update(
-                    zip(block.coordinates, fresh_states(self.inner, block, self._hyperparameters), strict=True)
-                )
+                fresh = fresh_states(self.inner, block, self._hyperparameters)
+                self.inner.state.update(zip(block.coordinates, fresh, strict=True))
 
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
