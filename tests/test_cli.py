@@ -145,7 +145,7 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing_behind(tmp_path):
     time.sleep(4)  # into the run
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    # Python itself ends by the signal when it came while some torch builds were being imported; a shell says 130 to both.
+    # Python ends by the signal if it came while some torch builds were being imported; a shell says 130 to both.
     assert process.returncode in (130, -signal.SIGINT)
     assert errors.rstrip().splitlines()[-1] == "Interrupted."
     assert "Traceback" not in errors
