@@ -18,15 +18,14 @@ Result = TypeVar("Result")
 
 
 class Recorder:
-    """Makes the recordings of one owner: on one stream, in one pool of memory.
+    """Makes the recordings of one owner: on one stream of a device, in one pool of its memory.
 
     So none of them runs beside another, and what one returns is used before the next one runs. All of them last as long
     as this object: with the first one that goes, torch may free what the products of the others on its stream work in.
     """
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
+        self._places: dict[torch.device, tuple[torch.cuda.Stream, Any]] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def device_for(self, tensors: Sequence[Tensor]) -> torch.device | None:
@@ -41,20 +40,22 @@ class Recorder:
     ) -> tuple[Callable[[], object], Result] | None:
         """What does a function's work again, and where its results will be; None if it cannot be recorded."""
         with torch.cuda.device(device):
-            self._stream = self._stream or torch.cuda.Stream()
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            if device not in self._places:
+                self._places[device] = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+            stream, pool = self._places[device]
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
             # Not by torch.cuda.graph, which collects all garbage first; other threads may go on with what they do.
             torch.cuda.synchronize()
             try:
-                with torch.cuda.stream(self._stream):
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         result = function()
                     finally:
                         graph.capture_end()
             except RuntimeError:  # not every library function can be recorded
+                del self._places[device]  # which may be left half-way
                 return None
         return graph.replay, result
 

@@ -234,11 +234,15 @@ def test_what_is_replayed_on_one_place_is_what_is_computed():
 
 @needs_gpu
 def test_what_cannot_be_recorded_is_computed():
-    again = InPlace(lambda tensor: tensor * float(tensor.sum()), Recorder())
+    recorder = Recorder()
+    again = InPlace(lambda tensor: tensor * float(tensor.sum()), recorder)
+    other = InPlace(lambda tensor: tensor * 2, recorder)
     tensor = torch.ones(4, device="cuda")
     for _ in range(4):
         assert torch.equal(again.of([tensor], tensor), 4 * torch.ones(4, device="cuda"))
-        assert torch.ones(1, device="cuda").item() == 1  # the device is none the worse for it
+        assert torch.ones(1, device="cuda").item() == 1  # the device is none the worse for it,
+        assert torch.equal(other.of([tensor], tensor), 2 * torch.ones(4, device="cuda"))  # nor are other recordings
+    assert None not in other._recordings.values()
 
 
 @needs_gpu
