@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from resuming import SAVED, finished, refused, resumed, training
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import steps
 
 import egop
@@ -148,3 +150,44 @@ def test_buffers_are_saved_and_compared_too(tmp_path):
     assert same[1].num_batches_tracked == 1
     said = refused(lambda: checkpoint.load(tmp_path / "here", *normed(4)))
     assert said == "The checkpoint is of another model: '1.running_mean' has shape (2,) there, but (4,) here."
+
+
+class Command:
+    """As a pickle, a call of some function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def forged(folder, change):
+    """Write another index in the place of a checkpoint's."""
+    path = folder / ".metadata"
+    path.write_bytes(change(path.read_bytes()))
+
+
+def by_a_name_with_dots(trace):
+    """``os.mkdir`` by way of the module that an index is made of."""
+    words = [b"torch.distributed.checkpoint.metadata", b"os.mkdir", str(trace).encode()]
+    module, name, argument = (b"\x8c" + bytes([len(word)]) + word for word in words)
+    return b"\x80\x04" + module + name + b"\x93" + argument + b"\x85R."
+
+
+@pytest.mark.parametrize("way", ["call", "dotted", "entry"])
+def test_a_forged_index_runs_nothing(way, tmp_path):
+    model, optimizer = training("plain", "Shared", "online")
+    folder, trace = tmp_path / "step-000001", tmp_path / "trace"
+    checkpoint.save(folder, model, optimizer)
+    if way == "call":
+        forged(folder, lambda _: pickle.dumps(Command(os.mkdir, str(trace))))
+    elif way == "dotted":
+        forged(folder, lambda _: by_a_name_with_dots(trace))
+    else:  # torch would unpickle what such an entry stands for
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        index.state_dict_metadata["text"] = BytesStorageMetadata()
+        forged(folder, lambda _: pickle.dumps(index))
+    with pytest.raises(ValueError, match="is incomplete or damaged"):
+        checkpoint.load(folder, model, optimizer)
+    assert not trace.exists()

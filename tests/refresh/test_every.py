@@ -324,8 +324,9 @@ def test_an_objective_that_knows_the_model_in_another_way_is_of_the_same(what):
 def test_an_objective_may_have_parameters_that_are_not_trained():
     model = MLP.build()
     refresh = every(model, structure={"2.weight": egop.Full()}, partition="parameter")
-    groups = [("2.weight", model[2].weight)]
-    steps(model, egop.ReparameterizedOptimizer(groups, torch.optim.Adam, refresh=refresh), 1)
+    optimizer = egop.ReparameterizedOptimizer([("2.weight", model[2].weight)], torch.optim.Adam, refresh=refresh)
+    steps(model, optimizer, 1)
+    assert list(optimizer.basis) == ["2.weight"]
 
 
 def test_without_a_refresh_nothing_can_be_renewed():

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder to which every process writes its part, and from which any number of processes can go on. What
 is saved consists of tensors and one JSON text (as a tensor of bytes). The index that torch.distributed.checkpoint keeps
-beside them is a pickle, which it reads by itself: load checkpoints from trusted sources only.
+beside them is a pickle: it is looked at first, and refused if it asks for more than an index needs.
 """
 
 from __future__ import annotations

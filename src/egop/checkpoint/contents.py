@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from egop.checkpoint.files import Saved, with_text
 from egop.checkpoint.flat import apart, together
+from egop.groups import WRAPPER
 from egop.objective import plain_name
 from egop.optimizer import ReparameterizedOptimizer
 from egop.processes import agreed, exchanged, rank
@@ -23,7 +24,6 @@ from egop.sharding import is_cut_by_rows, is_sharded, like, local
 from egop.states import check_state, row_owners, stepped_owners
 
 _VERSION = 1
-_WRAPPER = "module."  # what DistributedDataParallel puts before every name
 
 
 def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: dict[str, Any]) -> dict[str, Tensor]:
@@ -125,8 +125,8 @@ def trust(values: dict[str, Any], optimizer: ReparameterizedOptimizer) -> None:
 def _names(weights: Iterable[str]) -> dict[str, str]:
     """The names in a model's state dict by those that the plain model has."""
     plain = {plain_name(name): name for name in weights}
-    if plain and all(name.startswith(_WRAPPER) for name in plain):
-        return {name.removeprefix(_WRAPPER): own for name, own in plain.items()}
+    if plain and all(name.startswith(WRAPPER) for name in plain):
+        return {name.removeprefix(WRAPPER): own for name, own in plain.items()}
     return plain
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from egop.checkpoint.index import check_index
 from egop.processes import world_size
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class Saved:
     def __init__(self, folder: Path) -> None:
         from torch.distributed import checkpoint
 
+        check_index(folder)
         self._folder = folder
         metadata = checkpoint.FileSystemReader(folder).read_metadata()
         self._entries: dict[str, Any] = metadata.state_dict_metadata  # all of them of tensors
