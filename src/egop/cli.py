@@ -311,6 +311,7 @@ def bench(
         import torch
 
         from egop.bench.run import PARTS, failures, run
+        from egop.units import counted
 
         if unknown := [part for part in only or [] if part not in PARTS]:
             _fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)
@@ -318,7 +319,7 @@ def bench(
         kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
         typer.echo(f"\nSaved {out}.")
         if found := failures(kept):
-            _fail(f"{'1 row' if len(found) == 1 else f'{len(found)} rows'} failed, see above.")
+            _fail(f"{counted(len(found), 'row')} failed, see above.")
 
 
 if __name__ == "__main__":
