@@ -15,7 +15,7 @@ from egop.groups import WRAPPER
 from egop.objective import plain_name
 from egop.precision import exact_products
 from egop.reparameterization import Reparameterization
-from egop.sharding import is_cut_by_rows, is_sharded, layout, like, local, whole, write
+from egop.sharding import is_cut_by_rows, is_sharded, layout, like, local, part_of, whole, write
 from egop.structures import ChangeOfBasis, Structure
 
 
@@ -38,8 +38,9 @@ class BoundBlock:
         dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners], torch.float32)
         shapes = tuple(parameter.shape for parameter in self.parameters)
         block = dataclasses.replace(change.block, dtype=dtype, shapes=shapes)
-        tensors = change.to(self.parameters[0].device, dtype).tensors
-        self.change = type(change)(block, tensors, change.settings)
+        # Laid out as after loading, so that a resumed training rounds alike.
+        tensors = change.to(self.parameters[0].device, dtype).tensors.items()
+        self.change = type(change)(block, {key: tensor.contiguous() for key, tensor in tensors}, change.settings)
         self.coordinates = [
             torch.empty(shape, dtype=dtype, device=self.parameters[0].device)
             for shape in self.change.coordinate_shapes()
@@ -56,6 +57,11 @@ class BoundBlock:
     def name(self) -> str:
         """The name of the block."""
         return self.change.block.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return self.parameters[0].device
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -155,8 +161,8 @@ class BoundBlock:
         Args:
             decoded: what the coordinates decode to, by the same product as in a step, since its rounding counts here.
         """
-        pairs = zip(self.parameters, self.whole(decoded), strict=True)
-        if not all(torch.equal(parameter, value.to(parameter.dtype)) for parameter, value in pairs):
+        pairs = zip(self.parameters, self.whole(decoded), self._seen, strict=True)
+        if not all((_rounds_to if seen == _LOADED else _is)(value, parameter) for parameter, value, seen in pairs):
             self.take(self.parameters)
         self.note()
 
@@ -173,22 +179,26 @@ class BoundBlock:
             self._push()
         self.note()
 
-    def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str]) -> None:
-        """Take saved coordinates (and rest), which stand for the parameters with these digests."""
-        for own, saved in zip(self.coordinates, coordinates, strict=True):
-            if own.shape != local(saved).shape:
+    def restore(
+        self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str] | None
+    ) -> None:
+        """Take saved coordinates (and rest), which stand for the parameters with these digests, if they are known."""
+        for place, (own, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
+            here = part_of(saved, self.owners[place]) if self.by_rows else whole(saved)
+            if own.shape != here.shape:
                 raise ValueError(
                     f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
                     f" but {tuple(own.shape)} here."
                 )
-        self._write([local(saved) for saved in coordinates])
+            with torch.no_grad():
+                own.copy_(here)
         if self.rest is not None and rest is not None:
             self.rest = [saved.to(own, copy=True) for own, saved in zip(self.rest, rest, strict=True)]
-        self._seen = list(stand_for)
+        self._seen = list(stand_for) if stand_for is not None else [_LOADED] * len(self.parameters)
 
     def distrust(self) -> None:
         """The coordinates may have changed without the parameters: the parameters are what holds."""
-        self._seen = [_UNKNOWN] * len(self.parameters)
+        self._seen = [UNKNOWN] * len(self.parameters)
 
     def stand_for(self) -> list[str]:
         """Digests of the parameters that the coordinates stand for: with them the coordinates can be restored."""
@@ -268,7 +278,8 @@ def _with_or_without_module(name: str, found: Mapping[str, Any]) -> Any:
 
 # What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.
 _Look = Tensor | tuple[int, int] | str
-_UNKNOWN = "unknown"  # the digest of nothing
+UNKNOWN = "0" * 32  # the digest of nothing
+_LOADED = "f" * 32  # likewise; of coordinates that were loaded, which may have been decoded in other pieces
 
 
 def _look(parameter: Tensor, owner: Tensor) -> _Look:
@@ -297,7 +308,25 @@ def _digest_seen(parameter: Tensor, owner: Tensor, seen: _Look) -> str:
         return seen
     if isinstance(seen, Tensor):
         return _digest(seen)
-    return _digest(parameter) if _as_seen(parameter, owner, seen) else _UNKNOWN
+    return _digest(parameter) if _as_seen(parameter, owner, seen) else UNKNOWN
+
+
+def _is(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter is just what was decoded."""
+    return torch.equal(parameter, value.to(parameter.dtype))
+
+
+def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter of half precision is what was decoded, up to the rounding of another product.
+
+    Its coordinates are master weights, with bits that the parameter does not have. A parameter of single precision has
+    as many: then it counts itself.
+    """
+    epsilon = torch.finfo(parameter.dtype).eps
+    if epsilon <= torch.finfo(torch.float32).eps:
+        return _is(value, parameter)
+    exact = parameter.to(value.dtype)
+    return bool(((value - exact).abs() <= 0.51 * epsilon * torch.maximum(value.abs(), exact.abs())).all())
 
 
 def _digest(tensor: Tensor) -> str:

@@ -33,15 +33,22 @@ def named_groups(params: Any, taken: Iterable[str] = ()) -> list[dict[str, Any]]
     checked = []
     for group in groups:
         members = _members(group)
-        for name, parameter in members:
+        for name, _ in members:
             if plain_name(name) in names:
                 raise ValueError(f"The parameter name '{name}' is given twice. Names must be unique.")
             names.add(plain_name(name))
-            if isinstance(parameter, Tensor) and parameter.is_complex():
-                raise TypeError(f"Parameter '{name}' is complex; egop works with real floating-point parameters.")
         params, param_names = [parameter for _, parameter in members], [name for name, _ in members]
         checked.append({**group, "params": params, "param_names": param_names})
+    check_real(checked)
     return _without_wrapper(checked)
+
+
+def check_real(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise an error for parameters that are complex."""
+    for group in groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if isinstance(parameter, Tensor) and parameter.is_complex():
+                raise TypeError(f"Parameter '{name}' is complex; egop works with real floating-point parameters.")
 
 
 def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

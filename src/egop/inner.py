@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
@@ -35,3 +39,26 @@ def copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, An
     """Give groups the hyper-parameters of other ones."""
     for one, other in zip(source, target, strict=True):
         other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
+
+
+def fresh_states(
+    inner: Optimizer, tensors: Sequence[Tensor], hyperparameters: Mapping[str, Any], *, stepped: bool = False
+) -> list[dict[str, Any]]:
+    """The states that an optimizer has of its tensors before the first step, or (``stepped``) the form of later ones.
+
+    Args:
+        inner: the optimizer; it is not touched.
+        tensors: some that it steps, of one group.
+        hyperparameters: what it was made with.
+        stepped: whether a step without a gradient is taken first, with stand-ins for the tensors.
+    """
+    group = next(each for each in inner.param_groups if any(tensor is tensors[0] for tensor in each["params"]))
+    others = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    stand_ins = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
+    fresh = type(inner)([{**others, "params": stand_ins}], **hyperparameters)
+    if stepped:
+        for tensor in stand_ins:
+            tensor.grad = torch.zeros_like(tensor)
+        with torch.random.fork_rng(devices=[]):
+            fresh.step()
+    return [dict(fresh.state.get(tensor, {})) for tensor in stand_ins]

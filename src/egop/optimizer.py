@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.batches import Batch, Batches
+from egop.batches import Batches
 from egop.binding import BoundBlock, bind
-from egop.groups import named_groups
-from egop.inner import check_class, copy_hyperparameters
-from egop.moments import Moments, check_moments, check_movable
+from egop.engine import Engine
+from egop.groups import check_real, named_groups
+from egop.inner import check_class
+from egop.moments import Moments
 from egop.objective import plain_name
-from egop.partition import layers_of
+from egop.partition import Layer, layers_of
 from egop.precision import without_autocast
 from egop.refresh import Refresh, Refresher
 from egop.refresh.base import check_refresh
 from egop.refresh.loaded import warn_of_loaded
 from egop.reparameterization import Reparameterization
 from egop.sharding import Pieces
-from egop.states import STATE_VERSION, check_state, fresh_states, inner_shapes, inner_state, load_inner_state, shapes_of
-from egop.structures import rebuild
+from egop.states import Entry, Published, Restored, about_of, check_about, entries_of, exported, restored
 
-_OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "_pieces", "_compiled", "layers", "refresher")
+
+@dataclass
+class _Passing:
+    """What is under way between an optimizer and those who look at its state or load one."""
+
+    published: Published | None = None  # the state, since someone has looked at it
+    complete: dict[Tensor, Entry] | None = None  # while a state dict is made
+    arriving: Restored | None = None  # while one is loaded
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -77,71 +85,114 @@ class ReparameterizedOptimizer(Optimizer):
         bases = [group.pop("basis", None) for group in groups]
         # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **hyperparameters)
-        self._class = optimizer_class
-        self._hyperparameters = hyperparameters
-        self._compiled = compile
-        self._inner: Optimizer | None = None
-        self._blocks: list[BoundBlock] = []
-        self._pieces = Pieces()
-        self.refresher: Refresher | None = None
+        # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
+        self._engine, self._passing = Engine(optimizer_class, hyperparameters, compile), _Passing()
         super().__init__(groups, dict(template.defaults))
-        self._blocks = bind(basis, self.param_groups)
+        engine = self._engine
+        blocks = bind(basis, self.param_groups)
         for index, own in enumerate(bases):
-            self._blocks += bind(own, self.param_groups[index : index + 1], first_group=index)
-        Reparameterization([block.change for block in self._blocks])  # checks that no two blocks share a parameter
-        self._build()
+            blocks += bind(own, self.param_groups[index : index + 1], first_group=index)
+        Reparameterization([block.change for block in blocks])  # checks that no two blocks share a parameter
+        engine.build(blocks, Pieces())
         named = [
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         ]
         module = params if isinstance(params, nn.Module) else None
-        self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, module)
+        engine.layers = layers_of({plain_name(name): parameter for name, parameter in named}, module)
         if refresh is not None:
-            self.refresher = refresh.begin(self)
-            self.refresher.refresh = refresh
-        for block in self._blocks:  # last, since it changes the model: nothing is to change when something was refused
+            engine.refresher = refresh.begin(engine)
+            engine.refresher.refresh = refresh
+        for block in blocks:  # last, since it changes the model: nothing is to change when something was refused
             block.drop_rest()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups: the model's parameters and the hyper-parameters."""
+        return self._engine.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._engine.param_groups[:] = groups  # in the list that everyone has who has this optimizer
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
+        """The state of each parameter: the inner optimizer's, coordinates, basis, and what the refresh remembers.
+
+        Its tensors are those that are worked with. Another value for an entry of the inner optimizer's, or for
+        coordinates, is taken at the next step; a basis is changed by :meth:`rebase`.
+        """
+        engine, passing = self._engine, self._passing
+        if not engine.is_built:
+            return {}
+        if passing.complete is not None:
+            return passing.complete
+        if passing.published is None:
+            self._attend()
+            engine.settle()
+            passing.published = Published(engine)
+        return passing.published.states
+
+    @state.setter
+    def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        if self._engine.is_built:
+            states = self.state
+            states.clear()
+            states.update(state)
 
     @property
     def blocks(self) -> list[BoundBlock]:
         """The blocks with their parameters and coordinates."""
-        return self._blocks
+        return self._engine.blocks
 
     @property
     def basis(self) -> Reparameterization:
         """A copy of the change of basis of each block as it is now."""
-        self._settle()
-        return Reparameterization([block.whole_change(_cloned(block.change.tensors)) for block in self._blocks])
+        self._engine.settle()
+        return Reparameterization(
+            [
+                block.whole_change({name: tensor.clone() for name, tensor in block.change.tensors.items()})
+                for block in self._engine.blocks
+            ]
+        )
 
     @property
     def batches(self) -> Batches:
         """The blocks, batched by kind and shape."""
-        return self._batches
+        return self._engine.batches
 
     @property
     def inner(self) -> Optimizer:
         """The optimizer that runs on the coordinates (and on the parameters outside every block)."""
-        assert self._inner is not None
-        return self._inner
+        return self._engine.inner
+
+    @property
+    def refresher(self) -> Refresher | None:
+        """What renews the basis, and its counts."""
+        return self._engine.refresher
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """What each parameter is."""
+        return self._engine.layers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis."""
-        if self._inner is None:  # called by Optimizer.__init__, with groups that are already checked
+        engine = self._engine
+        if not engine.is_built:  # called by Optimizer.__init__, with groups that are already checked
             super().add_param_group(param_group)
             return
-        self._settle()
+        self._attend()
         (group,) = named_groups(
             [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
         )
         blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
-        Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
+        Reparameterization([block.change for block in engine.blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
         names = map(plain_name, group["param_names"])
-        self.layers |= layers_of(dict(zip(names, group["params"], strict=True)), None)
+        engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), None)
         for block in blocks:
             block.drop_rest()
-        self._blocks += blocks
-        self.inner.add_param_group(self._inner_group(len(self.param_groups) - 1))
-        self._gather()
+        engine.add_group(blocks)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -155,27 +206,9 @@ class ReparameterizedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            self._step()
+            self._attend()
+            self._engine.step()
         return loss
-
-    def _step(self) -> None:
-        if self.refresher is not None:
-            self.refresher.before_step(self)
-        copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        try:
-            self._batches.collect()
-            self._pieces.pull()
-            if self.refresher is not None:
-                self.refresher.observe(self)
-            self._batches.encode_gradients()
-            self._step_coordinates()
-        finally:
-            self._batches.drop_gradients()
-            self._pieces.drop_gradients()
-        # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
-        copy_hyperparameters(self.inner.param_groups, self.param_groups)
-        if self.refresher is not None:
-            self.refresher.after_step(self)
 
     @torch.no_grad()
     def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
@@ -188,158 +221,117 @@ class ReparameterizedOptimizer(Optimizer):
                 squared ones by the squared rotation, see :mod:`egop.moments`), ``"keep"`` leaves them as they are,
                 ``"reset"`` starts them anew.
         """
-        check_moments(moments)
-        self._settle()
-        own = {block.name: block for block in self._blocks}
-        if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
-            self._replace_blocks(bind(basis, self.param_groups), moments)
-            return
-        if moments == "rotate":
-            check_movable(
-                self.inner.state.get(coordinate, {}) for block in own.values() for coordinate in block.coordinates
-            )
-        for batch, members, tensors in self._batches.moved(basis):
-            self.turn(batch, members, tensors, moments)
-
-    def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
-        """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
-
-        Args:
-            batch: one of :attr:`batches`.
-            members: which of its blocks.
-            tensors: their new bases, stacked.
-            moments: as in :meth:`rebase`.
-        """
-        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self._batches.still)
-        if moments == "reset":
-            for block in batch.blocks[members]:
-                fresh = fresh_states(self.inner, block, self._hyperparameters)
-                self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+        self._attend()
+        self._engine.rebase(basis, moments=moments)
 
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
         if self.refresher is None:
             raise RuntimeError("This optimizer has no refresh=, which says how a basis is renewed. See egop.Every.")
-        self.refresher.renew(self)
+        self._attend()
+        self.refresher.renew(self._engine)
 
-    def _step_coordinates(self) -> None:
+    def _attend(self) -> None:
+        """Follow what others have done to the optimizer: written to its state, or given it other parameters."""
+        engine, published = self._engine, self._passing.published
+        if published is not None:
+            engine.settle()
+            self._passing.published = None
+            published.take_in(engine)
+        if not engine.is_bound:
+            self._bind_anew()
+
+    @torch.no_grad()
+    def _bind_anew(self) -> None:
+        """Go on with the parameters that the groups have now, in the places of those before."""
+        engine = self._engine
+        engine.settle()
         try:
-            self.inner.step()
-            self._batches.decode_coordinates()
-        except BaseException:  # some coordinates may have been stepped already
-            for block in self._blocks:
-                block.distrust()
-            raise
+            check_real(self.param_groups)
+            entries = list(exported(engine, complete=True).values())
+            check_about([about_of(entry) for entry in entries], engine.param_groups, engine.optimizer_class)
+            parts = restored(engine, entries)
+            if engine.refresher is not None:
+                engine.refresher.check(engine)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "The parameters in param_groups are not those that the optimizer was made with, and it cannot go on "
+                f"with these. {error}"
+            ) from error
+        self._use(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates."""
-        self._settle()
-        state = super().state_dict()
-        state["state"] = inner_state(self.inner, self._blocks, self._pieces)
-        state["egop"] = {
-            "version": STATE_VERSION,
-            "optimizer": self._class.__name__,
-            "shapes": shapes_of(self.param_groups),
-            "inner": inner_shapes(self.inner, self._blocks, self._pieces),
-            "blocks": [
-                block.whole_change().describe()
-                | {"tensors": dict(block.change.tensors)}
-                | {"coordinates": [block.spread(*each) for each in enumerate(block.coordinates)]}
-                | {"rest": block.rest, "stand_for": block.stand_for()}
-                for block in self._blocks
-            ],
-            "refresh": None if self.refresher is None else self.refresher.state_dict(),
-        }
-        return state
+        """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates.
+
+        Where parameters are cut by rows (FSDP2) and bases renewed online, all processes call this together.
+        """
+        self._attend()
+        self._engine.settle()
+        self._passing.complete = exported(self._engine, complete=True)
+        try:
+            return super().state_dict()
+        finally:
+            self._passing.complete = None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
-        self._settle()
-        kept = dict(self.__dict__)
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
+        self._engine.settle()
+        # The last hook to be called sees what the others have left of the state; torch then takes the groups.
+        handle = self.register_load_state_dict_pre_hook(_parsed)
         try:
-            self._load(state_dict)
-        except Exception as error:
-            self.__dict__.update(kept)
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(
-                f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
-                "Load one as optimizer.state_dict() gave it."
-            ) from error
-        warn_of_loaded(state_dict["egop"]["refresh"], self._blocks, kept["_blocks"], self.refresher)
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        check_state(state_dict, self.param_groups, self._class)
-        saved = state_dict["egop"]
-        basis = Reparameterization([rebuild(each, _cloned(each["tensors"])) for each in saved["blocks"]])
-        blocks = bind(basis, self.param_groups)
-        for block, each in zip(blocks, saved["blocks"], strict=True):
-            block.restore(each["coordinates"], each["rest"], each["stand_for"])
-        super().load_state_dict({**state_dict, "state": {}})
-        self._blocks = blocks
-        self._build()
-        if inner_shapes(self.inner, self._blocks, self._pieces) != saved["inner"]:  # state goes by position
-            raise ValueError("The state dict is incomplete or damaged: its blocks are not those that it has state of.")
-        load_inner_state(self.inner, state_dict["state"])
-        if self.refresher is not None and saved["refresh"] is not None:
-            self.refresher.load_state_dict(saved["refresh"])
-        elif self.refresher is not None:
-            self.refresher.reset()
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
+            self._passing.arriving = None
 
     def __copy__(self) -> ReparameterizedOptimizer:
         twin = type(self).__new__(type(self))
-        twin.__dict__.update(self.__dict__)  # batches too: their memory is that of the coordinates
+        twin.__dict__.update(self.__dict__)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
-        return super().__getstate__() | {name: self.__dict__[name] for name in _OWN}
+        self._attend()
+        return {"defaults": self.defaults, "_engine": self._engine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "_blocks" in state:  # a copy; torch also comes here while it loads parameter groups
-            self._gather()
+        """For copies; torch also comes here with the parameter groups that it has loaded."""
+        if "_engine" in state:
+            super().__setstate__(state | {"_passing": _Passing()})
+            return
+        parts = self._passing.arriving
+        assert parts is not None
+        before = self._engine.blocks
+        self.param_groups = state["param_groups"]
+        self._use(parts)
+        warn_of_loaded(parts.with_refresh, self._engine.blocks, before, self.refresher)
 
-    def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
-        if moments != "reset" and any(self.inner.state.values()):
-            raise ValueError(
-                "The new basis has other blocks, or blocks of another kind, than the one in use, so moments cannot be "
-                "carried over. Use rebase(basis, moments='reset')."
-            )
-        kept = dict(self.inner.state)
-        for block in blocks:
-            block.drop_rest()
-        self._blocks = blocks
-        self._build()
-        inside = {tensor for group in self.inner.param_groups for tensor in group["params"]}
-        self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
-
-    def _build(self) -> None:
-        """Make the inner optimizer over the coordinates and the parameters outside every block."""
-        groups = [self._inner_group(index) for index in range(len(self.param_groups))]
-        self._inner = self._class(groups, **self._hyperparameters)
-        self._gather()
-
-    @torch.no_grad()
-    def _settle(self) -> None:
-        if self.refresher is not None:
-            self.refresher.settle(self)
-
-    def _gather(self) -> None:
-        # torch's own optimizers keep no gradient for the next step; of others nobody knows.
-        reused = self._class.__module__.startswith("torch.optim")
-        self._batches = Batches(self._blocks, compiled=self._compiled, reused=reused)
-
-    def _inner_group(self, index: int) -> dict[str, Any]:
-        group = {key: value for key, value in self.param_groups[index].items() if key != "param_names"}
-        blocks = {id(owner): block for block in self._blocks for owner in block.owners}
-        members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
-        for parameter in group["params"]:
-            inside = blocks[id(parameter)].coordinates if id(parameter) in blocks else [self._pieces.of(parameter)]
-            members |= {id(tensor): tensor for tensor in inside}
-        return group | {"params": list(members.values())}
+    def _use(self, parts: Restored) -> None:
+        """Take working parts that were built from a state."""
+        self._passing.published = None
+        if self.refresher is not None and parts.refresher is not None:
+            self.refresher.__dict__.update(parts.refresher.__dict__)
+        self._engine.build(parts.blocks, parts.pieces, parts.inner)
 
 
-def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+def _parsed(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Build all that a state dict stands for, before anything is changed; what is left for torch are the groups."""
+    assert isinstance(optimizer, ReparameterizedOptimizer)
+    engine = optimizer._engine
+    try:
+        parts = restored(engine, entries_of(state_dict, engine))
+        groups = [
+            own | {key: value for key, value in saved.items() if key != "param_names"}
+            for own, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
+        ]
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
+            "Load one as optimizer.state_dict() gave it."
+        ) from error
+    optimizer._passing.arriving = parts
+    return {"state": {}, "param_groups": groups}

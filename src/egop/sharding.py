@@ -6,6 +6,7 @@ row by itself needs nothing but the local rows; the others get the whole tensor 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,21 @@ def write(tensor: Any, values: Tensor) -> None:
     local(tensor).copy_(everywhere.redistribute(mesh, tensor.placements).to_local())
 
 
+def part_of(values: Any, tensor: Any) -> Tensor:
+    """Of values, whole or spread in any way, what this process has of a tensor with such rows: all, or its rows."""
+    if not is_sharded(tensor):
+        return whole(values)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not is_sharded(values):
+        if values.shape[0] != tensor.shape[0] and values.shape == local(tensor).shape:
+            return values  # this process's rows already
+        everywhere = [Replicate()] * tensor.device_mesh.ndim
+        values = DTensor.from_local(values.to(tensor.device), tensor.device_mesh, everywhere, run_check=False)
+    found: Tensor = values.detach().redistribute(tensor.device_mesh, tensor.placements).to_local()
+    return found
+
+
 def like(piece: Tensor, tensor: Any) -> Tensor:
     """A local piece, of a sharded tensor's shape or with such rows, as a ``DTensor`` that is spread in the same way."""
     from torch.distributed.tensor import DTensor
@@ -101,6 +117,24 @@ def like(piece: Tensor, tensor: Any) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         piece.detach(), tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def shards(sharded: Any) -> int:
+    """In how many pieces a tensor is cut."""
+    sizes = zip(sharded.device_mesh.shape, sharded.placements, strict=True)
+    return math.prod(size for size, place in sizes if not place.is_replicate())
+
+
+def below_each_other(piece: Tensor, sharded: Any) -> Tensor:
+    """What each process has beside its piece of a sharded tensor, of the same shape everywhere, as one ``DTensor``."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size([piece.shape[0] * shards(sharded), *piece.shape[1:]])
+    stride = torch.empty(shape, device="meta").stride()
+    piece = piece.detach().contiguous()
+    return DTensor.from_local(
+        piece, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
     )
 
 

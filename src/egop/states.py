@@ -1,139 +1,407 @@
-"""What is saved of an optimizer, and whether a saved state fits."""
+"""The state of an optimizer by parameter, where torch's own tools look for it: what is in it, and the way back.
+
+``state[parameter]`` has the inner optimizer's state of the parameter (or of its coordinates) under the names that this
+optimizer uses, and beside it, with names that begin with ``egop/``: the block's coordinates and basis, what the refresh
+remembers of it, and what all this is of. A block of several parameters is with its first one. All of it is tensors
+(beside what the inner optimizer keeps), so that every tool can carry it, under the parameter's name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.binding import BoundBlock
+from egop.binding import UNKNOWN, BoundBlock, bind
+from egop.engine import Engine
+from egop.inner import fresh_states
 from egop.objective import plain_name
-from egop.sharding import Pieces, local
+from egop.refresh import Refresher
+from egop.reparameterization import Reparameterization
+from egop.sharding import Pieces, local, part_of, whole
+from egop.structures import rebuild
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+
+OWN = "egop/"
+ABOUT, CLOCK, STANDS_FOR = f"{OWN}about", f"{OWN}clock", f"{OWN}stands_for"
+BASIS, COORDINATES, REST, REFRESH = (f"{OWN}{kind}/" for kind in ("basis", "coordinates", "rest", "refresh"))
+
+Entry = dict[str, Any]  # the state of one parameter
 
 
-def check_state(state_dict: Any, groups: list[dict[str, Any]], optimizer_class: type[Optimizer]) -> None:
-    """Raise an error that says so when a state dict is not of this kind of optimizer over these parameters."""
+# --- from the optimizer ---
+
+
+def exported(engine: Engine, *, complete: bool) -> dict[Tensor, Entry]:
+    """The state of every parameter; its tensors are the optimizer's own.
+
+    A parameter that has not been stepped has a state as it will be then, and a note that it does not count: tools that
+    read a checkpoint in place need to know what is in it.
+
+    Args:
+        engine: of the optimizer.
+        complete: whether to add what takes time: digests of the parameters, and sums over processes.
+    """
+    if engine.refresher is not None:
+        engine.refresher.prepare(engine)
+    inside = {id(owner): (place, block) for place, block in enumerate(engine.blocks) for owner in block.owners}
+    refresher = engine.refresher
+    remembered = {} if refresher is None else refresher.memories(engine, complete=complete)
+    counts = [0, 0, 0] if refresher is None else refresher.counts()
+    states: dict[Tensor, Entry] = {}
+    for name, parameter in _named(engine, engine.bound()):
+        place, block = inside.get(id(parameter), (None, None))
+        about = {"version": STATE_VERSION, "optimizer": engine.optimizer_class.__name__, "name": name}
+        about |= {"shape": list(parameter.shape), "dtype": _dtype(parameter), "refresh": refresher is not None}
+        entry, stepped = {}, False
+        if block is None:
+            piece = engine.pieces.of(parameter)
+            found, stepped = _inner_state(engine, [piece])
+            spread = engine.pieces.spreading(piece)
+            entry = {key: spread(value) if isinstance(value, Tensor) else value for key, value in found[0].items()}
+        elif block.owners[0] is parameter:
+            entry, stepped = _of_block(engine, block, complete=complete)
+            entry |= {f"{REFRESH}{key}": tensor for key, tensor in remembered.get(block.name, {}).items()}
+            about |= {"place": place, "block": block.whole_change().describe()}
+        entry[CLOCK] = torch.tensor([*counts, stepped], device=parameter.device)
+        entry[ABOUT] = _as_bytes(about).to(parameter.device)
+        states[parameter] = entry
+    return states
+
+
+def _of_block(engine: Engine, block: BoundBlock, *, complete: bool) -> tuple[Entry, bool]:
+    entry: Entry = {}
+    states, stepped = _inner_state(engine, block.coordinates)
+    for place, (coordinate, state) in enumerate(zip(block.coordinates, states, strict=True)):
+        for key, value in state.items():
+            entry[_key(place, key)] = block.spread(place, value) if isinstance(value, Tensor) else value
+        entry[f"{COORDINATES}{place}"] = block.spread(place, coordinate.detach())
+    entry |= {f"{BASIS}{key}": tensor for key, tensor in block.change.tensors.items()}
+    entry |= {f"{REST}{place}": tensor for place, tensor in enumerate(block.rest or [])}
+    # Torch's tools ask for what is in a state before they load one: the place is always there.
+    digests = block.stand_for() if complete else [UNKNOWN] * len(block.owners)
+    rows = [list(bytes.fromhex(digest)) for digest in digests]
+    entry[STANDS_FOR] = torch.tensor(rows, dtype=torch.uint8, device=block.device)
+    return entry, stepped
+
+
+def _inner_state(engine: Engine, tensors: Sequence[Tensor]) -> tuple[list[dict[str, Any]], bool]:
+    """The inner optimizer's state of some tensors, and whether it counts: before their first step it does not."""
+    states = [engine.inner.state.get(tensor, {}) for tensor in tensors]
+    if any(states):
+        return states, True
+    try:
+        return fresh_states(engine.inner, tensors, engine.hyperparameters, stepped=True), False
+    except Exception:  # an optimizer that cannot take a step so; then nothing is known of its state
+        return states, False
+
+
+def _key(place: int, key: Any) -> Any:
+    """Where the state of a block's coordinates goes: nearly all have one tensor of them, which needs no number."""
+    return key if place == 0 else f"{place}/{key}"
+
+
+def _named(engine: Engine, members: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that are bound, with their names."""
+    names = [plain_name(name) for group in engine.param_groups for name in group["param_names"]]
+    return zip(names, members, strict=True)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _as_bytes(values: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+
+
+class Published:
+    """A state as it was handed out, so that what someone writes to it is noticed.
+
+    Args:
+        engine: of the optimizer.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._kept = exported(engine, complete=False)
+        self.states: defaultdict[Tensor, Entry] = defaultdict(
+            dict, {parameter: dict(entry) for parameter, entry in self._kept.items()}
+        )
+
+    def take_in(self, engine: Engine) -> None:
+        """Give the optimizer what was written: other moments or coordinates; none, to begin anew.
+
+        Raises:
+            ValueError: for what cannot be changed so. Nothing is taken in then.
+        """
+        changed = {
+            parameter: {key for key in kept.keys() | now.keys() if kept.get(key) is not now.get(key)}
+            for parameter, kept in self._kept.items()
+            for now in [self.states.get(parameter, {})]
+        }
+        writes = [(parameter, keys) for parameter, keys in changed.items() if keys]
+        for parameter, keys in writes:
+            for key in sorted(map(str, keys)):
+                self._check(parameter, key)
+        for parameter, keys in writes:
+            self._take(engine, parameter, keys)
+
+    def _check(self, parameter: Tensor, key: str) -> None:
+        """Others than inner state and coordinates may be moved elsewhere and back, or dropped with all the rest."""
+        kept, now = self._kept[parameter].get(key), self.states.get(parameter, {}).get(key)
+        if not key.startswith(OWN) or key.startswith(COORDINATES) or now is None:
+            return
+        same = isinstance(kept, Tensor) and isinstance(now, Tensor) and local(now).shape == local(kept).shape
+        if not same or not torch.equal(local(now).to(local(kept)), local(kept)):
+            raise ValueError(
+                f"optimizer.state has another '{key}' than before: a basis cannot be changed there. Use "
+                "optimizer.rebase(basis), or load a whole state by optimizer.load_state_dict."
+            )
+
+    def _take(self, engine: Engine, parameter: Tensor, keys: set[Any]) -> None:
+        block, now = engine.block_of(parameter), self.states.get(parameter, {})
+        tensors = [engine.pieces.of(parameter)] if block is None else block.coordinates
+        if not any(not str(key).startswith(OWN) for key in now):  # all of it dropped
+            if any(engine.inner.state.get(tensor) for tensor in tensors):
+                fresh = fresh_states(engine.inner, tensors, engine.hyperparameters)
+                engine.inner.state.update(zip(tensors, fresh, strict=True))
+            return
+        for place, tensor in enumerate(tensors):
+            state = engine.inner.state[tensor]
+            for key in keys:
+                if str(key) == f"{COORDINATES}{place}" and key in now:
+                    with torch.no_grad():
+                        tensor.copy_(local(now[key]))
+                elif not str(key).startswith(OWN) and (own := _key_at(place, key)) is not None:
+                    state.pop(own, None)
+                    if key in now:
+                        state[own] = _like_before(self._kept[parameter].get(key), now[key])
+
+
+def _key_at(place: int, key: Any) -> Any:
+    """The inner optimizer's key in one place, if this key of an entry is of that place."""
+    if place > 0:
+        return str(key).removeprefix(f"{place}/") if str(key).startswith(f"{place}/") else None
+    return None if str(key).partition("/")[0].isdigit() and "/" in str(key) else key
+
+
+def _like_before(kept: Any, value: Any) -> Any:
+    """A value where the one before was; in the same memory if that has room for it, since it may be part of more."""
+    if not isinstance(value, Tensor):
+        return value
+    value = local(value)
+    if isinstance(kept, Tensor) and local(kept).shape == value.shape:
+        with torch.no_grad():
+            return local(kept).copy_(value)
+    return value
+
+
+# --- to the optimizer ---
+
+
+@dataclass
+class Restored:
+    """The working parts that a state stands for, ready to take the place of others."""
+
+    blocks: list[BoundBlock]
+    pieces: Pieces
+    inner: Optimizer
+    refresher: Refresher | None  # a copy of the optimizer's own, with what it is to remember
+    with_refresh: bool  # whether the state was saved with one
+
+
+@dataclass
+class _Parsed:
+    """What the state of one parameter says."""
+
+    entry: Mapping[str, Any]
+    about: dict[str, Any]
+    counts: list[int] = field(default_factory=list)
+    stepped: bool = False
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> _Parsed:
+        *counts, stepped = whole(entry[CLOCK]).tolist()
+        return cls(entry, about_of(entry), counts, bool(stepped))
+
+    def some(self, kind: str) -> dict[str, Any]:
+        """What is there of one kind, by the rest of its name."""
+        return {key.removeprefix(kind): value for key, value in self.entry.items() if str(key).startswith(kind)}
+
+    def inner(self, place: int) -> dict[Any, Any]:
+        """The inner optimizer's state of one of the coordinates."""
+        if not self.stepped:
+            return {}
+        keys = {key: _key_at(place, key) for key in self.entry if not str(key).startswith(OWN)}
+        return {own: self.entry[key] for key, own in keys.items() if own is not None}
+
+
+def about_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the state of a parameter says that it is of."""
+    found: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
+    return found
+
+
+def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
+    """The state of each parameter in a state dict, in the order of the optimizer's, checked to be of its kind.
+
+    Torch's tools leave out parameters that are frozen: of these the optimizer keeps what it has.
+    """
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
-    saved = state_dict.get("egop")
-    if saved is None:
+    if "egop" in state_dict:
+        version = state_dict["egop"].get("version", 1)
+        raise ValueError(f"The state dict has version {version}; this egop reads {STATE_VERSION}.")
+    state = state_dict.get("state", {})
+    if "param_groups" in state_dict and not any(ABOUT in entry for entry in state.values()):
         raise ValueError(
             "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
             "coordinate system cannot be loaded: load the model's weights alone, and start with a new optimizer."
         )
-    if saved["version"] != STATE_VERSION:
-        raise ValueError(f"The state dict has version {saved['version']}; this egop reads {STATE_VERSION}.")
-    if saved["optimizer"] != optimizer_class.__name__:
-        raise ValueError(f"The state dict is of {saved['optimizer']}, this optimizer runs {optimizer_class.__name__}.")
-    own, others = shapes_of(groups), saved["shapes"]
-    if len(own) != len(others):
-        raise ValueError(f"The state dict has {len(others)} parameter group(s), the optimizer {len(own)}.")
-    for here, there in zip(own, others, strict=True):
-        if here.keys() != there.keys():
-            raise ValueError(
-                f"The state dict is of another model: only it has {sorted(there.keys() - here.keys())}, "
-                f"only the optimizer has {sorted(here.keys() - there.keys())}."
-            )
-        for name, shape in here.items():
-            if shape != there[name]:
-                raise ValueError(
-                    f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
-                )
-        if list(here) != list(there):  # state goes by position
-            raise ValueError(
-                f"The state dict has the parameters in another order: {list(there)}, but here {list(here)}. "
-                "Give them to the optimizer in the order in which they were saved."
-            )
+    saved = [[state_dict["state"].get(key) for key in group["params"]] for group in state_dict["param_groups"]]
+    _check_groups(saved, engine.param_groups)
+    own = None
+    entries = []
+    for group, members in zip(engine.param_groups, saved, strict=True):
+        for parameter, entry in zip(group["params"], members, strict=True):
+            if entry is None:
+                own = own or exported(engine, complete=True)
+                entry = own[parameter]
+            entries.append(entry)
+    check_about([about_of(entry) for entry in entries], engine.param_groups, engine.optimizer_class)
+    return entries
 
 
-def shapes_of(groups: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
-    """The shapes of all parameters by name, group by group."""
-    return [
-        {plain_name(name): list(p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)}
-        for group in groups
+def _check_groups(saved: list[list[Any]], groups: list[dict[str, Any]]) -> None:
+    if len(saved) != len(groups):
+        raise ValueError(f"The state dict has {len(saved)} parameter group(s), the optimizer {len(groups)}.")
+    for index, (members, group) in enumerate(zip(saved, groups, strict=True)):
+        if len(members) != len(group["params"]):
+            there = sorted(about_of(entry)["name"] for entry in members if entry is not None)
+            here = sorted(map(plain_name, group["param_names"]))
+            raise ValueError(
+                f"The state dict is of another model: its group {index} has {len(members)} parameter(s), {there}, and "
+                f"the optimizer's {len(here)}, {here}."
+            )
+        for name, parameter, entry in zip(group["param_names"], group["params"], members, strict=True):
+            if entry is None and parameter.requires_grad:
+                raise ValueError(f"The state dict is incomplete or damaged: it has no state of '{plain_name(name)}'.")
+
+
+def check_about(
+    abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], optimizer_class: type[Optimizer]
+) -> None:
+    """Raise an error that says so when states are not of this kind of optimizer over these parameters."""
+    for about in abouts:
+        if about["version"] != STATE_VERSION:
+            raise ValueError(f"The state dict has version {about['version']}; this egop reads {STATE_VERSION}.")
+        if about["optimizer"] != optimizer_class.__name__:
+            raise ValueError(
+                f"The state dict is of {about['optimizer']}, this optimizer runs {optimizer_class.__name__}."
+            )
+    members = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    here = {plain_name(name): list(parameter.shape) for name, parameter in members}
+    there = {about["name"]: list(about["shape"]) for about in abouts}
+    if here.keys() != there.keys():
+        raise ValueError(
+            f"The state dict is of another model: only it has {sorted(there.keys() - here.keys())}, "
+            f"only the optimizer has {sorted(here.keys() - there.keys())}."
+        )
+    for name, shape in here.items():
+        if shape != there[name]:
+            raise ValueError(
+                f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
+            )
+    if list(here) != list(there):  # state goes by position
+        raise ValueError(
+            f"The state dict has the parameters in another order: {list(there)}, but here {list(here)}. "
+            "Give them to the optimizer in the order in which they were saved."
+        )
+
+
+def restored(engine: Engine, entries: Sequence[Mapping[str, Any]]) -> Restored:
+    """The working parts that states stand for, over the parameters that the groups have now; nothing is changed."""
+    parsed = [_Parsed.of(entry) for entry in entries]
+    with_block = sorted((each for each in parsed if "block" in each.about), key=lambda each: int(each.about["place"]))
+    changes = [
+        rebuild(each.about["block"], {key: whole(tensor).clone() for key, tensor in each.some(BASIS).items()})
+        for each in with_block
     ]
-
-
-def inner_state(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -> dict[int, dict[str, Any]]:
-    """The inner optimizer's state by position, tensors as all processes together have them."""
-    spread = _spreading(inner, blocks, pieces)
-    return {
-        index: {key: spread[index](value) if isinstance(value, Tensor) else value for key, value in own.items()}
-        for index, own in inner.state_dict()["state"].items()
-    }
-
-
-def inner_shapes(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -> list[list[int]]:
-    """The shapes of all that the inner optimizer steps, by position."""
-    spread = _spreading(inner, blocks, pieces)
-    return [list(spread[index](tensor).shape) for index, tensor in enumerate(_stepped(inner))]
-
-
-def load_inner_state(inner: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Give the inner optimizer its state by position, as it was saved."""
-    here = {
-        index: {key: local(value) if isinstance(value, Tensor) else value for key, value in own.items()}
-        for index, own in state.items()
-    }
-    inner.load_state_dict({"state": here, "param_groups": inner.state_dict()["param_groups"]})
-    # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
-    tensors = _stepped(inner)
-    for index, saved in here.items():
-        own = inner.state[tensors[index]]
-        numbers = {key: value for key, value in saved.items() if isinstance(value, Tensor) and value.dim() == 0}
-        own.update({key: value.to(own[key].device) for key, value in numbers.items()})
-
-
-def stepped_owners(groups: list[dict[str, Any]], blocks: Sequence[BoundBlock]) -> list[tuple[str | None, bool]]:
-    """For all that the inner optimizer steps, by position, the parameter with whose rows its own go, if there is one.
-
-    With it comes whether that holds only where the parameter is cut by rows: not for one that is stepped itself.
-    """
+    blocks = bind(Reparameterization(changes), engine.param_groups)
+    for block, each in zip(blocks, with_block, strict=True):
+        _restore_block(block, each)
+    pieces = Pieces()
+    inner = engine.inner_over(blocks, pieces)
+    members = [parameter for group in engine.param_groups for parameter in group["params"]]
     inside = {id(owner): block for block in blocks for owner in block.owners}
-    found: list[tuple[str | None, bool]] = []
-    done: set[int] = set()
-    for group in groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            block = inside.get(id(parameter))
-            if block is None:
-                found.append((plain_name(name), False))
-            elif id(block) not in done:  # a block stands where its first parameter does
-                done.add(id(block))
-                found += [(owner, True) for owner in row_owners(block, groups)]
-    return found
+    states: dict[Tensor, dict[Any, Any]] = {}
+    for parameter, each in zip(members, parsed, strict=True):
+        block = inside.get(id(parameter))
+        if block is None:
+            states[pieces.of(parameter)] = _placed(each.inner(0), parameter, cut=True)
+        elif block.owners[0] is parameter:
+            owners = block.owners if block.by_rows else [parameter] * len(block.coordinates)
+            for place, (coordinate, owner) in enumerate(zip(block.coordinates, owners, strict=True)):
+                states[coordinate] = _placed(each.inner(place), owner, cut=block.by_rows)
+    cast = any(_dtype(each) != told.about["dtype"] for each, told in zip(members, parsed, strict=True))
+    _load_inner_state(inner, states, cast=cast)
+    memories = {block.name: each.some(REFRESH) for block, each in zip(blocks, with_block, strict=True)}
+    with_refresh = any(each.about["refresh"] for each in parsed)
+    refresher = copy.copy(engine.refresher)
+    if refresher is not None and with_refresh:
+        refresher.load(parsed[0].counts, memories, blocks)
+    elif refresher is not None:
+        refresher.reset()
+    return Restored(blocks, pieces, inner, refresher, with_refresh)
 
 
-def row_owners(block: BoundBlock, groups: list[dict[str, Any]]) -> list[str | None]:
-    """For each of a block's coordinates the parameter with whose rows its own go, if there is one."""
-    if not block.rowwise:
-        return [None] * len(block.coordinates)
-    pairs = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
-    names = {id(parameter): plain_name(name) for parameter, name in pairs}
-    return [names[id(owner)] for owner in block.owners]
+def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
+    coordinates = parsed.some(COORDINATES)
+    rest = parsed.some(REST)
+    digests = None
+    if STANDS_FOR in parsed.entry and not block.sharded:
+        digests = [bytes(row).hex() for row in whole(parsed.entry[STANDS_FOR]).tolist()]
+    block.restore(
+        [coordinates[str(place)] for place in range(len(block.coordinates))],
+        [whole(rest[str(place)]) for place in range(len(rest))] if rest else None,
+        digests,
+    )
 
 
-def _stepped(inner: Optimizer) -> list[Tensor]:
-    return [tensor for group in inner.param_groups for tensor in group["params"]]
+def _placed(state: Mapping[Any, Any], owner: Tensor, *, cut: bool) -> dict[Any, Any]:
+    """Copies of a state's tensors, as this process has them: of a parameter that is cut by rows, its rows."""
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return (part_of(value, owner) if cut and value.dim() > 0 else whole(value)).clone()
+
+    return {key: placed(value) for key, value in state.items()}
 
 
-def _spreading(inner: Optimizer, blocks: Sequence[BoundBlock], pieces: Pieces) -> list[Callable[[Tensor], Tensor]]:
-    """For each position what makes a tensor of the processes' pieces of it."""
-    own = {
-        id(coordinate): partial(block.spread, place)
-        for block in blocks
-        for place, coordinate in enumerate(block.coordinates)
-    }
-    return [own.get(id(tensor)) or pieces.spreading(tensor) for tensor in _stepped(inner)]
-
-
-def fresh_states(inner: Optimizer, block: BoundBlock, hyperparameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The inner optimizer's states of a block's coordinates as they are before the first step."""
-    first = block.coordinates[0]
-    group = next(each for each in inner.param_groups if any(tensor is first for tensor in each["params"]))
-    fresh = type(inner)([{**group, "params": block.coordinates}], **hyperparameters)
-    return [dict(fresh.state.get(coordinate, {})) for coordinate in block.coordinates]
+def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any]], *, cast: bool) -> None:
+    """Give an inner optimizer its state; of parameters that were cast since, torch casts it too."""
+    tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
+    here = {index: dict(states[tensor]) for index, tensor in enumerate(tensors) if states.get(tensor)}
+    if not here:
+        return
+    inner.load_state_dict({"state": here, "param_groups": inner.state_dict()["param_groups"]})
+    for index, saved in here.items():
+        own, tensor = inner.state[tensors[index]], tensors[index]
+        for key, value in saved.items():
+            if not isinstance(value, Tensor):
+                continue
+            # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
+            if own[key].dtype != value.dtype and (value.dim() == 0 or not cast):
+                own[key] = value.to(own[key].device)
+            # Fused kernels take it that a state lies in memory as its parameter does.
+            if own[key].shape == tensor.shape and own[key].stride() != tensor.stride():
+                own[key] = torch.empty_like(tensor, dtype=own[key].dtype, requires_grad=False).copy_(own[key])

@@ -8,6 +8,7 @@ from torch import nn
 
 import cases
 from cases import MLP, ModelCase, OptimizerCase
+from egop.states import _as_bytes, about_of
 from explicit import LAYOUTS, Wrapped, basis_of, case_and_basis, distance, identical, train
 
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
@@ -52,6 +53,12 @@ def changed(value, *path):
         place = place[key]
     place[path[-1]] = value
     return state
+
+
+def told(**about):
+    """A state dict of the right optimizer that says something else of its first parameter."""
+    entry = own()["state"][0]
+    return changed(_as_bytes(about_of(entry) | about), "state", 0, "egop/about")
 
 
 def wider():
@@ -100,32 +107,30 @@ REFUSED = {
         lambda: trained(MLP, OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1})).optimizer.state_dict(),
         "The state dict is of SGD, this optimizer runs AdamW",
     ),
-    "of a later version": (lambda: changed(99, "egop", "version"), "has version 99; this egop reads 1"),
+    "of a later version": (lambda: told(version=99), "has version 99; this egop reads 2"),
+    "of an earlier version": (lambda: own() | {"egop": {"version": 1}}, "has version 1; this egop reads 2"),
     "of an unknown structure": (
-        lambda: changed("Fancy", "egop", "blocks", 0, "structure"),
+        lambda: told(block=about_of(own()["state"][0])["block"] | {"structure": "Fancy"}),
         "Unknown structure 'Fancy'. This version of egop knows Identity, Full",
     ),
     "not a dict": (lambda: [1, 2], r"must be a dict as optimizer\.state_dict\(\) gives it, got \[1, 2\]"),
-    "empty": (dict, "not a state dict of egop.ReparameterizedOptimizer"),
-    "without state": (
-        lambda: without("state"),
-        rf"{DAMAGED} \(KeyError: 'state'\)\. Load one as optimizer\.state_dict",
-    ),
+    "empty": (dict, rf"{DAMAGED} \(KeyError: 'param_groups'\)\. Load one as optimizer\.state_dict"),
+    "without state": (lambda: without("state"), "not a state dict of egop.ReparameterizedOptimizer"),
     "without groups": (lambda: without("param_groups"), rf"{DAMAGED} \(KeyError: 'param_groups'\)"),
-    "without version": (lambda: without("egop", "version"), rf"{DAMAGED} \(KeyError: 'version'\)"),
-    "without blocks": (lambda: without("egop", "blocks"), rf"{DAMAGED} \(KeyError: 'blocks'\)"),
-    "without the second block": (lambda: without("egop", "blocks", 1), f"{DAMAGED}: its blocks are not those"),
-    "without coordinates": (lambda: without("egop", "blocks", 1, "coordinates"), rf"{DAMAGED} \(KeyError"),
-    "without a basis": (lambda: without("egop", "blocks", 0, "tensors", "basis"), rf"{DAMAGED} \(KeyError: 'basis'\)"),
+    "without version": (lambda: told(version=None), "has version None; this egop reads 2"),
+    "without a word of what it is of": (lambda: without("state", 0, "egop/about"), rf"{DAMAGED} \(KeyError"),
+    "with words that are none": (lambda: changed(torch.ones(3), "state", 0, "egop/about"), "damaged|Expecting value"),
+    "without state of a parameter": (lambda: without("state", 2), rf"{DAMAGED}: it has no state of '2\.weight'"),
+    "without coordinates": (lambda: without("state", 2, "egop/coordinates/0"), rf"{DAMAGED} \(KeyError"),
+    "without a basis": (lambda: without("state", 0, "egop/basis/basis"), rf"{DAMAGED} \(KeyError: 'basis'\)"),
     "with a basis cut short": (
-        lambda: changed(torch.eye(7), "egop", "blocks", 0, "tensors", "basis"),
+        lambda: changed(torch.eye(7), "state", 0, "egop/basis/basis"),
         r"Block '0\.weight' .*needs a basis of shape \(30, 30\), got \(7, 7\)",
     ),
     "with coordinates cut short": (
-        lambda: changed([torch.ones(7)], "egop", "blocks", 0, "coordinates"),
+        lambda: changed(torch.ones(7), "state", 0, "egop/coordinates/0"),
         r"Block '0\.weight' has coordinates of shape \(7,\) in the state dict, but \(30,\) here",
     ),
-    "with state of nothing": (lambda: changed({"step": torch.tensor(1.0)}, "state", 99), rf"{DAMAGED} \(IndexError"),
     "with state that is none": (lambda: changed(None, "state"), DAMAGED),
 }
 
@@ -149,7 +154,7 @@ def test_after_a_failed_load_the_right_state_dict_still_loads(layout):
     state, weights = copy.deepcopy(side.optimizer.state_dict()), copy.deepcopy(side.model.state_dict())
     train(side, case.batches(), 2)
     with pytest.raises(ValueError, match=DAMAGED):
-        side.optimizer.load_state_dict({key: value for key, value in state.items() if key != "state"})
+        side.optimizer.load_state_dict({key: value for key, value in state.items() if key != "param_groups"})
     side.optimizer.load_state_dict(state)
     side.model.load_state_dict(weights)
     assert identical(*(train(each, case.batches(), 3) for each in (side, straight)))
@@ -159,7 +164,7 @@ def test_a_scheduler_still_drives_the_optimizer_after_a_failed_load():
     side = trained(MLP)
     scheduler = torch.optim.lr_scheduler.StepLR(side.optimizer, 1, gamma=0.5)
     with pytest.raises(ValueError, match=DAMAGED):
-        side.optimizer.load_state_dict(without("state"))
+        side.optimizer.load_state_dict(without("param_groups"))
     train(side, MLP.batches(), 1)
     scheduler.step()
     assert side.optimizer.param_groups[0]["lr"] == 0.005
@@ -184,4 +189,4 @@ def test_what_is_compared_here_can_differ():
     state = own()
     assert equal(state, copy.deepcopy(state))
     assert not equal(state, without("state", 0))
-    assert not equal(state, changed([torch.zeros(30).double()], "egop", "blocks", 0, "coordinates"))
+    assert not equal(state, changed(torch.zeros(30).double(), "state", 0, "egop/coordinates/0"))

@@ -50,13 +50,18 @@ def test_it_is_a_torch_optimizer_over_the_models_own_parameters():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("optimizer", FEW_OPTIMIZERS, ids=str)
-def test_state_belongs_to_the_inner_optimizer_alone(optimizer, layout):
+def test_each_parameter_has_the_state_of_its_coordinates(optimizer, layout):
     case, basis = case_and_basis(layout)
     side = Wrapped(case.build(), basis, optimizer)
     train(side, case.batches(), 3)
-    assert not side.optimizer.state
-    assert side.optimizer.inner.state
+    assert list(side.optimizer.state) == list(side.model.parameters())
     assert type(side.optimizer.inner) is optimizer.kind
+    for block in side.optimizer.blocks:
+        entry = side.optimizer.state[block.owners[0]]
+        assert torch.equal(entry["egop/coordinates/0"], block.coordinates[0])
+        assert all(torch.equal(entry[f"egop/basis/{key}"], tensor) for key, tensor in block.change.tensors.items())
+        for key, value in side.optimizer.inner.state[block.coordinates[0]].items():
+            assert entry[key] is value
 
 
 FIRST_ARGUMENTS = {

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from egop.checkpoint import folders
-from egop.checkpoint.contents import check_same, extra_of, fitted, give, taken_apart, trust
+from egop.checkpoint.contents import check_same, extra_of, fitted, give, sum_parts, taken_apart, trust
 from egop.checkpoint.files import Saved, clearly, write
 from egop.checkpoint.folders import latest
 from egop.optimizer import ReparameterizedOptimizer
@@ -78,6 +78,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Reparam
     saved = _opened(Path(directory))
     values = agreed(lambda: fitted(saved, model, optimizer))
     agreed(lambda: _reading(Path(directory), saved.read))
+    sum_parts(saved, values)
     # The optimizer first, since it may still refuse; the names and shapes of the model have been compared.
     agreed(lambda: optimizer.load_state_dict(values["optimizer"]))
     agreed(lambda: give(values, model))

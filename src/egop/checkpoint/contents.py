@@ -20,10 +20,10 @@ from egop.groups import WRAPPER
 from egop.objective import plain_name
 from egop.optimizer import ReparameterizedOptimizer
 from egop.processes import agreed, exchanged, rank
-from egop.sharding import is_cut_by_rows, is_sharded, like, local
-from egop.states import check_state, row_owners, stepped_owners
+from egop.sharding import below_each_other, is_cut_by_rows, is_sharded, like, local, shards
+from egop.states import COORDINATES, OWN, REFRESH, STANDS_FOR, about_of, check_about, exported
 
-_VERSION = 1
+_VERSION = 2
 
 
 def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: dict[str, Any]) -> dict[str, Tensor]:
@@ -33,6 +33,7 @@ def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: di
     unwritten = exchanged(lambda: [not block.was_written for block in optimizer.blocks])
     state = agreed(optimizer.state_dict)
     tensors: dict[str, Tensor] = {}
+    rows = agreed(lambda: _rows(optimizer, state))
     plain = agreed(lambda: _plain(model, state, tensors))
     _check_alike(tensors)
     # Coordinates stand for parameters to which nobody else has written, in any process.
@@ -40,7 +41,7 @@ def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: di
 
     def described() -> dict[str, Tensor]:
         plain["extra"] = apart(extra, tensors, "extra")
-        return with_text(tensors, {"version": _VERSION, "values": plain, "rows": _rows(optimizer, state)})
+        return with_text(tensors, {"version": _VERSION, "values": plain, "rows": rows})
 
     return agreed(lambda: described() if rank() == 0 else tensors)
 
@@ -91,14 +92,28 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
         owner = parameters[rows[path]["of"]] if path in rows else None
         if owner is None or not is_sharded(owner) or (rows[path]["cut"] and not is_cut_by_rows(owner)):
             return saved.place(path, torch.empty)
-        return saved.place(path, lambda shape, dtype: _spread(shape, dtype, owner))
+        if (parts := rows[path].get("parts")) is None:
+            return saved.place(path, lambda shape, dtype: _spread(shape, dtype, owner))
+        if parts != shards(owner):
+            return saved.place(path, torch.empty)
+        return saved.place(path, lambda shape, dtype: _room_for_part(shape, dtype, owner, parts))
 
     names = _names(weights)
     plain = saved.content["values"]
     _check_names([name for name, _ in plain["model"]["dict"]], names)
-    # The shapes of the parameters are plain values, so the optimizer's can be compared before a place is made.
-    check_state(together(plain["optimizer"], lambda path: None), optimizer.param_groups, type(optimizer.inner))
-    return {key: together(value, tensor) for key, value in plain.items()}
+    # What the states are of is there as plain values too, so that they can be compared before a place is made.
+    check_about(plain["about"], optimizer.param_groups, type(optimizer.inner))
+    return {key: together(value, tensor) for key, value in plain.items() if key != "about"}
+
+
+def sum_parts(saved: Saved, values: dict[str, Any]) -> None:
+    """Where other numbers of processes have saved parts of a sum, take their sum."""
+    for path, row in saved.content["rows"].items():
+        if "parts" in row:
+            _, _, index, key = path.split("/", 3)
+            entry = values["optimizer"]["state"][int(index)]
+            if not is_sharded(entry[key]):
+                entry[key] = entry[key].unflatten(0, (row["parts"], -1)).sum(0)
 
 
 def extra_of(saved: Saved) -> dict[str, Any]:
@@ -131,17 +146,38 @@ def _names(weights: Iterable[str]) -> dict[str, str]:
 
 
 def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """For the tensors that have a row for each row of a parameter that name, and whether it must be cut by rows."""
+    """For the tensors that go with the rows of a parameter that name, and whether it must be cut by rows.
+
+    What each process has of a sum over the rows is saved too, and said so: they go on with just that if they can.
+    """
+    engine = optimizer._engine
+    here = exported(engine, complete=False)
     found = {}
-    for index, (name, cut) in enumerate(stepped_owners(optimizer.param_groups, optimizer.blocks)):
-        for key, value in state["state"].get(index, {}).items():
-            if name is not None and isinstance(value, Tensor) and value.dim() > 0:
-                found[f"optimizer/state/{index}/{key}"] = {"of": name, "cut": cut}
-    for index, block in enumerate(optimizer.blocks):
-        for place, name in enumerate(row_owners(block, optimizer.param_groups)):
-            if name is not None:
-                found[f"optimizer/egop/blocks/{index}/coordinates/{place}"] = {"of": name, "cut": True}
+    for index, (parameter, own) in enumerate(here.items()):
+        block, entry = engine.block_of(parameter), state["state"][index]
+        entry.pop(STANDS_FOR, None)  # digests of the rows that one process has say nothing to others
+        if block is not None and not block.rowwise:
+            continue
+        owners = [parameter] if block is None else block.owners
+        names = [about_of(here[owner])["name"] for owner in owners]
+        for key, value in entry.items():
+            place = f"optimizer/state/{index}/{key}"
+            if key.startswith(REFRESH) and block is not None and block.by_rows and value.dim() == 2:
+                entry[key] = below_each_other(own[key], parameter)
+                found[place] = {"of": names[0], "cut": True, "parts": shards(parameter)}
+            elif (
+                isinstance(value, Tensor)
+                and value.dim() > 0
+                and (not key.startswith(OWN) or key.startswith(COORDINATES))
+            ):
+                number = key.removeprefix(COORDINATES).partition("/")[0]
+                found[place] = {"of": names[int(number) if number.isdigit() else 0], "cut": block is not None}
     return found
+
+
+def _room_for_part(shape: torch.Size, dtype: torch.dtype, owner: Any, parts: int) -> Tensor:
+    """A place for what this process has of a sum."""
+    return below_each_other(local(owner).new_empty((shape[0] // parts, *shape[1:]), dtype=dtype), owner)
 
 
 def _spread(shape: torch.Size, dtype: torch.dtype, owner: Any) -> Tensor:
@@ -161,12 +197,10 @@ def _look(optimizer: ReparameterizedOptimizer) -> None:
 
 def _plain(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """What JSON can hold of a model and its optimizer's state; the tensors are added to a dictionary."""
-    for block in state["egop"]["blocks"]:
-        # Digests of the rows that one process has say nothing to others. Beside the weights a flag says as much.
-        block["stand_for"] = [""] * len(block["stand_for"])
     weights = model.state_dict()
     values = {"model": {plain: weights[name] for plain, name in _names(weights).items()}, "optimizer": state}
-    return {key: apart(value, tensors, key) for key, value in values.items()}
+    about = [about_of(entry) for entry in state["state"].values()]
+    return {key: apart(value, tensors, key) for key, value in values.items()} | {"about": about}
 
 
 def _check_kind(optimizer: Any) -> None:

@@ -90,18 +90,35 @@ class Refresher(abc.ABC):
             self._learn(int(self._counted))
         return self._failures
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly, as plain values and tensors."""
-        return {"steps": self.steps, "renewals": self.renewals, "failures": self.failures}
+    def counts(self) -> list[int]:
+        """How many steps, renewals and failures there were."""
+        return [self.steps, self.renewals, self.failures]
+
+    def prepare(self, optimizer: Rebasable) -> None:  # noqa: B027 - most have nothing to prepare
+        """Make the blocks that the first step would make, so that it is known what a state consists of."""
+
+    def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
+        """What it remembers of each block, by its name, as tensors; with :meth:`counts` all that is needed to go on.
+
+        Args:
+            optimizer: whose blocks they are.
+            complete: as all processes together have them, who call this together; otherwise what is here.
+        """
+        return {}
+
+    def load(
+        self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
+    ) -> None:
+        """Go on from what was saved; when it does not fit, an error, and nothing is changed."""
+        self.steps, self.renewals, self._failures = counts
+        self._counted = self._arriving = None
+
+    def check(self, optimizer: Rebasable) -> None:  # noqa: B027 - most can go on with any
+        """Raise an error if it cannot go on with the parameters that the optimizer has got."""
 
     def reset(self) -> None:
         """Begin anew, as after loading a state that knows nothing of a refresh."""
-        Refresher.load_state_dict(self, {"steps": 0, "renewals": 0, "failures": 0})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state dict."""
-        self.steps, self.renewals, self._failures = state["steps"], state["renewals"], state["failures"]
-        self._counted = self._arriving = None
+        Refresher.load(self, [0, 0, 0], {}, [])
 
     def count_failures(self, sound: Tensor) -> None:
         """Count the decompositions that are not sound; on a GPU without waiting for it."""

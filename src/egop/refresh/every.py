@@ -78,6 +78,9 @@ class _Periodic(Refresher):
     def after_step(self, optimizer: Rebasable) -> None:
         self.steps += 1
 
+    def check(self, optimizer: Rebasable) -> None:
+        _check_trained(self.objective, optimizer)
+
     def renew(self, optimizer: Rebasable) -> None:
         config = self.config
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.renewals)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from egop.binding import BoundBlock
 from egop.refresh.base import Refresher
@@ -13,7 +12,7 @@ from egop.refresh.streaming import Streaming, is_renewable
 
 
 def warn_of_loaded(
-    saved: Mapping[str, Any] | None,
+    with_refresh: bool,
     blocks: Sequence[BoundBlock],
     before: Sequence[BoundBlock],
     refresher: Refresher | None,
@@ -21,7 +20,7 @@ def warn_of_loaded(
     """Warn when the bases of a state that was loaded stay as they are, or are not of the structure that was wanted.
 
     Args:
-        saved: what the state has of a refresh, if it was saved with one.
+        with_refresh: whether the state was saved with a refresh.
         blocks: the blocks that were loaded.
         before: those of the optimizer before that; if it had some, no structure was wanted.
         refresher: the optimizer's own, if it has one.
@@ -30,7 +29,7 @@ def warn_of_loaded(
     told = ", ".join(sorted(kinds))
     text = None
     if refresher is None:
-        if saved is not None:
+        if with_refresh:
             text = (
                 "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
                 "as they are: give it the refresh= of the optimizer that was saved."

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from egop.batches import Batch, Batches
+from egop.binding import BoundBlock
 from egop.moments import Moments
 from egop.refresh import iteration
 from egop.refresh.base import Rebasable, Refresher
 from egop.reparameterization import Reparameterization
 from egop.replay import Aside, InPlace, Recorder, Replayed
+from egop.sharding import is_sharded, local, whole
 from egop.structures import ChangeOfBasis
 
 Place = tuple[Batch, slice]  # some neighbours in a batch
+_GRAM, _PHASE = "gram/", "phase"  # what is saved of a block: its matrices, and whether they count and it begins
 Method = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # of Gram matrices and bases: new bases, and which are sound
 
 
@@ -59,9 +62,7 @@ class Streaming(Refresher):
     def before_step(self, optimizer: Rebasable) -> None:
         """On the first step of an optimizer without a basis, start from the original coordinates."""
         self.settle(optimizer)
-        if self.steps == 0 and not optimizer.blocks:
-            optimizer.rebase(self.begin(optimizer), moments="reset")
-            self._from_nothing = {block.name for block in optimizer.blocks}
+        self.prepare(optimizer)
 
     def observe(self, optimizer: Rebasable) -> None:
         """Take the gradients into the running means."""
@@ -109,27 +110,54 @@ class Streaming(Refresher):
             self.count_failures(sound)
             optimizer.turn(batch, members, tensors, self.moments)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The counts and the Gram matrices."""
-        grams = {name: dict(own) for name, own in self.grams.items()}
-        for batch, stacks in self._stacks.items():
-            for key, stack in stacks.items() if batch.by_rows else ():
-                total = batch.summed(stack)
-                # From here on the first process has it all, as after loading: both go on alike to the last bit.
-                stack.copy_(total if batch.is_first else torch.zeros_like(total))
-                for block, own in zip(batch.blocks, total, strict=True):
-                    if block.name in grams:
-                        grams[block.name][key] = own
-        return super().state_dict() | {"grams": grams, "from_nothing": sorted(self._from_nothing)}
+    def prepare(self, optimizer: Rebasable) -> None:
+        """Without a basis, start from the original coordinates."""
+        if self.steps == 0 and not optimizer.blocks:
+            optimizer.rebase(self.begin(optimizer), moments="reset")
+            self._from_nothing = {block.name for block in optimizer.blocks}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state dict."""
-        if "grams" not in state:
-            raise ValueError("The state dict is incomplete or damaged, or of another refresh: it has no Gram matrices.")
-        grams = {name: {key: gram.clone() for key, gram in own.items()} for name, own in state["grams"].items()}
-        super().load_state_dict(state)
-        self.grams, self._stacks, self._totals = grams, {}, set(grams)
-        self._from_nothing = set(state["from_nothing"])
+    def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
+        """The Gram matrices, and for which blocks they count."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for batch in optimizer.batches:
+            if not is_renewable(batch.change):
+                continue
+            # As views of what is here, unless processes have parts that are to be summed.
+            sums = {key: batch.summed(stack) for key, stack in self._stacked(batch).items()} if complete else {}
+            for index, block in enumerate(batch.blocks):
+                phase = [block.name in self.grams, block.name in self._from_nothing]
+                grams = self.grams.get(block.name) or _zeros_for(block.change)
+                found[block.name] = {f"{_GRAM}{key}": sums[key][index] if sums else gram for key, gram in grams.items()}
+                found[block.name][_PHASE] = torch.tensor(phase, dtype=torch.uint8, device=block.device)
+        return found
+
+    def load(
+        self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
+    ) -> None:
+        """Go on from what was saved."""
+        wanted = [block for block in blocks if is_renewable(block.change)]
+        if missing := [block.name for block in wanted if _PHASE not in memories[block.name]]:
+            raise ValueError(
+                "The state dict is incomplete or damaged, or of another refresh: it has no Gram matrices of "
+                f"{', '.join(missing[:3])}."
+            )
+        grams: dict[str, dict[str, Tensor]] = {}
+        parts, from_nothing = set(), set()
+        for block in wanted:
+            known, begins = whole(memories[block.name][_PHASE]).tolist()
+            own = {key: memories[block.name][f"{_GRAM}{key}"] for key in block.change.tensors}
+            shapes = {key: gram.shape for key, gram in _zeros_for(block.change).items()}
+            if begins:
+                from_nothing.add(block.name)
+            if known:
+                if any(part_is_stacked(own[key], shapes[key]) for key in own):  # each process has its own sum
+                    parts.add(block.name)
+                elif {key: gram.shape for key, gram in own.items()} != shapes:
+                    raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
+                grams[block.name] = {key: local(gram).clone() for key, gram in own.items()}
+        super().load(counts, memories, blocks)
+        self.grams, self._stacks, self._totals = grams, {}, set(grams) - parts
+        self._from_nothing = from_nothing
 
     def reset(self) -> None:
         """Begin anew, without Gram matrices."""
@@ -174,8 +202,7 @@ class Streaming(Refresher):
     def _stacked(self, batch: Batch) -> dict[str, Tensor]:
         """The Gram matrices of a batch's blocks, made when the batch is new."""
         if batch not in self._stacks:
-            tensors = batch.change.tensors.items()
-            stacks = {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in tensors}
+            stacks = _zeros_for(batch.change)
             shapes = {key: stack.shape[1:] for key, stack in stacks.items()}
             for index, block in enumerate(batch.blocks):
                 known = self.grams.get(block.name)
@@ -276,6 +303,16 @@ def _add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Ten
         assert rows is not None
         for key, stack in stacks.items():
             stack.baddbmm_(rows[key].mT, rows[key], beta=decay, alpha=1 - decay)
+
+
+def _zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
+    """Gram matrices of no gradients at all, for a basis or stacked ones."""
+    return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}
+
+
+def part_is_stacked(gram: Tensor, shape: torch.Size) -> bool:
+    """Whether this is what several processes have of a Gram matrix, one below the other (see egop.checkpoint)."""
+    return is_sharded(gram) and gram.shape != shape
 
 
 def is_renewable(change: ChangeOfBasis) -> bool:

@@ -1,0 +1,228 @@
+"""The working parts of an optimizer: blocks, the inner optimizer, the refresh, and how a step goes through them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from egop.batches import Batch, Batches
+from egop.binding import BoundBlock, bind
+from egop.inner import copy_hyperparameters, fresh_states
+from egop.moments import Moments, check_moments, check_movable
+from egop.partition import Layer
+from egop.refresh import Refresher
+from egop.reparameterization import Reparameterization
+from egop.sharding import Pieces
+
+Bound = tuple[list[Tensor], list[torch.dtype], list[torch.device]]  # parameters as they were bound
+
+
+class Engine:
+    """All that an optimizer works with, in one object.
+
+    Frameworks wrap an optimizer by copying its attributes into another object; wrapper and original then share this.
+
+    Args:
+        optimizer_class: of the optimizer that runs inside.
+        hyperparameters: what it is given.
+        compiled: whether the products of a step go through ``torch.compile``.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], compiled: bool) -> None:
+        self.optimizer_class, self.hyperparameters, self.compiled = optimizer_class, dict(hyperparameters), compiled
+        self.param_groups: list[dict[str, Any]] = []
+        self.layers: dict[str, Layer] = {}
+        self.refresher: Refresher | None = None
+        self.blocks: list[BoundBlock] = []
+        self.pieces = Pieces()
+        self._inner: Optimizer | None = None
+        self._batches: Batches | None = None
+        self._bound: Bound = ([], [], [])
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is an inner optimizer yet."""
+        return self._inner is not None
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that runs on the coordinates (and on the parameters outside every block)."""
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def batches(self) -> Batches:
+        """The blocks, batched by kind and shape."""
+        if self._batches is None:
+            # torch's own optimizers keep no gradient for the next step; of others nobody knows.
+            reused = self.optimizer_class.__module__.startswith("torch.optim")
+            self._batches = Batches(self.blocks, compiled=self.compiled, reused=reused)
+        return self._batches
+
+    # --- what is bound to what ---
+
+    def build(self, blocks: list[BoundBlock], pieces: Pieces, inner: Optimizer | None = None) -> None:
+        """Work with these blocks from here on.
+
+        Args:
+            blocks: the blocks.
+            pieces: what stands for sharded parameters outside of them.
+            inner: the optimizer over their coordinates and these; a new one if none is given.
+        """
+        inner = inner or self.inner_over(blocks, pieces)
+        self.blocks, self.pieces, self._inner, self._batches = blocks, pieces, inner, None
+        self.note_bound()
+
+    def inner_over(self, blocks: list[BoundBlock], pieces: Pieces) -> Optimizer:
+        """A new inner optimizer over the coordinates of blocks and the parameters outside."""
+        groups = [inner_group(group, blocks, pieces) for group in self.param_groups]
+        return self.optimizer_class(groups, **self.hyperparameters)
+
+    def add_group(self, blocks: list[BoundBlock]) -> None:
+        """Take in the last parameter group, which these blocks are of."""
+        self.blocks = self.blocks + blocks
+        self.inner.add_param_group(inner_group(self.param_groups[-1], blocks, self.pieces))
+        self._batches = None
+        self.note_bound()
+
+    def note_bound(self) -> None:
+        """The parameters are bound as they are now."""
+        members = self._members()
+        self._bound = members, [each.dtype for each in members], [each.device for each in members]
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the parameters are still those that were bound, in their precision and where they were."""
+        members, (bound, dtypes, devices) = self._members(), self._bound
+        return (
+            len(members) == len(bound)
+            and all(map(operator.is_, members, bound))
+            and [each.dtype for each in members] == dtypes
+            and [each.device for each in members] == devices
+        )
+
+    def bound(self) -> list[Tensor]:
+        """The parameters that were bound, in the places of those that the groups have now."""
+        if len(self._bound[0]) != len(self._members()):
+            raise ValueError("Their number is another one: add parameters by optimizer.add_param_group.")
+        return self._bound[0]
+
+    def block_of(self, parameter: Tensor) -> BoundBlock | None:
+        """The block that a parameter is in."""
+        return next((block for block in self.blocks if any(owner is parameter for owner in block.owners)), None)
+
+    def _members(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # --- a step ---
+
+    def step(self) -> None:
+        """One step of the inner optimizer in coordinates."""
+        if self.refresher is not None:
+            self.refresher.before_step(self)
+        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        batches = self.batches
+        try:
+            batches.collect()
+            self.pieces.pull()
+            if self.refresher is not None:
+                self.refresher.observe(self)
+            batches.encode_gradients()
+            self._step_coordinates()
+        finally:
+            batches.drop_gradients()
+            self.pieces.drop_gradients()
+        # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
+        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        if self.refresher is not None:
+            self.refresher.after_step(self)
+
+    def _step_coordinates(self) -> None:
+        try:
+            self.inner.step()
+            self.batches.decode_coordinates()
+        except BaseException:  # some coordinates may have been stepped already
+            for block in self.blocks:
+                block.distrust()
+            raise
+
+    # --- other bases ---
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Bring to an end what a refresh has under way."""
+        if self.refresher is not None:
+            self.refresher.settle(self)
+
+    @torch.no_grad()
+    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+        """Go on in another basis, from the same point; see ``ReparameterizedOptimizer.rebase``."""
+        check_moments(moments)
+        self.settle()
+        own = {block.name: block for block in self.blocks}
+        if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
+            self._replace_blocks(bind(basis, self.param_groups), moments)
+            return
+        if moments == "rotate":
+            check_movable(
+                self.inner.state.get(coordinate, {}) for block in own.values() for coordinate in block.coordinates
+            )
+        for batch, members, tensors in self.batches.moved(basis):
+            self.turn(batch, members, tensors, moments)
+
+    def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
+        """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
+
+        Args:
+            batch: one of :attr:`batches`.
+            members: which of its blocks.
+            tensors: their new bases, stacked.
+            moments: as in :meth:`rebase`.
+        """
+        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self.batches.still)
+        if moments == "reset":
+            for block in batch.blocks[members]:
+                self.reset_moments(block)
+
+    def reset_moments(self, block: BoundBlock) -> None:
+        """Let the inner optimizer begin anew with the coordinates of a block."""
+        fresh = fresh_states(self.inner, block.coordinates, self.hyperparameters)
+        self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+
+    def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
+        if moments != "reset" and any(self.inner.state.values()):
+            raise ValueError(
+                "The new basis has other blocks, or blocks of another kind, than the one in use, so moments cannot be "
+                "carried over. Use rebase(basis, moments='reset')."
+            )
+        kept = dict(self.inner.state)
+        for block in blocks:
+            block.drop_rest()
+        self.build(blocks, self.pieces)
+        inside = {tensor for group in self.inner.param_groups for tensor in group["params"]}
+        self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: batches are views of memory that the blocks of a copy do not share."""
+        self.settle()
+        return self.__dict__ | {"_batches": None, "_bound": ([], [], [])}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.note_bound()
+
+
+def inner_group(group: Mapping[str, Any], blocks: list[BoundBlock], pieces: Pieces) -> dict[str, Any]:
+    """What the inner optimizer has in the place of a parameter group: coordinates, and parameters outside of blocks."""
+    inside = {id(owner): block for block in blocks for owner in block.owners}
+    members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
+    for parameter in group["params"]:
+        block = inside.get(id(parameter))
+        own = block.coordinates if block is not None else [pieces.of(parameter)]
+        members |= {id(tensor): tensor for tensor in own}
+    return {key: value for key, value in group.items() if key != "param_names"} | {"params": list(members.values())}

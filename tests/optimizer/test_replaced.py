@@ -1,0 +1,119 @@
+"""Parameters that a framework has put in the place of others, or cast or moved, are noticed at the next step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+from cases import MLP
+from explicit import case_and_basis, distance, identical, logistic
+
+KINDS = {
+    "no basis": dict,
+    "fixed": lambda: {"basis": case_and_basis("blocks")[1]},
+    "online": lambda: {"refresh": egop.Online(every=2)},
+}
+
+
+def started(kind):
+    model = MLP.build()
+    return model, egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=0.01, **KINDS[kind]())
+
+
+def steps(model, optimizer, count, first=0):
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        batch = [
+            each.to(model[0].weight.dtype) if each.is_floating_point() else each for each in MLP.batches()[step % 4]
+        ]
+        logistic(model, batch).backward()
+        optimizer.step()
+    return cases.parameters_of(model)
+
+
+def replace(model, optimizer, make=lambda parameter: nn.Parameter(parameter.detach().clone())):
+    """Give the model and the groups other parameters, as accelerate's FSDP2 does."""
+    new = {}
+    for name, parameter in list(model.named_parameters()):
+        module, _, own = name.rpartition(".")
+        new[parameter] = make(parameter)
+        setattr(model.get_submodule(module), own, new[parameter])
+    for group in optimizer.param_groups:
+        group["params"] = [new[parameter] for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_were_replaced_train_on_as_those_before(kind, after):
+    straight = steps(*started(kind), 6)
+    model, optimizer = started(kind)
+    steps(model, optimizer, after)
+    old = list(model.parameters())
+    replace(model, optimizer)
+    assert identical(steps(model, optimizer, 6 - after, first=after), straight)
+    assert not any(one is other for block in optimizer.blocks for one in block.owners for other in old)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_came_with_the_new_parameters_hold(kind):
+    model, optimizer = started(kind)
+    steps(model, optimizer, 3)
+    other, written = copy.deepcopy((model, optimizer))
+    replace(model, optimizer, lambda parameter: nn.Parameter(parameter.detach() + 0.1))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    assert distance(steps(model, optimizer, 3, 3), steps(other, written, 3, 3)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_was_cast_trains_on_in_its_new_precision(kind):
+    model, optimizer = started(kind)
+    model.float()
+    steps(model, optimizer, 3)
+    assert {block.change.block.dtype for block in optimizer.blocks} <= {torch.float32}
+    other, single = copy.deepcopy((model, optimizer))
+    model.double()
+    end = steps(model, optimizer, 3, 3)
+    assert {value.dtype for value in end.values()} == {torch.float64}
+    assert {block.change.block.dtype for block in optimizer.blocks} <= {torch.float64}
+    straight = {name: value.double() for name, value in steps(other, single, 3, 3).items()}
+    assert 0 < distance(end, straight) < 1e-4
+
+
+@pytest.mark.parametrize("what", ["shape", "fewer", "another kind"])
+def test_parameters_that_do_not_fit_are_refused_and_nothing_moves(what):
+    model, optimizer = started("fixed")
+    steps(model, optimizer, 2)
+    state, before = copy.deepcopy(optimizer.inner.state), cases.parameters_of(model)
+    group = optimizer.param_groups[0]
+    kept = group["params"]
+    if what == "shape":
+        group["params"] = [nn.Parameter(torch.zeros(2, 2)), *kept[1:]]
+    elif what == "fewer":
+        group["params"] = kept[1:]
+    else:
+        group["params"] = [nn.Parameter(torch.zeros(5, 6, dtype=torch.cfloat)), *kept[1:]]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match="The parameters in param_groups are not those that the optimizer was made"):
+        optimizer.step()
+    group["params"] = kept
+    assert identical(cases.parameters_of(model), before)
+    assert all(
+        torch.equal(one["exp_avg"], other["exp_avg"])
+        for one, other in zip(optimizer.inner.state.values(), state.values(), strict=True)
+    )
+
+
+def test_an_objective_of_the_parameters_before_is_refused():
+    model = MLP.build()
+    objective = egop.Objective(model, logistic, MLP.batches())
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Every(2, objective, samples=4))
+    steps(model, optimizer, 3)
+    replace(model, optimizer)
+    with pytest.raises(ValueError, match=r"The objective of egop\.Every has parameters of its own"):
+        steps(model, optimizer, 1)
