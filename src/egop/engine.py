@@ -14,6 +14,7 @@ from egop.batches import Batch, Batches
 from egop.binding import BoundBlock, bind
 from egop.inner import copy_hyperparameters, fresh_states
 from egop.moments import Moments, check_moments, check_movable
+from egop.objective import plain_name
 from egop.partition import Layer
 from egop.refresh import Refresher
 from egop.reparameterization import Reparameterization
@@ -106,11 +107,12 @@ class Engine:
             and [each.device for each in members] == devices
         )
 
-    def bound(self) -> list[Tensor]:
-        """The parameters that were bound, in the places of those that the groups have now."""
-        if len(self._bound[0]) != len(self._members()):
+    def bound(self) -> list[tuple[str, Tensor, torch.dtype]]:
+        """The parameters that were bound, with the names that the groups have in their places, and their precision."""
+        names = [name for group in self.param_groups for name in group["param_names"]]
+        if len({len(self._bound[0]), len(self._members()), len(names)}) > 1:
             raise ValueError("Their number is another one: add parameters by optimizer.add_param_group.")
-        return self._bound[0]
+        return list(zip(map(plain_name, names), *self._bound[:2], strict=True))
 
     def block_of(self, parameter: Tensor) -> BoundBlock | None:
         """The block that a parameter is in."""

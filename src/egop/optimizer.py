@@ -106,7 +106,7 @@ class ReparameterizedOptimizer(Optimizer):
             block.drop_rest()
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups: the model's parameters and the hyper-parameters."""
         return self._engine.param_groups
 
@@ -114,8 +114,8 @@ class ReparameterizedOptimizer(Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._engine.param_groups[:] = groups  # in the list that everyone has who has this optimizer
 
-    @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter: the inner optimizer's, coordinates, basis, and what the refresh remembers.
 
         Its tensors are those that are worked with. Another value for an entry of the inner optimizer's, or for

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,10 +57,10 @@ def exported(engine: Engine, *, complete: bool) -> dict[Tensor, Entry]:
     remembered = {} if refresher is None else refresher.memories(engine, complete=complete)
     counts = [0, 0, 0] if refresher is None else refresher.counts()
     states: dict[Tensor, Entry] = {}
-    for name, parameter in _named(engine, engine.bound()):
+    for name, parameter, dtype in engine.bound():
         place, block = inside.get(id(parameter), (None, None))
         about = {"version": STATE_VERSION, "optimizer": engine.optimizer_class.__name__, "name": name}
-        about |= {"shape": list(parameter.shape), "dtype": _dtype(parameter), "refresh": refresher is not None}
+        about |= {"shape": list(parameter.shape), "dtype": str(dtype), "refresh": refresher is not None}
         entry, stepped = {}, False
         if block is None:
             piece = engine.pieces.of(parameter)
@@ -107,16 +107,6 @@ def _inner_state(engine: Engine, tensors: Sequence[Tensor]) -> tuple[list[dict[s
 def _key(place: int, key: Any) -> Any:
     """Where the state of a block's coordinates goes: nearly all have one tensor of them, which needs no number."""
     return key if place == 0 else f"{place}/{key}"
-
-
-def _named(engine: Engine, members: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that are bound, with their names."""
-    names = [plain_name(name) for group in engine.param_groups for name in group["param_names"]]
-    return zip(names, members, strict=True)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _as_bytes(values: Any) -> Tensor:
@@ -336,22 +326,21 @@ def restored(engine: Engine, entries: Sequence[Mapping[str, Any]]) -> Restored:
         for each in with_block
     ]
     blocks = bind(Reparameterization(changes), engine.param_groups)
-    for block, each in zip(blocks, with_block, strict=True):
-        _restore_block(block, each)
+    for bound, told in zip(blocks, with_block, strict=True):
+        _restore_block(bound, told)
     pieces = Pieces()
     inner = engine.inner_over(blocks, pieces)
     members = [parameter for group in engine.param_groups for parameter in group["params"]]
-    inside = {id(owner): block for block in blocks for owner in block.owners}
+    inside: dict[int, BoundBlock] = {id(owner): block for block in blocks for owner in block.owners}
     states: dict[Tensor, dict[Any, Any]] = {}
     for parameter, each in zip(members, parsed, strict=True):
-        block = inside.get(id(parameter))
-        if block is None:
+        if (block := inside.get(id(parameter))) is None:
             states[pieces.of(parameter)] = _placed(each.inner(0), parameter, cut=True)
         elif block.owners[0] is parameter:
             owners = block.owners if block.by_rows else [parameter] * len(block.coordinates)
             for place, (coordinate, owner) in enumerate(zip(block.coordinates, owners, strict=True)):
                 states[coordinate] = _placed(each.inner(place), owner, cut=block.by_rows)
-    cast = any(_dtype(each) != told.about["dtype"] for each, told in zip(members, parsed, strict=True))
+    cast = any(str(each.dtype) != told.about["dtype"] for each, told in zip(members, parsed, strict=True))
     _load_inner_state(inner, states, cast=cast)
     memories = {block.name: each.some(REFRESH) for block, each in zip(blocks, with_block, strict=True)}
     with_refresh = any(each.about["refresh"] for each in parsed)
