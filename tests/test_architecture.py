@@ -46,6 +46,7 @@ ROOMS = [
     "batches",
     "refresh",
     "states",
+    "trial",
     "inner",
     "optimizer",
     "checkpoint",

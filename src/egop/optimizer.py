@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch.optim import Optimizer
 from egop.batches import Batch, Batches
 from egop.binding import BoundBlock, bind
 from egop.groups import named_groups
-from egop.inner import check_class, copy_hyperparameters
-from egop.moments import Moments, check_moments, check_movable
+from egop.inner import check_blocks, check_class, copy_hyperparameters, defaults_of
+from egop.moments import Moments, check_moments, movable
 from egop.objective import plain_name
 from egop.partition import layers_of
 from egop.precision import without_autocast
@@ -25,7 +26,10 @@ from egop.sharding import Pieces
 from egop.states import STATE_VERSION, check_state, fresh_states, inner_shapes, inner_state, load_inner_state, shapes_of
 from egop.structures import rebuild
 
-_OWN = ("_class", "_hyperparameters", "_inner", "_blocks", "_pieces", "_compiled", "layers", "refresher")
+_OWN = (
+    *("_class", "_hyperparameters", "_any_class", "_matrices_only"),
+    *("_inner", "_blocks", "_pieces", "_compiled", "layers", "refresher"),
+)
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -51,6 +55,9 @@ class ReparameterizedOptimizer(Optimizer):
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
+        any_class: whether to run a class that was tried and found not to work coordinate by coordinate (``SOAP``,
+            ``Adafactor``) on the coordinates nonetheless, whatever their shape. A class that is meant for coordinates
+            that are matrices (those of ``Shared`` and ``Kronecker``) says so by its ``works_on_matrices = True``.
         **hyperparameters: handed to ``optimizer_class``, ``foreach`` and ``fused`` too.
 
     Example:
@@ -69,25 +76,26 @@ class ReparameterizedOptimizer(Optimizer):
         *,
         refresh: Refresh | None = None,
         compile: bool = False,
+        any_class: bool = False,
         **hyperparameters: Any,
     ) -> None:
-        check_class(optimizer_class)
         check_refresh(refresh, basis)
         groups = named_groups(params)
         bases = [group.pop("basis", None) for group in groups]
-        # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
-        template = optimizer_class([torch.zeros(1, requires_grad=True)], **hyperparameters)
+        self._matrices_only = check_class(optimizer_class, groups, hyperparameters, any_class=any_class)
+        defaults = defaults_of(optimizer_class, groups[0], hyperparameters)
         self._class = optimizer_class
+        self._any_class = any_class
         self._hyperparameters = hyperparameters
         self._compiled = compile
         self._inner: Optimizer | None = None
         self._blocks: list[BoundBlock] = []
         self._pieces = Pieces()
         self.refresher: Refresher | None = None
-        super().__init__(groups, dict(template.defaults))
-        self._blocks = bind(basis, self.param_groups)
+        super().__init__(groups, defaults)
+        self._blocks = self._bind(basis, self.param_groups)
         for index, own in enumerate(bases):
-            self._blocks += bind(own, self.param_groups[index : index + 1], first_group=index)
+            self._blocks += self._bind(own, self.param_groups[index : index + 1], first_group=index)
         Reparameterization([block.change for block in self._blocks])  # checks that no two blocks share a parameter
         self._build()
         named = [
@@ -132,7 +140,9 @@ class ReparameterizedOptimizer(Optimizer):
         (group,) = named_groups(
             [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
         )
-        blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
+        basis = group.pop("basis", None)
+        check_class(self._class, [group], self._hyperparameters, any_class=self._any_class)
+        blocks = self._bind(basis, [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
         names = map(plain_name, group["param_names"])
@@ -184,20 +194,20 @@ class ReparameterizedOptimizer(Optimizer):
         Args:
             basis: new changes of basis for some or all of the blocks. One with other blocks, or blocks of another kind,
                 replaces all of them; it needs ``moments="reset"`` once steps have been taken.
-            moments: ``"rotate"`` carries the inner optimizer's moments into the new coordinates (linear ones exactly,
-                squared ones by the squared rotation, see :mod:`egop.moments`), ``"keep"`` leaves them as they are,
-                ``"reset"`` starts them anew.
+            moments: ``"rotate"`` carries the inner optimizer's state into the new coordinates: vectors (momentum) and
+                points (averages of weights, ``z`` of schedule-free optimizers) exactly, squared moments by the squared
+                rotation; what is not known is an error. ``"keep"`` leaves all but points as it is, ``"reset"`` starts
+                it anew. See :mod:`egop.moments` for each kind of state.
         """
         check_moments(moments)
         self._settle()
         own = {block.name: block for block in self._blocks}
         if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
-            self._replace_blocks(bind(basis, self.param_groups), moments)
+            self._replace_blocks(self._bind(basis, self.param_groups), moments)
             return
-        if moments == "rotate":
-            check_movable(
-                self.inner.state.get(coordinate, {}) for block in own.values() for coordinate in block.coordinates
-            )
+        for block in own.values():  # what is refused, before anything changes
+            for coordinate in block.coordinates:
+                movable(self.inner.state.get(coordinate, {}), coordinate.shape, moments)
         for batch, members, tensors in self._batches.moved(basis):
             self.turn(batch, members, tensors, moments)
 
@@ -210,11 +220,44 @@ class ReparameterizedOptimizer(Optimizer):
             tensors: their new bases, stacked.
             moments: as in :meth:`rebase`.
         """
-        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self._batches.still)
+        batch.turn(members, tensors, self.inner.state, moments, still=self._batches.still)
         if moments == "reset":
             for block in batch.blocks[members]:
                 fresh = fresh_states(self.inner, block, self._hyperparameters)
                 self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The inner optimizer's ``train``, if it has one (schedule-free optimizers do): the training weights."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The inner optimizer's ``eval``, if it has one: the model gets the weights to be evaluated and saved."""
+        return self._mode("eval")
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        if not callable(getattr(self._inner, name, None)):  # so that hasattr says what holds for the inner optimizer
+            raise AttributeError(f"{self._class.__name__} has no {name}()")
+        return partial(self._switch, name)
+
+    @torch.no_grad()
+    def _switch(self, name: str) -> None:
+        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
+            return  # that is where it is: trainers ask before every step
+        self._settle()
+        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        self._pieces.pull()
+        try:
+            with without_autocast():
+                self._batches.rewrite(getattr(self.inner, name))
+        except BaseException:  # some coordinates may have been written already
+            for block in self._blocks:
+                block.distrust()
+            raise
+        finally:
+            self._pieces.drop_gradients()
+        copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
@@ -273,7 +316,7 @@ class ReparameterizedOptimizer(Optimizer):
         check_state(state_dict, self.param_groups, self._class)
         saved = state_dict["egop"]
         basis = Reparameterization([rebuild(each, _cloned(each["tensors"])) for each in saved["blocks"]])
-        blocks = bind(basis, self.param_groups)
+        blocks = self._bind(basis, self.param_groups)
         for block, each in zip(blocks, saved["blocks"], strict=True):
             block.restore(each["coordinates"], each["rest"], each["stand_for"])
         super().load_state_dict({**state_dict, "state": {}})
@@ -314,6 +357,14 @@ class ReparameterizedOptimizer(Optimizer):
         self._build()
         inside = {tensor for group in self.inner.param_groups for tensor in group["params"]}
         self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
+
+    def _bind(
+        self, basis: Reparameterization | None, groups: list[dict[str, Any]], first_group: int = 0
+    ) -> list[BoundBlock]:
+        blocks = bind(basis, groups, first_group)
+        if self._matrices_only:
+            check_blocks(self._class, blocks)
+        return blocks
 
     def _build(self) -> None:
         """Make the inner optimizer over the coordinates and the parameters outside every block."""
