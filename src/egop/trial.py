@@ -101,6 +101,7 @@ def _outcome(
     seed_everything(0)
     try:
         optimizer = build(parameter)
+        getattr(optimizer, "train", lambda: None)()  # schedule-free ones do not step before
         for gradient in gradients:
             parameter.grad = gradient.clone()
             optimizer.step(loss) if closure else optimizer.step()
