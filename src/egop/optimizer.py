@@ -141,7 +141,7 @@ class ReparameterizedOptimizer(Optimizer):
             [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
         )
         basis = group.pop("basis", None)
-        check_class(self._class, [group], self._hyperparameters, any_class=self._any_class)
+        self._matrices_only |= check_class(self._class, [group], self._hyperparameters, any_class=self._any_class)
         blocks = self._bind(basis, [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
