@@ -45,6 +45,7 @@ ROOMS = [
     "turning",
     "batches",
     "refresh",
+    "trial",
     "inner",
     "engine",
     "states",

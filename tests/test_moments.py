@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -36,12 +38,19 @@ def stacked(states, key):
     return torch.cat([state[key].flatten() for state in states])
 
 
-@pytest.mark.parametrize("key", sorted(moments.LINEAR))
+def carried(states, old, new, **options):
+    """The states after a change of basis: what moves, and what stays as it was."""
+    moved = [moments.movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
+    fresh = moments.rotated(moved, old, new, **options)
+    return [state | own for state, own in zip(states, fresh, strict=True)]
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "momentum_buffer", "z", "ax"])
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_linear_moments_are_rotated_exactly(structure, key):
+def test_vectors_and_points_are_rotated_exactly(structure, key):
     old, new = (random_change(structure, seed) for seed in (0, 1))
     states = states_of(old, key)
-    found = moments.rotated(states, old, new)
+    found = carried(states, old, new)
     expected = new.dense().mT @ (old.dense() @ stacked(states, key))
     torch.testing.assert_close(stacked(found, key), expected, rtol=0, atol=1e-12)
     assert all(state["step"] == 5 for state in found)
@@ -51,12 +60,12 @@ def squared_rotation(old, new):
     return (new.dense().mT @ old.dense()).square()
 
 
-@pytest.mark.parametrize("key", sorted(moments.SQUARED))
+@pytest.mark.parametrize("key", ["exp_avg_sq", "sum", "exp_avg_var"])
 @pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
 def test_squared_moments_are_carried_by_the_squared_rotation(structure, key):
     old, new = (random_change(structure, seed) for seed in (0, 1))
     states = states_of(old, key)
-    found = moments.rotated(states, old, new)
+    found = carried(states, old, new)
     expected = squared_rotation(old, new) @ stacked(states, key)
     torch.testing.assert_close(stacked(found, key), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(stacked(found, key).sum(), stacked(states, key).sum())  # no variance is lost
@@ -67,7 +76,7 @@ def test_magnitudes_are_carried_as_squared_moments_after_squaring(structure):
     old, new = (random_change(structure, seed) for seed in (0, 1))
     states = states_of(old, "exp_inf")
     expected = (squared_rotation(old, new) @ stacked(states, "exp_inf").square()).sqrt()
-    found = stacked(moments.rotated(states, old, new), "exp_inf")
+    found = stacked(carried(states, old, new), "exp_inf")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -79,31 +88,100 @@ def test_magnitudes_are_carried_as_squared_moments_after_squaring(structure):
 def test_what_cannot_be_rotated_is_kept(structure, key):
     old, new = (random_change(structure, seed) for seed in (0, 1))
     states = states_of(old, key)
-    assert torch.equal(stacked(moments.rotated(states, old, new), key), stacked(states, key))
+    assert torch.equal(stacked(carried(states, old, new), key), stacked(states, key))
 
 
 def test_the_given_states_are_not_changed():
     old, new = (random_change(egop.Full(), seed) for seed in (0, 1))
     states = states_of(old, "exp_avg", "exp_avg_sq")
     before = [{key: value.clone() for key, value in state.items()} for state in states]
-    moments.rotated(states, old, new)
+    carried(states, old, new)
     assert all(identical(one, other) for one, other in zip(states, before, strict=True))
 
 
-def unknown(key, *shape):
-    return [{key: torch.zeros(shape)}]
+def test_points_of_an_incomplete_basis_are_rotated_with_the_rest():
+    old, new = (random_change(egop.Reduced(5), seed) for seed in (0, 1))
+    rest = torch.rand(3, 4, dtype=torch.float64)
+    states = states_of(old, "z", "exp_avg")
+    found = carried(states, old, new, rest=[rest])
+    point = old.dense() @ stacked(states, "z") + rest.flatten()
+    torch.testing.assert_close(stacked(found, "z"), new.dense().mT @ point, rtol=0, atol=1e-12)
+    vector = old.dense() @ stacked(states, "exp_avg")
+    torch.testing.assert_close(stacked(found, "exp_avg"), new.dense().mT @ vector, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("states", [unknown("secret", 12), unknown("row_var", 3, 1)], ids=["of a coordinate", "other"])
-def test_a_state_that_is_not_known_is_an_error_never_a_guess(states):
+@pytest.mark.parametrize("container", ["list", "dict", "deque", "tuple", "dict of lists"])
+def test_vectors_in_containers_are_rotated_as_vectors(container):
     old, new = (random_change(egop.Full(), seed) for seed in (0, 1))
-    (key,) = states[0]
+    ((one, other),) = ([states_of(old, "x", seed=seed)[0]["x"] for seed in (1, 2)],)
+    pair = {
+        "list": [one, other],
+        "dict": {0.9: one, 0.99: other, "count": 3},
+        "deque": deque([one, other], maxlen=2),
+        "tuple": (one, other, None),
+        "dict of lists": {"a": [one], "b": [other, torch.tensor(2.0)]},
+    }[container]
+    moved = moments.movable({"momentum_buffer": pair}, one.shape)
+    assert [id(tensor) for tensor in moved.values()] == [id(one), id(other)]  # to be written where they are
+    found = moments.rotated([moved], old, new)[0]
+    for before, after in zip((one, other), found.values(), strict=True):
+        torch.testing.assert_close(after, new.dense().mT @ old.dense() @ before, rtol=0, atol=1e-12)
+
+
+def test_moments_in_lower_precision_are_rotated_in_that_of_the_basis():
+    old, new = (random_change(egop.Full(), seed) for seed in (0, 1))
+    (state,) = states_of(old, "exp_avg", "exp_avg_sq")
+    low = {key: value.bfloat16() for key, value in state.items()}
+    (found,) = carried([low], old, new)
+    expected = new.dense().mT @ (old.dense() @ low["exp_avg"].double())
+    torch.testing.assert_close(found["exp_avg"], expected, rtol=0, atol=1e-12)
+
+
+SHAPE = torch.Size([3, 4])
+UNKNOWN = {
+    "of a coordinate": ({"secret": torch.zeros(SHAPE)}, "'secret'"),
+    "factors": ({"row_var": torch.zeros(3, 1)}, "'row_var'"),
+    "a list": ({"grads": [None, 0.5, torch.zeros(SHAPE)]}, r"'grads\[2\]'"),
+    "a list of factors": ({"GG": [torch.zeros(3, 3), torch.zeros(4, 4)]}, r"'GG\[0\]'"),
+    "a deque": ({"queue": deque([torch.zeros(SHAPE)])}, r"'queue\[0\]'"),
+    "a dict of lists": ({"Q": {"left": [torch.zeros(3, 3)]}}, r"'Q\['left'\]\[0\]'"),
+    "an object": ({"projector": object()}, "'projector'"),
+    "a known name, another shape": (
+        {"exp_avg": torch.zeros(3, 2)},
+        r"'exp_avg' of shape \(3, 2\) \(float32\) for one of \(3, 4\)",
+    ),
+    "a known name, quantised": ({"exp_avg": torch.zeros(SHAPE, dtype=torch.uint8)}, r"'exp_avg' of .*\(uint8\)"),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_a_state_that_is_not_known_is_an_error_never_a_guess(what):
+    state, name = UNKNOWN[what]
     message = (
-        f"The optimizer's state has '{key}', and it is not known how that follows a change of basis. "
-        "Use moments='reset' or moments='keep'."
+        f"The optimizer's state has {name}.*, and it is not known how that follows a change of basis. Use "
+        "moments='reset', which starts the state anew; moments='keep' is right only for what does not depend on"
     )
     with pytest.raises(ValueError, match=message):
-        moments.rotated(states, old, new)
+        moments.movable(state, SHAPE)
+    assert moments.movable(state, SHAPE, "reset") == {}
+
+
+def test_single_numbers_stay_whatever_their_name():
+    numbers = {"step": torch.tensor(3.0), "norm": torch.zeros(1), "k": 4, "name": "x", "none": None, "betas": (0.9, 1)}
+    assert moments.movable(numbers, SHAPE) == {}
+
+
+def test_of_what_is_kept_points_alone_are_rotated():
+    state = {name: torch.zeros(SHAPE) for name in ("z", "exp_avg", "exp_avg_sq", "secret")}
+    assert list(moments.movable(state, SHAPE, "keep")) == ["z"]
+
+
+def test_a_state_of_some_coordinates_only_is_an_error():
+    old, new = (random_change(egop.Auxiliary(5), seed) for seed in (0, 1))
+    one, other = states_of(old, "exp_avg")
+    del other["exp_avg"]
+    with pytest.raises(ValueError, match="'exp_avg' for some of a block's coordinates only"):
+        carried([one, other], old, new)
 
 
 def test_an_unknown_policy_is_refused():
@@ -241,16 +319,52 @@ def test_every_optimizer_can_be_rebased(optimizer, policy):
 
 def test_an_optimizer_of_unknown_state_is_refused_before_anything_changes():
     model = MLP.build()
-    wrapped = egop.ReparameterizedOptimizer(model, torch.optim.Adafactor, basis_of(MLP, structure=egop.Shared()))
+    wrapped = egop.ReparameterizedOptimizer(
+        model, torch.optim.Adafactor, basis_of(MLP, structure=egop.Shared()), any_class=True
+    )
     steps(model, wrapped, 2)
     kept = [(block.change, [c.clone() for c in block.coordinates]) for block in wrapped.blocks]
-    with pytest.raises(ValueError, match="state has 'col_var', and it is not known how"):
+    with pytest.raises(ValueError, match="state has 'row_var', and it is not known how"):
         wrapped.rebase(basis_of(MLP, structure=egop.Shared(), samples=3))
     for block, (change, coordinates) in zip(wrapped.blocks, kept, strict=True):
         assert block.change is change
         assert all(torch.equal(one, other) for one, other in zip(block.coordinates, coordinates, strict=True))
     wrapped.rebase(basis_of(MLP, structure=egop.Shared(), samples=3), moments="reset")
     steps(model, wrapped, 2)
+
+
+def test_momentum_in_containers_does_not_notice_a_change_of_basis():
+    """AggMo keeps a dict of momenta: the same trajectory with and without changes of basis."""
+    AggMo = pytest.importorskip("pytorch_optimizer").AggMo
+    found = []
+    for policy in (None, "rotate"):
+        model = Quadratic()
+        optimizer = egop.ReparameterizedOptimizer(model, AggMo, BASES[0], lr=0.005)
+        for step in range(20):
+            if policy and step % 7 == 3:
+                optimizer.rebase(BASES[step % 2], moments=policy)
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        found.append(cases.parameters_of(model))
+    assert distance(*found) < 1e-12
+
+
+def test_queues_of_gradients_are_rotated_where_they_are():
+    AdaShift = pytest.importorskip("pytorch_optimizer").AdaShift
+    model = Quadratic()
+    optimizer = egop.ReparameterizedOptimizer(model, AdaShift, BASES[0], lr=0.01, keep_num=3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    queue = state(optimizer)["grad_queue"]
+    before = [tensor.clone() for tensor in queue]
+    optimizer.rebase(BASES[1])
+    assert state(optimizer)["grad_queue"] is queue
+    old, new = (basis["theta"].dense() for basis in BASES)
+    for one, other in zip(before, queue, strict=True):
+        torch.testing.assert_close(other, new.mT @ old @ one, rtol=0, atol=1e-12)
 
 
 def test_another_kind_of_basis_needs_a_reset():

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from egop.binding import BoundBlock
-from egop.moments import check_movable
+from egop.moments import Moments, movable
 from egop.precision import exact_products
 from egop.replay import InPlace, Recorder, copy_all
 from egop.sharding import is_first_shard, sum_over_shards
 from egop.structures import ChangeOfBasis
-from egop.turning import StackedStates, moved_states, stack, tensors_of, turn
+from egop.turning import StackedStates, moved_states, stack, turn
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
 
@@ -119,8 +119,26 @@ class Batch:
                 if block in written:
                     block.follow(tensors)
 
+    def pull(self) -> None:
+        """Take in what is new in the parameters of all blocks, outside a step."""
+        for block in self.blocks:
+            if block.sharded:
+                block.pull()
+                for tensor in block.stepped():
+                    tensor.grad = None
+        self.follow(self.blocks)
+
+    def push(self, before: Sequence[Tensor]) -> None:
+        """Write to the parameters of the blocks whose coordinates, stacked, are not what they were before."""
+        pairs = list(zip(self.coordinates, before, strict=True))
+        changed = [i for i in range(len(self.blocks)) if any(not torch.equal(now[i], was[i]) for now, was in pairs)]
+        if changed:
+            decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
+            for index in changed:
+                self.blocks[index].accept(decoded[index])
+
     def turn(
-        self, members: slice, tensors: Mapping[str, Tensor], states: States, *, rotate: bool, still: bool = False
+        self, members: slice, tensors: Mapping[str, Tensor], states: States, moments: Moments, *, still: bool = False
     ) -> None:
         """Express some blocks' points in other bases.
 
@@ -128,7 +146,7 @@ class Batch:
             members: which blocks.
             tensors: their new bases, stacked.
             states: the inner optimizer's state.
-            rotate: whether that is carried into the new coordinates.
+            moments: what becomes of that, see :func:`egop.moments.movable`.
             still: whether to do so in the same memory every time.
         """
         blocks = self.blocks[members]
@@ -137,22 +155,21 @@ class Batch:
         old = self.change.part(members)
         new = old.replaced({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
         coordinates = [stacked[members] for stacked in self.coordinates]
-        moments = [
-            [tensors_of(states.get(coordinate, {})) if rotate else {} for coordinate in block.coordinates]
+        moved = [
+            [movable(states.get(coordinate, {}), coordinate.shape, moments) for coordinate in block.coordinates]
             for block in blocks
         ]
-        check_movable(state for block in moments for state in block)
         try:
             if not old.has_rotation:
-                self._turn_by_decoding(blocks, old, new, coordinates, moments)
+                self._turn_by_decoding(blocks, old, new, coordinates, moved)
             elif still:
                 new = self._brought_in(new, members)
                 used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
-                used += [tensor for block in moments for state in block for tensor in state.values()]
+                used += [tensor for block in moved for state in block for tensor in state.values()]
                 again = self._turns.setdefault((members.start, members.stop), InPlace(turn, self._recorder))
-                again.of(used, old, new, coordinates, moments)
+                again.of(used, old, new, coordinates, moved)
             else:
-                turn(old, new, coordinates, moments)
+                turn(old, new, coordinates, moved)
         except BaseException:  # coordinates and basis may not belong together
             for block in blocks:
                 block.distrust()
@@ -164,14 +181,16 @@ class Batch:
         old: ChangeOfBasis,
         new: ChangeOfBasis,
         coordinates: list[Tensor],
-        moments: StackedStates,
+        moved: StackedStates,
     ) -> None:
         """For structures that may leave something of the parameters out."""
         with exact_products():
             decoded = zip(*old.decode(coordinates), strict=True)
             values = [block.whole(own) for block, own in zip(blocks, decoded, strict=True)]
             encoded = new.encode([stack(group) for group in zip(*values, strict=True)])
-            targets, sources = moved_states(old, new, moments, None)
+            rests = [block.rest for block in blocks if block.rest is not None]  # all have one, or none
+            rest = [stack(group) for group in zip(*rests, strict=True)] if rests else None
+            targets, sources = moved_states(old, new, moved, None, rest)
         copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
         for block, value in zip(blocks, values, strict=True):
             block.keep_rest_of(value)
@@ -269,6 +288,15 @@ class Batches:
         for batch in active:
             for index in batch.active:
                 batch.blocks[index].wrote()
+
+    def rewrite(self, write: Callable[[], object]) -> None:
+        """Let someone write other weights into the coordinates, as the parameters are now, and then into these."""
+        for batch in self._each:
+            batch.pull()
+        before = [[stacked.clone() for stacked in batch.coordinates] for batch in self._each]
+        write()
+        for batch, own in zip(self._each, before, strict=True):
+            batch.push(own)
 
     def _applied(self, method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
         if not self.still:

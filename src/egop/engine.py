@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from egop.batches import Batch, Batches
 from egop.binding import BoundBlock, bind
-from egop.inner import copy_hyperparameters, fresh_states
-from egop.moments import Moments, check_moments, check_movable
+from egop.inner import check_blocks, check_class, copy_hyperparameters, fresh_states
+from egop.moments import Moments, check_moments, movable
 from egop.objective import plain_name
 from egop.partition import Layer
 from egop.refresh import Refresher
@@ -32,10 +32,14 @@ class Engine:
         optimizer_class: of the optimizer that runs inside.
         hyperparameters: what it is given.
         compiled: whether the products of a step go through ``torch.compile``.
+        any_class: whether it may work in another way than coordinate by coordinate.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], compiled: bool) -> None:
-        self.optimizer_class, self.hyperparameters, self.compiled = optimizer_class, dict(hyperparameters), compiled
+    def __init__(
+        self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], *, compiled: bool, any_class: bool
+    ) -> None:
+        self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
+        self.compiled, self.any_class, self.matrices_only = compiled, any_class, False
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Layer] = {}
         self.refresher: Refresher | None = None
@@ -66,6 +70,19 @@ class Engine:
         return self._batches
 
     # --- what is bound to what ---
+
+    def check_class(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise an error if the inner optimizer does not work with coordinates, by the settings of these groups."""
+        self.matrices_only |= check_class(self.optimizer_class, groups, self.hyperparameters, any_class=self.any_class)
+
+    def bind(
+        self, basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
+    ) -> list[BoundBlock]:
+        """The blocks of a basis, bound to the parameters of these groups; nothing is changed."""
+        blocks = bind(basis, groups, first_group)
+        if self.matrices_only:
+            check_blocks(self.optimizer_class, blocks)
+        return blocks
 
     def build(self, blocks: list[BoundBlock], pieces: Pieces, inner: Optimizer | None = None) -> None:
         """Work with these blocks from here on.
@@ -153,6 +170,21 @@ class Engine:
                 block.distrust()
             raise
 
+    def switch(self, mode: str) -> None:
+        """Call the inner optimizer's ``train`` or ``eval``, which writes other weights."""
+        self.settle()
+        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        self.pieces.pull()
+        try:
+            self.batches.rewrite(getattr(self.inner, mode))
+        except BaseException:  # some coordinates may have been written already
+            for block in self.blocks:
+                block.distrust()
+            raise
+        finally:
+            self.pieces.drop_gradients()
+        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+
     # --- other bases ---
 
     @torch.no_grad()
@@ -168,12 +200,11 @@ class Engine:
         self.settle()
         own = {block.name: block for block in self.blocks}
         if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
-            self._replace_blocks(bind(basis, self.param_groups), moments)
+            self._replace_blocks(self.bind(basis, self.param_groups), moments)
             return
-        if moments == "rotate":
-            check_movable(
-                self.inner.state.get(coordinate, {}) for block in own.values() for coordinate in block.coordinates
-            )
+        for block in own.values():  # what is refused, before anything changes
+            for coordinate in block.coordinates:
+                movable(self.inner.state.get(coordinate, {}), coordinate.shape, moments)
         for batch, members, tensors in self.batches.moved(basis):
             self.turn(batch, members, tensors, moments)
 
@@ -186,7 +217,7 @@ class Engine:
             tensors: their new bases, stacked.
             moments: as in :meth:`rebase`.
         """
-        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self.batches.still)
+        batch.turn(members, tensors, self.inner.state, moments, still=self.batches.still)
         if moments == "reset":
             for block in batch.blocks[members]:
                 self.reset_moments(block)

@@ -4,35 +4,111 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop."
+from egop.binding import BoundBlock
+from egop.trial import tried
+
+_ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
+_NOT_SETTINGS = ("params", "param_names", "basis")
 
 
-def check_class(optimizer_class: Any) -> None:
-    """Raise an error for what is not a class of optimizers, or one that works in another way."""
+def check_optimizer(optimizer_class: Any) -> None:
+    """Raise an error for what is not a class of optimizers."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         given = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
         raise TypeError(
             f"optimizer_class must be a torch.optim.Optimizer class, got {given.__name__}. Pass the class and its "
             "arguments: ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)."
         )
-    if any(base.__name__ == "Muon" for base in optimizer_class.__mro__):  # torch's, and those of other packages
+
+
+def check_class(
+    optimizer_class: type[Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    hyperparameters: Mapping[str, Any],
+    *,
+    any_class: bool,
+) -> bool:
+    """Raise an error for a class of optimizers that works in another way than coordinate by coordinate.
+
+    Args:
+        optimizer_class: the class.
+        groups: the parameter groups, with settings of their own.
+        hyperparameters: the arguments of the class.
+        any_class: whether one that does not work coordinate by coordinate is to run nonetheless.
+
+    Returns:
+        Whether it is to run on coordinates that are matrices alone, see :func:`check_blocks`.
+    """
+    name = optimizer_class.__name__
+    if next(iter(inspect.signature(optimizer_class).parameters), "params") in ("optimizer", "base_optimizer"):
         raise TypeError(
-            f"{optimizer_class.__name__} works on whole matrices, and the coordinates of a block need not be one. "
-            f"{_ADVICE}"
+            f"{name} wraps another optimizer. Give egop that other one's class, and wrap what you get: "
+            f"{name}(egop.ReparameterizedOptimizer(...))."
         )
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    declared = bool(getattr(optimizer_class, "works_on_matrices", False))
+    other_on_vectors = False
+    for settings in [settings_of(group) for group in groups]:
+        found = tried(optimizer_class, settings, hyperparameters)
+        if found.needs_closure:
+            raise TypeError(
+                f"{name} evaluates the loss several times within a step, or needs its value, which egop does not "
+                f"support. {_ADVICE}."
+            )
+        if found.whole is not None and not (any_class or declared):
+            raise TypeError(
+                f"{name} does not work coordinate by coordinate: {found.whole}. The coordinates of a block need not be "
+                f"a matrix, nor have rows and columns that mean the same. {_ADVICE}, or pass any_class=True to run "
+                f"{name} on the coordinates nonetheless."
+            )
+        other_on_vectors |= found.other_on_vectors
+    return (declared or other_on_vectors) and not any_class
+
+
+def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:
+    """Raise an error where an optimizer that tells matrices from vectors would take one for the other."""
+    for block in blocks:
+        matrices = [tuple(parameter.shape) for parameter in block.parameters if parameter.dim() > 1]
+        if matrices and any(coordinate.dim() < 2 for coordinate in block.coordinates):
+            raise TypeError(
+                f"{optimizer_class.__name__} treats matrices and vectors in different ways, and the coordinates of "
+                f"block '{block.name}', a weight of shape {matrices[0]}, are a vector in the structure "
+                f"{block.change.kind}. Use structure=egop.Shared() or egop.Kronecker(), whose coordinates are "
+                "matrices, or pass any_class=True."
+            )
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that a group has of its own."""
+    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+def defaults_of(
+    optimizer_class: type[Optimizer], group: Mapping[str, Any], hyperparameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All hyper-parameters of an optimizer, checked and completed by itself.
+
+    Args:
+        optimizer_class: the class.
+        group: one of its groups: some classes need settings there.
+        hyperparameters: its arguments.
+    """
+    number = torch.zeros(1, 1, requires_grad=True)  # thrown away; a matrix, since some classes take nothing else
+    try:
+        return dict(optimizer_class([{**settings_of(group), "params": [number]}], **hyperparameters).defaults)
+    except (TypeError, ValueError):  # in its own words
+        raise
+    except Exception as error:
         raise TypeError(
-            f"{optimizer_class.__name__} evaluates the loss several times within a step, which egop does not support. "
-            f"{_ADVICE}"
-        )
+            f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
+            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is."
+        ) from error
 
 
 def copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

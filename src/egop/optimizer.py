@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egop.batches import Batches
-from egop.binding import BoundBlock, bind
+from egop.binding import BoundBlock
 from egop.engine import Engine
 from egop.groups import check_real, named_groups
-from egop.inner import check_class
+from egop.inner import check_optimizer, defaults_of
 from egop.moments import Moments
 from egop.objective import plain_name
 from egop.partition import Layer, layers_of
@@ -59,6 +60,9 @@ class ReparameterizedOptimizer(Optimizer):
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
+        any_class: whether to run a class that was tried and found not to work coordinate by coordinate (``SOAP``,
+            ``Adafactor``) on the coordinates nonetheless, whatever their shape. A class that is meant for coordinates
+            that are matrices (those of ``Shared`` and ``Kronecker``) says so by its ``works_on_matrices = True``.
         **hyperparameters: handed to ``optimizer_class``, ``foreach`` and ``fused`` too.
 
     Example:
@@ -77,21 +81,21 @@ class ReparameterizedOptimizer(Optimizer):
         *,
         refresh: Refresh | None = None,
         compile: bool = False,
+        any_class: bool = False,
         **hyperparameters: Any,
     ) -> None:
-        check_class(optimizer_class)
         check_refresh(refresh, basis)
         groups = named_groups(params)
         bases = [group.pop("basis", None) for group in groups]
-        # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
-        template = optimizer_class([torch.zeros(1, requires_grad=True)], **hyperparameters)
+        check_optimizer(optimizer_class)
         # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
-        self._engine, self._passing = Engine(optimizer_class, hyperparameters, compile), _Passing()
-        super().__init__(groups, dict(template.defaults))
-        engine = self._engine
-        blocks = bind(basis, self.param_groups)
+        self._engine = engine = Engine(optimizer_class, hyperparameters, compiled=compile, any_class=any_class)
+        self._passing = _Passing()
+        engine.check_class(groups)
+        super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
+        blocks = engine.bind(basis, self.param_groups)
         for index, own in enumerate(bases):
-            blocks += bind(own, self.param_groups[index : index + 1], first_group=index)
+            blocks += engine.bind(own, self.param_groups[index : index + 1], first_group=index)
         Reparameterization([block.change for block in blocks])  # checks that no two blocks share a parameter
         engine.build(blocks, Pieces())
         named = [
@@ -185,7 +189,9 @@ class ReparameterizedOptimizer(Optimizer):
         (group,) = named_groups(
             [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
         )
-        blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
+        basis = group.pop("basis", None)
+        engine.check_class([group])
+        blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in engine.blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
         names = map(plain_name, group["param_names"])
@@ -217,12 +223,38 @@ class ReparameterizedOptimizer(Optimizer):
         Args:
             basis: new changes of basis for some or all of the blocks. One with other blocks, or blocks of another kind,
                 replaces all of them; it needs ``moments="reset"`` once steps have been taken.
-            moments: ``"rotate"`` carries the inner optimizer's moments into the new coordinates (linear ones exactly,
-                squared ones by the squared rotation, see :mod:`egop.moments`), ``"keep"`` leaves them as they are,
-                ``"reset"`` starts them anew.
+            moments: ``"rotate"`` carries the inner optimizer's state into the new coordinates: vectors (momentum) and
+                points (averages of weights, ``z`` of schedule-free optimizers) exactly, squared moments by the squared
+                rotation; what is not known is an error. ``"keep"`` leaves all but points as it is, ``"reset"`` starts
+                it anew. See :mod:`egop.moments` for each kind of state.
         """
         self._attend()
         self._engine.rebase(basis, moments=moments)
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The inner optimizer's ``train``, if it has one (schedule-free optimizers do): the training weights."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The inner optimizer's ``eval``, if it has one: the model gets the weights to be evaluated and saved."""
+        return self._mode("eval")
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        engine = self._engine
+        if not engine.is_built or not callable(getattr(engine.inner, name, None)):
+            # So that hasattr says what holds for the inner optimizer.
+            raise AttributeError(f"{engine.optimizer_class.__name__} has no {name}()")
+        return partial(self._switch, name)
+
+    @torch.no_grad()
+    def _switch(self, name: str) -> None:
+        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
+            return  # that is where it is: trainers ask before every step
+        self._attend()
+        with without_autocast():
+            self._engine.switch(name)
 
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""

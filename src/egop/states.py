@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.binding import UNKNOWN, BoundBlock, bind
+from egop.binding import UNKNOWN, BoundBlock
 from egop.engine import Engine
 from egop.inner import fresh_states
 from egop.objective import plain_name
@@ -66,7 +67,7 @@ def exported(engine: Engine, *, complete: bool) -> dict[Tensor, Entry]:
             piece = engine.pieces.of(parameter)
             found, stepped = _inner_state(engine, [piece])
             spread = engine.pieces.spreading(piece)
-            entry = {key: spread(value) if isinstance(value, Tensor) else value for key, value in found[0].items()}
+            entry = {key: mapped(value, spread) for key, value in found[0].items()}
         elif block.owners[0] is parameter:
             entry, stepped = _of_block(engine, block, complete=complete)
             entry |= {f"{REFRESH}{key}": tensor for key, tensor in remembered.get(block.name, {}).items()}
@@ -82,7 +83,7 @@ def _of_block(engine: Engine, block: BoundBlock, *, complete: bool) -> tuple[Ent
     states, stepped = _inner_state(engine, block.coordinates)
     for place, (coordinate, state) in enumerate(zip(block.coordinates, states, strict=True)):
         for key, value in state.items():
-            entry[_key(place, key)] = block.spread(place, value) if isinstance(value, Tensor) else value
+            entry[_key(place, key)] = mapped(value, partial(block.spread, place))
         entry[f"{COORDINATES}{place}"] = block.spread(place, coordinate.detach())
     entry |= {f"{BASIS}{key}": tensor for key, tensor in block.change.tensors.items()}
     entry |= {f"{REST}{place}": tensor for place, tensor in enumerate(block.rest or [])}
@@ -111,6 +112,19 @@ def _key(place: int, key: Any) -> Any:
 
 def _as_bytes(values: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A value of a state with a function applied to its tensors, also to those in containers."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: mapped(each, function) for key, each in value.items()}
+    if isinstance(value, deque):
+        return deque((mapped(each, function) for each in value), maxlen=value.maxlen)
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(each, function) for each in value)
+    return value
 
 
 class Published:
@@ -325,7 +339,7 @@ def restored(engine: Engine, entries: Sequence[Mapping[str, Any]]) -> Restored:
         rebuild(each.about["block"], {key: whole(tensor).clone() for key, tensor in each.some(BASIS).items()})
         for each in with_block
     ]
-    blocks = bind(Reparameterization(changes), engine.param_groups)
+    blocks = engine.bind(Reparameterization(changes), engine.param_groups)
     for bound, told in zip(blocks, with_block, strict=True):
         _restore_block(bound, told)
     pieces = Pieces()
@@ -368,12 +382,12 @@ def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
 def _placed(state: Mapping[Any, Any], owner: Tensor, *, cut: bool) -> dict[Any, Any]:
     """Copies of a state's tensors, as this process has them: of a parameter that is cut by rows, its rows."""
 
-    def placed(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return (part_of(value, owner) if cut and value.dim() > 0 else whole(value)).clone()
+    def placed(value: Tensor) -> Tensor:
+        if value.dim() == 0:
+            return whole(value).clone()
+        return (part_of(value, owner) if cut else whole(value)).to(owner.device, copy=True)
 
-    return {key: placed(value) for key, value in state.items()}
+    return {key: mapped(value, placed) for key, value in state.items()}
 
 
 def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any]], *, cast: bool) -> None:
@@ -387,6 +401,7 @@ def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any
         own, tensor = inner.state[tensors[index]], tensors[index]
         for key, value in saved.items():
             if not isinstance(value, Tensor):
+                own[key] = value  # torch makes other containers, a deque without its length
                 continue
             # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
             if own[key].dtype != value.dtype and (value.dim() == 0 or not cast):

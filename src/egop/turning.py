@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from egop.precision import exact_products
 from egop.replay import copy_all
 from egop.structures import ChangeOfBasis
 
-# The tensors of an optimizer's state, by key, for each coordinate tensor of each block.
+# What of an optimizer's state follows a change of basis, by where it is, for each coordinate tensor of each block.
 StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
@@ -31,9 +30,21 @@ def turn(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor], 
 
 
 def moved_states(
-    old: ChangeOfBasis, new: ChangeOfBasis, states: StackedStates, rotation: Mapping[str, Tensor] | None
+    old: ChangeOfBasis,
+    new: ChangeOfBasis,
+    states: StackedStates,
+    rotation: Mapping[str, Tensor] | None,
+    rest: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The state tensors, and what they are to be in the new basis."""
+    """The state tensors, and what they are to be in the new basis.
+
+    Args:
+        old: the bases that they are in.
+        new: the bases that they are wanted in.
+        states: the state tensors.
+        rotation: from one to the other, if there is one.
+        rest: what the old bases leave out of the blocks' tensors and the optimizer keeps.
+    """
     kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
     for index, each in enumerate(states):
         kinds.setdefault(tuple(tuple(state) for state in each), []).append(index)
@@ -42,7 +53,11 @@ def moved_states(
     for kind, places in kinds.items():
         stacked = [{key: stack([states[i][k][key] for i in places]) for key in keys} for k, keys in enumerate(kind)]
         together = len(kinds) == 1
-        sides = (old, new, rotation) if together else (old.part(places), new.part(places), None)
+        sides = (
+            (old, new, rotation, rest)
+            if together
+            else (old.part(places), new.part(places), None, rest and [part[places] for part in rest])
+        )
         for k, fresh in enumerate(rotated(stacked, *sides)):
             for key, value in fresh.items():
                 targets += [states[index][k][key] for index in places]
@@ -53,8 +68,3 @@ def moved_states(
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one shape as one; a single one is not copied."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What of a state has as many numbers as the coordinates; single numbers (step counters) stay as they are."""
-    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}

@@ -153,16 +153,18 @@ REFUSED = {
         of_class(torch.optim.LBFGS),
         TypeError,
         (
-            "LBFGS evaluates the loss several times within a step, which egop does not support. Use an optimizer that "
-            "works coordinate by coordinate"
+            "LBFGS evaluates the loss several times within a step, or needs its value, which egop does not support. "
+            "Use an optimizer that works coordinate by coordinate"
         ),
     ),
     "Muon": (
         of_class(torch.optim.Muon, lr=0.1),
         TypeError,
         (
-            "Muon works on whole matrices, and the coordinates of a block need not be one. Use an optimizer that works "
-            "coordinate by coordinate, such as"
+            "Muon does not work coordinate by coordinate: the same numbers, arranged as another matrix, got other "
+            "steps. The coordinates of a block need not be a matrix, nor have rows and columns that mean the same. Use "
+            "an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop, or pass "
+            "any_class=True to run Muon on the coordinates nonetheless"
         ),
     ),
     # The inner optimizer's own words.

@@ -77,7 +77,6 @@ VARIANTS = [
     OptimizerCase("RAdam-decoupled", torch.optim.RAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     OptimizerCase("ASGD", torch.optim.ASGD, {"lr": 0.05}),
     OptimizerCase("Rprop", torch.optim.Rprop, {"lr": 0.01}),
-    OptimizerCase("Adafactor", torch.optim.Adafactor, {"lr": 0.01}),
 ]
 
 SGD = [case for case in OPTIMIZERS + VARIANTS if case.kind is torch.optim.SGD]
