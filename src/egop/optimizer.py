@@ -201,6 +201,28 @@ class ReparameterizedOptimizer(Optimizer):
         for batch, members, tensors in self._batches.moved(basis):
             self.turn(batch, members, tensors, moments)
 
+    @torch.no_grad()
+    def add_blocks(self, basis: Reparameterization) -> None:
+        """Give parameters outside every block a basis; all other blocks go on as they are.
+
+        Args:
+            basis: of parameters that are in no block yet. What the inner optimizer remembers of them starts anew.
+        """
+        self._settle()
+        new = bind(basis, self.param_groups)
+        Reparameterization([block.change for block in self._blocks + new])  # checks that no two share a parameter
+        for block in new:
+            block.drop_rest()
+            for owner in block.owners:
+                self.inner.state.pop(self._pieces.of(owner), None)
+        self._blocks = self._blocks + new
+        for index, group in enumerate(self.inner.param_groups):  # the same optimizer: it may keep more than its state
+            group["params"] = self._inner_group(index)["params"]
+        for block in new:
+            fresh = fresh_states(self.inner, block, self._hyperparameters)
+            self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+        self._gather()
+
     def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
 

@@ -20,20 +20,28 @@ StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 def turn(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor], states: StackedStates) -> None:
     """Write the new bases over the old ones, and what coordinates and states are in them over these.
 
-    Nothing is written before all is computed, and the host does not look at any value.
+    Nothing is written before all is computed, and the host does not look at any value. What has the same basis as
+    before, since its renewal failed, stays as it is, bit for bit: its rotation is only nearly the identity.
     """
+    changed = _changed(old, new)
     with exact_products():  # the point itself must not lose digits with every change
         rotation = new.rotation_from(old)
         assert rotation is not None
-        encoded = new.rotated(tuple(coordinates), rotation)
-        targets, sources = moved_states(old, new, states, rotation)
+        encoded = [
+            _where(changed, *pair) for pair in zip(new.rotated(tuple(coordinates), rotation), coordinates, strict=True)
+        ]
+        targets, sources = moved_states(old, new, states, rotation, changed)
     copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
 
 
 def moved_states(
-    old: ChangeOfBasis, new: ChangeOfBasis, states: StackedStates, rotation: Mapping[str, Tensor] | None
+    old: ChangeOfBasis,
+    new: ChangeOfBasis,
+    states: StackedStates,
+    rotation: Mapping[str, Tensor] | None,
+    changed: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The state tensors, and what they are to be in the new basis."""
+    """The state tensors, and what they are to be in the new basis; those of blocks that have not changed stay."""
     kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
     for index, each in enumerate(states):
         kinds.setdefault(tuple(tuple(state) for state in each), []).append(index)
@@ -46,8 +54,20 @@ def moved_states(
         for k, fresh in enumerate(rotated(stacked, *sides)):
             for key, value in fresh.items():
                 targets += [states[index][k][key] for index in places]
-                sources += value.unbind()
+                chosen = value if changed is None else _where(changed[places], value, stacked[k][key])
+                sources += chosen.unbind()
     return targets, sources
+
+
+def _changed(old: ChangeOfBasis, new: ChangeOfBasis) -> Tensor:
+    """Which of several stacked changes of basis are not the same as before, to the last bit."""
+    pairs = [(tensor, new.tensors[name]) for name, tensor in old.tensors.items()]
+    return torch.stack([(before != after).flatten(-2).any(-1) for before, after in pairs]).any(0)
+
+
+def _where(changed: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
+    """What is new for those that have changed, for the others what they had."""
+    return torch.where(changed.reshape(changed.shape + (1,) * (kept.dim() - changed.dim())), fresh, kept)
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
