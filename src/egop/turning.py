@@ -13,6 +13,8 @@ from egop.precision import exact_products
 from egop.replay import copy_all
 from egop.structures import ChangeOfBasis
 
+_WIDE = 2048  # from here on the product of two bases takes seconds on a CPU
+
 # The tensors of an optimizer's state, by key, for each coordinate tensor of each block.
 StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 
@@ -24,13 +26,18 @@ def turn(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor], 
     before, since its renewal failed, stays as it is, bit for bit: its rotation is only nearly the identity.
     """
     changed = _changed(old, new)
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     with exact_products():  # the point itself must not lose digits with every change
-        rotation = new.rotation_from(old)
-        assert rotation is not None
-        encoded = [
-            _where(changed, *pair) for pair in zip(new.rotated(tuple(coordinates), rotation), coordinates, strict=True)
-        ]
-        targets, sources = moved_states(old, new, states, rotation, changed)
+        if _is_wide(new) and not any(state for block in states for state in block):
+            # For a point alone the rotation, a product of two bases, costs more than the way through the parameters.
+            moved = new.encode(old.decode(coordinates))
+        else:
+            rotation = new.rotation_from(old)
+            assert rotation is not None
+            moved = new.rotated(tuple(coordinates), rotation)
+            targets, sources = moved_states(old, new, states, rotation, changed)
+        encoded = [_where(changed, *pair) for pair in zip(moved, coordinates, strict=True)]
     copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
 
 
@@ -57,6 +64,10 @@ def moved_states(
                 chosen = value if changed is None else _where(changed[places], value, stacked[k][key])
                 sources += chosen.unbind()
     return targets, sources
+
+
+def _is_wide(change: ChangeOfBasis) -> bool:
+    return any(tensor.shape[-1] > _WIDE for tensor in change.tensors.values())
 
 
 def _changed(old: ChangeOfBasis, new: ChangeOfBasis) -> Tensor:

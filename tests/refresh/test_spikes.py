@@ -21,6 +21,7 @@ REFRESHES = {
     "all at once": egop.Online(every=3, spread=False),
     "when drifted": egop.WhenDrifted(check_every=3, tolerance=0.01),
 }
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OPTIMIZERS = [torch.optim.AdamW, torch.optim.Adagrad]
 
 pytestmark = pytest.mark.filterwarnings("ignore:The basis could not be renewed")
@@ -35,7 +36,7 @@ def network():
 def gradients(model, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+        parameter.grad = (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.device)
 
 
 def run(model, optimizer, count, first=0, spike=None, size=1.0):
@@ -110,13 +111,13 @@ def test_after_a_huge_gradient_training_and_renewals_go_on(refresh, structure):
     assert is_finite(after.values())
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["computed", "recorded"])
+@pytest.mark.parametrize("how", ["computed", "recorded", pytest.param("on a GPU", marks=needs_gpu)])
 @pytest.mark.parametrize("moments", ["rotate", "keep", "reset"])
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_a_block_whose_renewal_failed_is_left_as_it_was_bit_for_bit(structure, moments, recorded, monkeypatch):
-    if recorded:
+def test_a_block_whose_renewal_failed_is_left_as_it_was_bit_for_bit(structure, moments, how, monkeypatch):
+    if how == "recorded":
         record_on_the_cpu(monkeypatch)
-    model = network()
+    model = network().to("cuda" if how == "on a GPU" else "cpu")
     optimizer = begin(model, egop.Online(every=1, spread=False), structure=structure, moments=moments)
     run(model, optimizer, 6)
     seen = {}
@@ -124,6 +125,7 @@ def test_a_block_whose_renewal_failed_is_left_as_it_was_bit_for_bit(structure, m
     gradients(model, 6)
     model[2].weight.grad[0] *= 1e22
     optimizer.step()
+    optimizer.refresher.settle(optimizer)
     after = tensors_of(optimizer)
     assert optimizer.refresher.failures == 1
     for (name, key), value in seen.items():

@@ -27,7 +27,12 @@ class Online(Refresh):
 
     Running means of the gradients' Gram matrices are updated every step. The basis is renewed by one step of orthogonal
     iteration (multiply by the Gram matrix, orthonormalise). Without a basis to start with, the first gradient
-    gives one, by a full eigendecomposition; ``optimizer.renew_basis()`` does that on demand.
+    gives one, by a full eigendecomposition; ``optimizer.renew_basis()`` does that on demand. Of Gram matrices wider
+    than 2048 it gives the 256 strongest directions, and the iteration finds the others. A first step that takes long
+    for that shows a progress bar.
+
+    Layers that are unfrozen later, and those of groups that are added, get their basis from their first gradient. One
+    that is frozen keeps its basis. If there is no weight to rotate, the first step warns of that.
 
     Args:
         every: how many steps lie between two renewals.
