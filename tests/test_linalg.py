@@ -317,3 +317,31 @@ def test_products_are_exact_within_and_as_before_after():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(kept)
+
+
+# --- the strongest directions of a wide matrix ---
+
+
+def test_a_leading_basis_begins_with_the_eigenvectors_and_is_complete():
+    rows = torch.randn(12, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gram = rows.mT @ rows
+    vectors = linalg.leading_eigenbasis(gram, 20)
+    _, expected = linalg.eigenbasis(gram)
+    torch.testing.assert_close(vectors[:, :12], expected[:, :12], rtol=0, atol=1e-9)  # all that there is
+    assert linalg.orthonormality_error(vectors) < 1e-12
+    assert torch.equal(vectors, linalg.leading_eigenbasis(gram, 20))
+
+
+def test_a_leading_basis_has_nearly_all_that_so_many_directions_can_have():
+    values = torch.arange(1, 201, dtype=torch.float64) ** -1.0
+    V = linalg.random_orthonormal(200, 200, torch.Generator().manual_seed(1))
+    vectors = linalg.leading_eigenbasis(V * values @ V.mT, 40)
+    held = (vectors * ((V * values @ V.mT) @ vectors)).sum(0)
+    assert held[:40].sum() > 0.98 * values[:40].sum()
+    torch.testing.assert_close(held[:10], values[:10], rtol=0.01, atol=0)
+    assert linalg.orthonormality_error(vectors) < 1e-12
+
+
+def test_a_leading_basis_of_what_is_not_finite_is_refused():
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
+        linalg.leading_eigenbasis(torch.full((4, 4), torch.inf), 2)

@@ -208,6 +208,28 @@ class Engine:
         for batch, members, tensors in self.batches.moved(basis):
             self.turn(batch, members, tensors, moments)
 
+    @torch.no_grad()
+    def add_blocks(self, basis: Reparameterization) -> None:
+        """Give parameters outside every block a basis; all other blocks go on as they are.
+
+        Args:
+            basis: of parameters that are in no block yet. What the inner optimizer remembers of them starts anew.
+        """
+        self.settle()
+        new = self.bind(basis, self.param_groups)
+        Reparameterization([block.change for block in self.blocks + new])  # checks that no two share a parameter
+        for block in new:
+            block.drop_rest()
+            for owner in block.owners:
+                self.inner.state.pop(self.pieces.of(owner), None)
+        self.blocks = self.blocks + new
+        # In the same optimizer: it may keep more than its state.
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["params"] = inner_group(group, self.blocks, self.pieces)["params"]
+        for block in new:
+            self.reset_moments(block)
+        self._batches = None
+
     def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
 

@@ -76,6 +76,23 @@ def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return values, _orthonormal(fix_signs(vectors))
 
 
+def leading_eigenbasis(matrix: Tensor, rank: int) -> Tensor:
+    """An orthonormal basis that begins with the strongest eigenvectors of a positive semidefinite matrix.
+
+    By a randomized range finder with two power iterations: products with ``rank`` columns instead of a decomposition.
+    The other directions are in no order.
+    """
+    matrix = _finite(matrix.double())
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(len(matrix), rank, generator=generator, dtype=torch.float64).to(matrix.device)
+    for _ in range(3):
+        vectors = torch.linalg.qr(matrix @ vectors).Q
+    leading = vectors @ torch.linalg.eigh(vectors.mT @ matrix @ vectors).eigenvectors.flip(-1)
+    vectors = torch.linalg.qr(leading, mode="complete").Q
+    vectors[:, :rank] = leading
+    return _orthonormal(fix_signs(vectors))
+
+
 class OuterProducts:
     """The mean outer product of rows that come in chunks: kept as rows while they are few, then as the matrix.
 

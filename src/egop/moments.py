@@ -120,8 +120,9 @@ def rotated(
         if kind in SQUARED:
             moved = squares_rotated(values, new, rotation)
         elif kind in MAGNITUDES:
-            squares = squares_rotated(tuple(value.square() for value in values), new, rotation)
-            moved = tuple(value.sqrt() for value in squares)
+            # In float64: the square of a magnitude that is finite must not overflow.
+            squares = squares_rotated(tuple(value.double().square() for value in values), new, rotation)
+            moved = tuple(value.sqrt().to(values[0].dtype) for value in squares)
         elif rotation is not None:
             moved = new.rotated(values, rotation)
         else:
@@ -137,10 +138,16 @@ def rotated(
 def squares_rotated(
     squares: tuple[Tensor, ...], new: ChangeOfBasis, rotation: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, ...]:
-    """Squared moments, carried by the squared rotation; as they are where there is none."""
+    """Squared moments, carried by the squared rotation; as they are where there is none.
+
+    One that has overflowed makes infinite all that it is mixed with, though infinity times zero is not a number: like
+    the coordinate it stood for, these get no more steps. Less would not be safe, as the huge first moment beside it is
+    mixed with theirs, too.
+    """
     if rotation is None:
         return squares
-    return new.rotated(squares, {name: matrix.square() for name, matrix in rotation.items()})
+    moved = new.rotated(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
+    return tuple(each.nan_to_num(nan=torch.inf, posinf=torch.inf) for each in moved)
 
 
 def _unknown(where: str, details: str = "") -> str:

@@ -12,6 +12,8 @@ from egop.precision import exact_products
 from egop.replay import copy_all
 from egop.structures import ChangeOfBasis
 
+_WIDE = 2048  # from here on the product of two bases takes seconds on a CPU
+
 # What of an optimizer's state follows a change of basis, by where it is, for each coordinate tensor of each block.
 StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 
@@ -19,13 +21,22 @@ StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 def turn(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor], states: StackedStates) -> None:
     """Write the new bases over the old ones, and what coordinates and states are in them over these.
 
-    Nothing is written before all is computed, and the host does not look at any value.
+    Nothing is written before all is computed, and the host does not look at any value. What has the same basis as
+    before, since its renewal failed, stays as it is, bit for bit: its rotation is only nearly the identity.
     """
+    changed = _changed(old, new)
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     with exact_products():  # the point itself must not lose digits with every change
-        rotation = new.rotation_from(old)
-        assert rotation is not None
-        encoded = new.rotated(tuple(coordinates), rotation)
-        targets, sources = moved_states(old, new, states, rotation)
+        if _is_wide(new) and not any(state for block in states for state in block):
+            # For a point alone the rotation, a product of two bases, costs more than the way through the parameters.
+            moved = new.encode(old.decode(coordinates))
+        else:
+            rotation = new.rotation_from(old)
+            assert rotation is not None
+            moved = new.rotated(tuple(coordinates), rotation)
+            targets, sources = moved_states(old, new, states, rotation, changed=changed)
+        encoded = [_where(changed, *pair) for pair in zip(moved, coordinates, strict=True)]
     copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
 
 
@@ -35,6 +46,7 @@ def moved_states(
     states: StackedStates,
     rotation: Mapping[str, Tensor] | None,
     rest: Sequence[Tensor] | None = None,
+    changed: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The state tensors, and what they are to be in the new basis.
 
@@ -44,6 +56,7 @@ def moved_states(
         states: the state tensors.
         rotation: from one to the other, if there is one.
         rest: what the old bases leave out of the blocks' tensors and the optimizer keeps.
+        changed: which blocks have another basis; the states of the others stay as they are.
     """
     kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
     for index, each in enumerate(states):
@@ -61,8 +74,24 @@ def moved_states(
         for k, fresh in enumerate(rotated(stacked, *sides)):
             for key, value in fresh.items():
                 targets += [states[index][k][key] for index in places]
-                sources += value.unbind()
+                chosen = value if changed is None else _where(changed[places], value, stacked[k][key])
+                sources += chosen.unbind()
     return targets, sources
+
+
+def _is_wide(change: ChangeOfBasis) -> bool:
+    return any(tensor.shape[-1] > _WIDE for tensor in change.tensors.values())
+
+
+def _changed(old: ChangeOfBasis, new: ChangeOfBasis) -> Tensor:
+    """Which of several stacked changes of basis are not the same as before, to the last bit."""
+    pairs = [(tensor, new.tensors[name]) for name, tensor in old.tensors.items()]
+    return torch.stack([(before != after).flatten(-2).any(-1) for before, after in pairs]).any(0)
+
+
+def _where(changed: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
+    """What is new for those that have changed, for the others what they had."""
+    return torch.where(changed.reshape(changed.shape + (1,) * (kept.dim() - changed.dim())), fresh, kept)
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

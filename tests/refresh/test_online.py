@@ -82,7 +82,10 @@ def test_without_a_basis_the_first_gradient_gives_one(structure, refresh):
     assert list(optimizer.basis) == ["0.weight", "2.weight"]
     for name, change in optimizer.basis.items():
         for key, gram in matrices(structure, seen[name]).items():
-            torch.testing.assert_close(change.tensors[key], eigenbasis(gram)[1], rtol=0, atol=1e-12)
+            values, vectors = eigenbasis(gram)
+            some = values > 1e-10 * values[0]  # among directions without gradient rounding decides
+            torch.testing.assert_close(change.tensors[key][:, some], vectors[:, some], rtol=0, atol=1e-12)
+            assert orthonormality_error(change.tensors[key]) < 1e-12
 
 
 @pytest.mark.parametrize("refresh", REFRESHES, ids=lambda each: type(each).__name__)

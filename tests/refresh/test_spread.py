@@ -13,7 +13,7 @@ import egop
 from cases import DEEP
 from egop.linalg import orthonormality_error
 from egop.refresh import iteration
-from egop.refresh.streaming import _turns
+from egop.refresh.turns import turns_of
 from egop.replay import Recorder, Replayed
 from explicit import distance, identical, logistic
 
@@ -62,9 +62,9 @@ def test_the_steps_of_a_round_have_like_costs():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     costs = [0] * 10
-    for batch, turns in _turns(optimizer.batches, 10).items():
-        for block, turn in zip(batch.blocks, turns, strict=True):
-            costs[turn] += block.change.tensors["basis"].shape[-1] ** 3
+    each = {block.name: block.change.tensors["basis"].shape[-1] ** 3 for block in optimizer.blocks}
+    for name, turn in turns_of(each, 10, {}).items():
+        costs[turn] += each[name]
     assert sum(costs) == sum(width**3 for width in widths)
     assert max(costs) <= sum(costs) / 10 + 32**3  # no more than one block above an equal share
 

@@ -37,6 +37,9 @@ class Rebasable(Protocol):
     def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
         """Go on in another basis."""
 
+    def add_blocks(self, basis: Reparameterization) -> None:
+        """Give parameters outside every block a basis."""
+
     def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Go on in other bases of some blocks of one batch."""
 

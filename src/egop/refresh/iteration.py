@@ -5,12 +5,19 @@ All functions take matrices with any leading dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from egop import linalg, precision
 
 _PROBES = 4  # vectors that a new basis is tried on
+
+# A first basis that is wider has no more than so many eigenvectors: all of them would take minutes (see `first`).
+WIDE, LEADING = 2048, 256
+
+Done = Callable[[], object]  # called after each decomposition, for a progress bar
 
 
 def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
@@ -26,30 +33,49 @@ def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
         return linalg.orthonormalized((image + shift * basis).gather(-1, order))
 
 
-def decomposed(gram: Tensor, basis: Tensor) -> Tensor:
-    """The eigenvectors from scratch, strongest first; not finite where that fails."""
+def decomposed(
+    gram: Tensor, basis: Tensor, eigenvectors: Callable[[Tensor], Tensor], done: Done | None = None
+) -> Tensor:
+    """Eigenvectors from scratch, strongest first, matrix by matrix; not finite where that fails."""
     if gram.dim() > 2:
-        return torch.stack([decomposed(*pair) for pair in zip(gram, basis, strict=True)])
+        return torch.stack([decomposed(*pair, eigenvectors, done) for pair in zip(gram, basis, strict=True)])
     try:
-        return linalg.eigenbasis(gram)[1].to(basis)
+        return eigenvectors(gram).to(basis)
     except torch.linalg.LinAlgError:
         return torch.full_like(basis, torch.nan)
+    finally:
+        if done is not None:
+            done()
 
 
 def renewed(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """One power iteration and whether it went well; where it did not, the old basis."""
-    return checked(power_iteration(gram, basis), basis)
+    return checked(power_iteration(gram, basis), basis, gram)
 
 
-def from_scratch(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def from_scratch(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor, Tensor]:
     """The eigenvectors and whether they could be found; where not, the old basis."""
-    return checked(decomposed(gram, basis), basis)
+    return checked(decomposed(gram, basis, lambda each: linalg.eigenbasis(each)[1], done), basis, gram)
 
 
-def checked(fresh: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """A new basis where it is sound, else the old one; and whether it is."""
+def first(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor, Tensor]:
+    """The same for a basis to start from: of wide matrices the strongest directions, the others follow by iteration.
+
+    Those that no gradient has had yet come last in any order, so for a layer with few rows nothing is missing.
+    """
+    if gram.shape[-1] <= WIDE:
+        return from_scratch(gram, basis, done)
+    return checked(decomposed(gram, basis, lambda each: linalg.leading_eigenbasis(each, LEADING), done), basis, gram)
+
+
+def checked(fresh: Tensor, old: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """A new basis where it is sound, else the old one; and whether it is.
+
+    Without any gradient there is nothing to follow: the old basis stays, and that is no failure.
+    """
+    nothing = gram.diagonal(dim1=-2, dim2=-1).eq(0).all(-1)
     sound = is_sound(fresh, old)
-    return torch.where(sound[..., None, None], fresh, old), sound
+    return torch.where((sound & ~nothing)[..., None, None], fresh, old), sound | nothing
 
 
 def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
@@ -62,7 +88,14 @@ def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
 
 def off_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
     """How much of a Gram matrix is off the diagonal in this basis, relative to all of it."""
-    inside = basis.mT @ gram @ basis
+    inside = _near_one(basis.mT @ gram @ basis)
     total = torch.linalg.matrix_norm(inside)
     rest = torch.linalg.matrix_norm(inside - inside.diagonal(dim1=-2, dim2=-1).diag_embed())
     return torch.where(total == 0, 0, rest / total)
+
+
+def _near_one(matrices: Tensor) -> Tensor:
+    """Divided by powers of two, which loses no bit, so that squares of their entries neither overflow nor vanish."""
+    largest = matrices.abs().amax((-2, -1), keepdim=True)
+    scale = (torch.frexp(largest).mantissa / largest).clamp_max(2.0**126)
+    return matrices * torch.where(largest > 0, scale, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from egop.moments import Moments, check_moments
 from egop.objective import plain_name
-from egop.partition import Partition, partition_parameters
+from egop.partition import Layer, Partition, partition_parameters
 from egop.plan import StructureChoice, check_structure, make_plan
 from egop.refresh.base import Rebasable, Refresh, Refresher, check_decay, check_positive
 from egop.refresh.streaming import Drifting, Streaming, is_renewable
@@ -25,7 +27,12 @@ class Online(Refresh):
 
     Running means of the gradients' Gram matrices are updated every step. The basis is renewed by one step of orthogonal
     iteration (multiply by the Gram matrix, orthonormalise). Without a basis to start with, the first gradient
-    gives one, by a full eigendecomposition; ``optimizer.renew_basis()`` does that on demand.
+    gives one, by a full eigendecomposition; ``optimizer.renew_basis()`` does that on demand. Of Gram matrices wider
+    than 2048 it gives the 256 strongest directions, and the iteration finds the others. A first step that takes long
+    for that shows a progress bar.
+
+    Layers that are unfrozen later, and those of groups that are added, get their basis from their first gradient. One
+    that is frozen keeps its basis. If there is no weight to rotate, the first step warns of that.
 
     Args:
         every: how many steps lie between two renewals.
@@ -98,17 +105,35 @@ class WhenDrifted(Refresh):
         return Drifting(self.tolerance, begin=functools.partial(_identities, config=self), **settings)
 
 
-def _identities(optimizer: Rebasable, config: Online | WhenDrifted) -> Reparameterization:
-    """The original coordinates, in the structures that the basis is to have."""
-    named = {
+def _identities(
+    optimizer: Rebasable, names: Collection[str] | None, config: Online | WhenDrifted
+) -> Reparameterization:
+    """The original coordinates, in the structures that the basis is to have.
+
+    Args:
+        optimizer: whose parameters are meant, those that are trained.
+        names: some of them; all by default.
+        config: what is wanted.
+    """
+    everything = {
         plain_name(name): parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        if parameter.requires_grad
+    }
+    named = {
+        name: parameter
+        for name, parameter in everything.items()
+        if parameter.requires_grad and (names is None or name in names)
     }
     layers = {name: optimizer.layers[name] for name in named}
-    blocks = partition_parameters(named, layers, config.partition)
-    plan = make_plan(blocks, layers, config.structure, parse_bytes(config.memory), (Kronecker(), Shared()))
+    partition = _partition_for(config.partition, list(everything), list(named))
+    if not (partition if isinstance(partition, Mapping) else _weights(layers)):
+        return Reparameterization([])
+    blocks = partition_parameters(named, layers, partition)
+    known = [*everything, *(config.partition if isinstance(config.partition, Mapping) else ())]
+    structure = _structure_for(config.structure, known, [block.name for block in blocks])
+    memory = parse_bytes(config.memory) - sum(block.change.nbytes for block in optimizer.blocks)
+    plan = make_plan(blocks, layers, structure, max(0, memory), (Kronecker(), Shared()))
     changes = []
     for block, structure in plan.chosen.items():
         shapes = structure.basis_shapes(block).items()
@@ -116,6 +141,32 @@ def _identities(optimizer: Rebasable, config: Online | WhenDrifted) -> Reparamet
         if not is_renewable(changes[-1]):
             raise ValueError(_not_renewable(config, changes[-1].kind))
     return Reparameterization(changes, left=plan.left)
+
+
+def _weights(layers: Mapping[str, Layer]) -> list[str]:
+    """Those of which a partition makes blocks."""
+    return [name for name, layer in layers.items() if layer.role not in ("bias", "norm")]
+
+
+def _partition_for(partition: Partition, everything: Sequence[str], these: Sequence[str]) -> Partition:
+    """A partition by patterns without those that name what is frozen, or has a block; what names nothing is refused."""
+    if not isinstance(partition, Mapping):
+        return partition
+    lists = {block: [each] if isinstance(each, str) else list(each) for block, each in partition.items()}
+    meant = {block: [each for each in own if _is_for(each, everything, these)] for block, own in lists.items()}
+    return {block: own for block, own in meant.items() if own or not lists[block]}
+
+
+def _structure_for(structure: StructureChoice, everything: Sequence[str], these: Sequence[str]) -> StructureChoice:
+    """The same for structures by patterns of block names."""
+    if not isinstance(structure, Mapping):
+        return structure
+    layers = [name.rpartition(".")[0] for name in everything]
+    return {key: each for key, each in structure.items() if _is_for(key, [*everything, *layers, "global"], these)}
+
+
+def _is_for(pattern: str, everything: Sequence[str], these: Sequence[str]) -> bool:
+    return bool(fnmatch.filter(these, pattern)) or not fnmatch.filter(everything, pattern)
 
 
 def _check_renewable(config: Online | WhenDrifted, optimizer: Rebasable) -> None:

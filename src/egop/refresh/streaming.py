@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,24 +17,33 @@ from egop.binding import BoundBlock
 from egop.moments import Moments
 from egop.refresh import iteration
 from egop.refresh.base import Rebasable, Refresher
+from egop.refresh.first import announced, seconds
+from egop.refresh.late import Outside, nothing_to_rotate, trained_names
+from egop.refresh.turns import turns_of
 from egop.reparameterization import Reparameterization
 from egop.replay import Aside, InPlace, Recorder, Replayed
 from egop.sharding import is_sharded, local, whole
 from egop.structures import ChangeOfBasis
 
 Place = tuple[Batch, slice]  # some neighbours in a batch
-_GRAM, _PHASE = "gram/", "phase"  # what is saved of a block: its matrices, and whether they count and it begins
-Method = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # of Gram matrices and bases: new bases, and which are sound
+_GRAM, _PHASE = "gram/", "phase"  # what is saved of a block: its matrices, and where it stands
+Method = Callable[..., tuple[Tensor, ...]]  # of Gram matrices and bases: new bases, and which are sound
+# The original coordinates in the structures that are wanted, for all parameters that are trained or for those of names.
+Begin = Callable[[Rebasable, Collection[str] | None], Reparameterization]
 
 
 class Streaming(Refresher):
     """Running means of the gradients' Gram matrices, and a basis that follows them.
 
     On a GPU nothing here waits for the device: whether a new basis is sound is decided there, and how many were not
-    comes to the host later.
+    comes to the host later. Only a first basis is waited for.
+
+    A gradient whose Gram matrix overflows (beyond 1e19 in float32) makes the next renewal of its block fail: basis,
+    coordinates and moments stay as they are, and the Gram matrix starts anew with the gradient after that. One that
+    was to give the first basis leaves that to the next.
 
     Args:
-        begin: the original coordinates in the structures that are wanted, for an optimizer that has no basis yet.
+        begin: the original coordinates in the structures that are wanted, for parameters that have no basis yet.
         every: how many steps lie between two renewals of a block's basis.
         decay: of the running means.
         moments: what becomes of the inner optimizer's moments.
@@ -40,7 +52,7 @@ class Streaming(Refresher):
 
     def __init__(
         self,
-        begin: Callable[[Rebasable], Reparameterization],
+        begin: Begin,
         every: int,
         decay: float,
         moments: Moments,
@@ -51,7 +63,9 @@ class Streaming(Refresher):
         self.begin, self.every, self.decay, self.moments, self.spread = begin, every, decay, moments, spread
         self.grams: dict[str, dict[str, Tensor]] = {}  # of every block that has had a gradient
         self._stacks: dict[Batch, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
-        self._turns: tuple[Batches, dict[Batch, list[int]]] | None = None
+        self.turns: dict[str, int] = {}  # for each block the step of a round in which it is renewed
+        self._turns_of: Batches | None = None
+        self._outside, self._began = Outside(), False
         self._totals: set[str] = set()  # blocks whose Gram matrices were loaded, so that every process has all of them
         self._from_nothing: set[str] = set()  # blocks whose first gradient is to give their first basis
         self._stacked_of: Batches | None = None
@@ -60,9 +74,11 @@ class Streaming(Refresher):
         self._fresh: list[tuple[Batch, slice, dict[str, Tensor], Tensor]] = []  # new bases, and which of them are sound
 
     def before_step(self, optimizer: Rebasable) -> None:
-        """On the first step of an optimizer without a basis, start from the original coordinates."""
+        """Parameters that have no basis yet start from the original coordinates."""
         self.settle(optimizer)
         self.prepare(optimizer)
+        if late := self._outside.arrived(optimizer):
+            self._make_late_blocks(optimizer, late)
 
     def observe(self, optimizer: Rebasable) -> None:
         """Take the gradients into the running means."""
@@ -79,26 +95,19 @@ class Streaming(Refresher):
         for batch in batches:
             self._observe(batch)
         if begun := self._from_nothing & self.grams.keys():
-            places = [
-                place
-                for batch in optimizer.batches
-                for place in self._runs(batch, [i for i, block in enumerate(batch.blocks) if block.name in begun])
-            ]
-            self._renew(optimizer, places, iteration.from_scratch)
-            self.settle(optimizer)
-            self.renewals += 1
-            self._from_nothing -= begun
+            self._find_first_bases(optimizer, begun)
 
     def after_step(self, optimizer: Rebasable) -> None:
         """Renew the bases whose turn it is."""
         self.steps += 1
-        self._renew(optimizer, list(self._due(optimizer)), self._iterate)
+        if not self._renew(list(self._due(optimizer)), self._iterate):
+            self.settle(optimizer)
         self.renewals += self.steps % self.every == 0
 
     def renew(self, optimizer: Rebasable) -> None:
         """Renew all bases now, from scratch."""
         self.settle(optimizer)
-        self._renew(optimizer, list(self._seen(optimizer)), iteration.from_scratch)
+        self._renew(list(self._seen(optimizer)), iteration.from_scratch)
         self.settle(optimizer)
         self.renewals += 1
 
@@ -108,27 +117,37 @@ class Streaming(Refresher):
         fresh, self._fresh = self._fresh, []
         for batch, members, tensors, sound in fresh:
             self.count_failures(sound)
-            optimizer.turn(batch, members, tensors, self.moments)
+            if self.moments != "reset":  # those that failed are left as they are, since they have the old basis
+                optimizer.turn(batch, members, tensors, self.moments)
+                continue
+            # Their moments are not to start anew, so here the host has to know which they are.
+            for right, run in groupby(enumerate(sound.tolist()), lambda pair: pair[1]):
+                places = [index for index, _ in run]
+                own = slice(places[0], places[-1] + 1)
+                if right:
+                    part = {key: tensor[own] for key, tensor in tensors.items()}
+                    optimizer.turn(batch, slice(members.start + own.start, members.start + own.stop), part, "reset")
 
     def prepare(self, optimizer: Rebasable) -> None:
         """Without a basis, start from the original coordinates."""
-        if self.steps == 0 and not optimizer.blocks:
-            optimizer.rebase(self.begin(optimizer), moments="reset")
-            self._from_nothing = {block.name for block in optimizer.blocks}
+        if self.steps == 0 and not optimizer.blocks and not self._began:
+            self._make_blocks(optimizer)
 
     def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
-        """The Gram matrices, and for which blocks they count."""
+        """The Gram matrices of each block, and of what follows from the past only: whether they count and so on."""
         found: dict[str, dict[str, Tensor]] = {}
+        made = self._outside.made if self._outside.made <= {block.name for block in optimizer.blocks} else set()
         for batch in optimizer.batches:
             if not is_renewable(batch.change):
                 continue
             # As views of what is here, unless processes have parts that are to be summed.
             sums = {key: batch.summed(stack) for key, stack in self._stacked(batch).items()} if complete else {}
             for index, block in enumerate(batch.blocks):
-                phase = [block.name in self.grams, block.name in self._from_nothing]
-                grams = self.grams.get(block.name) or _zeros_for(block.change)
-                found[block.name] = {f"{_GRAM}{key}": sums[key][index] if sums else gram for key, gram in grams.items()}
-                found[block.name][_PHASE] = torch.tensor(phase, dtype=torch.uint8, device=block.device)
+                name = block.name
+                phase = [name in self.grams, name in self._from_nothing, name in made, self.turns.get(name, -1)]
+                grams = self.grams.get(name) or _zeros_for(block.change)
+                found[name] = {f"{_GRAM}{key}": sums[key][index] if sums else gram for key, gram in grams.items()}
+                found[name][_PHASE] = torch.tensor(phase, device=block.device)
         return found
 
     def load(
@@ -141,40 +160,101 @@ class Streaming(Refresher):
                 "The state dict is incomplete or damaged, or of another refresh: it has no Gram matrices of "
                 f"{', '.join(missing[:3])}."
             )
-        grams: dict[str, dict[str, Tensor]] = {}
-        parts, from_nothing = set(), set()
+        phases = {block.name: whole(memories[block.name][_PHASE]).tolist() for block in wanted}
+        grams, parts = {}, set()
         for block in wanted:
-            known, begins = whole(memories[block.name][_PHASE]).tolist()
             own = {key: memories[block.name][f"{_GRAM}{key}"] for key in block.change.tensors}
             shapes = {key: gram.shape for key, gram in _zeros_for(block.change).items()}
-            if begins:
-                from_nothing.add(block.name)
-            if known:
-                if any(part_is_stacked(own[key], shapes[key]) for key in own):  # each process has its own sum
-                    parts.add(block.name)
-                elif {key: gram.shape for key, gram in own.items()} != shapes:
-                    raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
-                grams[block.name] = {key: local(gram).clone() for key, gram in own.items()}
+            if any(_is_in_parts(gram, shapes[key]) for key, gram in own.items()):
+                parts.add(block.name)
+            elif {key: gram.shape for key, gram in own.items()} != shapes:
+                raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
+            if phases[block.name][0]:
+                grams[block.name] = {key: local(gram).to(block.device, copy=True) for key, gram in own.items()}
         super().load(counts, memories, blocks)
         self.grams, self._stacks, self._totals = grams, {}, set(grams) - parts
-        self._from_nothing = from_nothing
+        self._from_nothing = {name for name, (_, begins, _, _) in phases.items() if begins}
+        self._outside.restart(name for name, (_, _, made, _) in phases.items() if made)
+        self.turns, self._turns_of = {name: turn for name, (_, _, _, turn) in phases.items() if turn >= 0}, None
+        self._began = False
 
     def reset(self) -> None:
         """Begin anew, without Gram matrices."""
         super().reset()
         self.grams, self._stacks, self._totals, self._from_nothing = {}, {}, set(), set()
+        self._outside.restart()
+        self.turns, self._turns_of, self._began = {}, None, False
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks, turns and recordings belong to the batches of this optimizer."""
         recorder = Recorder()
         return self.__dict__ | {
             "_stacks": {},
-            "_turns": None,
+            "_turns_of": None,
             "_stacked_of": None,
             "_aside": Aside(),
             "_iterate": Replayed(iteration.renewed, recorder),
             "_add": InPlace(_add, recorder),
         }
+
+    def _make_blocks(self, optimizer: Rebasable) -> None:
+        """On the first step of an optimizer without a basis."""
+        basis = self.begin(optimizer, None)
+        optimizer.rebase(basis, moments="reset")
+        self._from_nothing = {block.name for block in optimizer.blocks}
+        self._outside.decided(trained_names(optimizer), self._from_nothing)
+        self._began = True
+        if not basis:
+            warnings.warn(nothing_to_rotate(optimizer, basis.left, type(self.refresh).__name__), stacklevel=2)
+
+    def _make_late_blocks(self, optimizer: Rebasable, late: Sequence[str]) -> None:
+        """For parameters that were not trained when the other blocks were made, or not there."""
+        before = {block.name for block in optimizer.blocks}
+        try:
+            if basis := self.begin(optimizer, late):
+                optimizer.add_blocks(basis)
+        except (MemoryError, ValueError) as error:  # no reason to end a training that is under way
+            warnings.warn(
+                f"Parameters that are trained from now on ({', '.join(late)}) get no basis: {error}", stacklevel=2
+            )
+        new = {block.name for block in optimizer.blocks} - before
+        self._from_nothing |= new
+        self._outside.decided(late, new)
+
+    def _find_first_bases(self, optimizer: Rebasable, begun: set[str]) -> None:
+        """Of blocks that have a first gradient; where that is zero or not sound, the next one will do."""
+        chosen: list[Place] = []
+        for batch in optimizer.batches:
+            if wanted := [index for index, block in enumerate(batch.blocks) if block.name in begun]:
+                stack = next(iter(self._stacked(batch).values()))
+                traces = batch.summed(stack.diagonal(dim1=-2, dim2=-1).sum(-1)).tolist()
+                chosen += self._runs(batch, [index for index in wanted if traces[index] != 0])
+        sound = self._decompose_first(chosen) if chosen else set()
+        self.settle(optimizer)
+        self.renewals += bool(chosen)
+        self._from_nothing -= sound
+        for name in begun - sound:
+            del self.grams[name]
+
+    def _decompose_first(self, places: list[Place]) -> set[str]:
+        """Compute first bases; the names of the blocks for which they are sound."""
+        matrices = [
+            matrix for batch, members in places for stack in self._stacked(batch).values() for matrix in stack[members]
+        ]
+        widths = [matrix.shape[-1] for matrix in matrices]
+        total = sum(self._seconds(matrix.shape[-1], matrix.device) for matrix in matrices)
+        with announced(widths, total) as done:
+            self._renew(places, functools.partial(self._first, done=done))
+            return {
+                block.name
+                for batch, members, _, sound in self._fresh
+                for block, right in zip(batch.blocks[members], sound.tolist(), strict=True)
+                if right
+            }
+
+    # The first basis of a wide block, and roughly how long that takes; see `iteration.first`.
+    _first = staticmethod(iteration.first)
+    _seconds = staticmethod(functools.partial(seconds, wide=iteration.WIDE, rank=iteration.LEADING))
 
     def _is_steady(self, batch: Batch) -> bool:
         """Whether all blocks have a gradient, and have had one."""
@@ -223,15 +303,17 @@ class Streaming(Refresher):
 
     def _due(self, optimizer: Rebasable) -> Iterator[Place]:
         """Those whose turn it is."""
-        if not self.spread:
-            if self.steps % self.every == 0:
-                yield from self._seen(optimizer)
+        now = self.steps % self.every
+        if not self.spread and now:
             return
-        if self._turns is None or self._turns[0] is not optimizer.batches:
-            self._turns = optimizer.batches, _turns(optimizer.batches, self.every)
-        for batch, turns in self._turns[1].items():
-            now = [index for index, turn in enumerate(turns) if turn == self.steps % self.every]
-            yield from self._runs(batch, now)
+        if self._turns_of is not optimizer.batches:
+            costs = {block.name: _cost(batch) for batch in optimizer.batches for block in batch.blocks}
+            self.turns = turns_of(costs, self.every, self.turns) if self.spread else dict.fromkeys(costs, 0)
+            self._turns_of = optimizer.batches
+        for batch in optimizer.batches:
+            blocks = enumerate(batch.blocks)
+            due = [index for index, block in blocks if self.turns[block.name] == now and _is_trained(block)]
+            yield from self._runs(batch, due)
 
     def _runs(self, batch: Batch, wanted: Iterable[int]) -> Iterator[Place]:
         """Of these blocks those that have had a gradient, neighbours together."""
@@ -240,8 +322,8 @@ class Streaming(Refresher):
             members = [index for _, index in run]
             yield batch, slice(members[0], members[-1] + 1)
 
-    def _renew(self, optimizer: Rebasable, places: list[Place], method: Method) -> None:
-        """Compute new bases; on a GPU beside what comes until the next step, when they are taken."""
+    def _renew(self, places: list[Place], method: Method) -> bool:
+        """Compute new bases; whether that goes on beside what comes, on a GPU, until the next step takes them."""
         self.look_for_failures()
         inputs = [
             (batch, members, key, batch.summed(stack[members]), stack[members])
@@ -261,9 +343,12 @@ class Streaming(Refresher):
                     # What is not finite would never leave a running mean again.
                     torch.where(right[:, None, None], gram, torch.zeros_like(gram[:1, :1, :1]), out=gram)
                     sound.append(right)
-                self._fresh.append((batch, members, tensors, torch.stack(sound).all(0)))
-        if not beside:
-            self.settle(optimizer)
+                right = torch.stack(sound).all(0)
+                for key, fresh in tensors.items() if len(tensors) > 1 else ():  # a block is renewed as a whole
+                    old = batch.change.tensors[key][members]
+                    tensors[key] = torch.where(right[:, None, None], fresh, old)
+                self._fresh.append((batch, members, tensors, right))
+        return beside
 
 
 class Drifting(Streaming):
@@ -277,6 +362,10 @@ class Drifting(Streaming):
     def __init__(self, tolerance: float, **settings: Any) -> None:
         super().__init__(**settings)
         self.tolerance = tolerance
+
+    # All eigenvectors from the start: a basis with some of them would be taken for one that has drifted.
+    _first = staticmethod(iteration.from_scratch)
+    _seconds = staticmethod(functools.partial(seconds, wide=sys.maxsize, rank=0))
 
     def after_step(self, optimizer: Rebasable) -> None:
         """Renew all bases if one has drifted."""
@@ -310,8 +399,8 @@ def _zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
     return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}
 
 
-def part_is_stacked(gram: Tensor, shape: torch.Size) -> bool:
-    """Whether this is what several processes have of a Gram matrix, one below the other (see egop.checkpoint)."""
+def _is_in_parts(gram: Tensor, shape: torch.Size) -> bool:
+    """Whether this is what each process has of a Gram matrix, one below the other, as egop.checkpoint saves it."""
     return is_sharded(gram) and gram.shape != shape
 
 
@@ -320,18 +409,11 @@ def is_renewable(change: ChangeOfBasis) -> bool:
     return type(change).rows is not ChangeOfBasis.rows
 
 
-def _turns(batches: Batches, every: int) -> dict[Batch, list[int]]:
-    """For each block the step of a round in which it is renewed, so that all steps of a round have like costs."""
-    costs = {
-        batch: sum(tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values())
-        if is_renewable(batch.change)
-        else 0
-        for batch in batches
-    }  # of one block
-    total, before = sum(costs[batch] * len(batch.blocks) for batch in batches), 0.0
-    turns: dict[Batch, list[int]] = {}
-    for batch, cost in costs.items():
-        places = [before + (index + 0.5) * cost for index in range(len(batch.blocks))]
-        turns[batch] = [int(every * place / total) for place in places] if total else [0] * len(places)
-        before += cost * len(batch.blocks)
-    return turns
+def _cost(batch: Batch) -> int:
+    """What the renewal of one of its blocks takes, roughly."""
+    return sum(tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values()) if is_renewable(batch.change) else 0
+
+
+def _is_trained(block: BoundBlock) -> bool:
+    """Whether a block is not frozen: one that is keeps its basis, too."""
+    return any(owner.requires_grad or owner.grad is not None for owner in block.owners)

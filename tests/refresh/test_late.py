@@ -1,0 +1,287 @@
+"""Parameters that come late get a basis, too: unfrozen while training is under way, or in a group that was added."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import egop
+from egop.linalg import eigenbasis
+from egop.refresh.turns import turns_of
+from explicit import identical
+
+REFRESHES = [egop.Online(every=4), egop.Online(every=4, spread=False), egop.WhenDrifted(check_every=4, tolerance=1e-3)]
+IDS = ["in turn", "all at once", "when drifted"]
+
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)).double()
+
+
+def begin(model, refresh, kind=torch.optim.Adam, **arguments):
+    return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, **{"lr": 0.01} | arguments)
+
+
+def step(model, optimizer, seed):
+    """One step with gradients that depend on name and seed alone."""
+    for index, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(1000 * seed + index)
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = gradient if parameter.requires_grad else None
+    optimizer.step()
+
+
+def tensors_of(optimizer, name):
+    """All that belongs to a block."""
+    optimizer.refresher.settle(optimizer)
+    block = next(block for block in optimizer.blocks if block.name == name)
+    state = optimizer.inner.state[block.coordinates[0]]
+    own = {"coordinates": block.coordinates[0].detach().clone(), **block.change.tensors, **state}
+    own |= {f"gram {key}": gram for key, gram in optimizer.refresher.grams[name].items()}
+    return {key: value.clone() for key, value in own.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("refresh", REFRESHES, ids=IDS)
+def test_a_layer_that_is_unfrozen_gets_its_basis_from_its_first_gradient(refresh):
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = begin(model, refresh)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    assert list(optimizer.basis) == ["1.weight", "2.weight", "3.weight"]
+    model[0].requires_grad_(True)
+    step(model, optimizer, 3)
+    assert list(optimizer.basis) == ["1.weight", "2.weight", "3.weight", "0.weight"]
+    gradient = model[0].weight.grad
+    change = optimizer.basis["0.weight"]
+    if refresh is not REFRESHES[1] and optimizer.refresher.turns.get("0.weight") != 0:
+        torch.testing.assert_close(change.tensors["left"], eigenbasis(gradient @ gradient.mT)[1], rtol=0, atol=1e-12)
+    for seed in range(4, 12):
+        step(model, optimizer, seed)
+    later = optimizer.basis["0.weight"]
+    assert later.round_trip_error() < 1e-12
+    assert not later.equal(change)
+
+
+@pytest.mark.parametrize("refresh", REFRESHES, ids=IDS)
+def test_the_other_blocks_go_on_undisturbed(refresh):
+    """Their bases, moments and turns are those of a run in which nothing was ever unfrozen."""
+    model, other = network(), network()
+    optimizers = []
+    for each in (model, other):
+        each[0].requires_grad_(False)
+        optimizers.append(begin(each, refresh))
+    for seed in range(14):
+        if seed == 5:
+            model[0].requires_grad_(True)
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            step(each, optimizer, seed)
+            before = each[0].weight.detach().clone()
+        assert identical({"w": other[0].weight.detach()}, {"w": before})
+    late, never = optimizers
+    assert "0.weight" in late.basis
+    assert "0.weight" not in never.basis
+    if isinstance(refresh, egop.Online):  # one that has drifted is renewed together with all others
+        for name in never.basis:
+            mine, theirs = tensors_of(late, name), tensors_of(never, name)
+            for key in theirs:
+                torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=1e-12)
+
+
+def test_a_late_block_is_that_of_a_training_that_begins_with_it():
+    model, other = network(), network()
+    model[1].requires_grad_(False)
+    late = begin(model, egop.Online(every=100), torch.optim.Adagrad)
+    early = begin(other, egop.Online(every=100), torch.optim.Adagrad)
+    for seed in range(3):
+        step(model, late, seed)
+    model[1].requires_grad_(True)
+    for seed in range(3, 6):
+        step(model, late, seed)
+        step(other, early, seed)
+    assert same(tensors_of(late, "1.weight"), tensors_of(early, "1.weight"))
+    assert torch.equal(model[1].weight, other[1].weight)
+
+
+@pytest.mark.parametrize("refresh", REFRESHES, ids=IDS)
+@pytest.mark.parametrize("when", ["before it is unfrozen", "before its first step", "after its first step"])
+def test_a_resumed_copy_goes_on_bit_for_bit(when, refresh):
+    model = network()
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    optimizer = begin(model, refresh)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    if when != "before it is unfrozen":
+        model[0].requires_grad_(True)
+    if when == "after its first step":
+        step(model, optimizer, 3)
+    resumed = network()
+    resumed[2].requires_grad_(False)
+    resumed[0].requires_grad_(when != "before it is unfrozen")
+    other = begin(resumed, refresh)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twins = copy.deepcopy((model, optimizer))
+    for seed in range(4, 16):
+        for each, own in ((model, optimizer), (resumed, other), twins):
+            each[0].requires_grad_(True)
+            each[2].requires_grad_(seed > 8)
+            step(each, own, seed)
+    assert set(optimizer.basis) == {f"{index}.weight" for index in range(4)}
+    for each in (resumed, twins[0]):
+        assert identical(dict(model.named_parameters()), dict(each.named_parameters()))
+
+
+@pytest.mark.parametrize("refresh", REFRESHES, ids=IDS)
+def test_a_group_that_is_added_while_training_is_under_way_gets_bases(refresh):
+    model, extra = network(), nn.Linear(6, 4).double()
+    optimizer = begin(model, refresh)
+    both = nn.ModuleList([model, extra])
+    step(model, optimizer, 0)
+    optimizer.add_param_group({"params": [(f"extra.{name}", value) for name, value in extra.named_parameters()]})
+    step(both, optimizer, 1)
+    assert "extra.weight" in optimizer.basis
+    assert "extra.bias" not in optimizer.basis
+    for seed in range(2, 9):
+        step(both, optimizer, seed)
+    assert optimizer.basis["extra.weight"].round_trip_error() < 1e-12
+
+
+def test_a_basis_that_was_given_is_all_there_is():
+    model = network()
+    first = begin(model, egop.Online())
+    step(model, first, 0)
+    given = egop.Reparameterization([first.basis["1.weight"]])
+    model[0].requires_grad_(False)
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, given, refresh=egop.Online(every=2), lr=0.01)
+    step(model, optimizer, 1)
+    model[0].requires_grad_(True)
+    step(model, optimizer, 2)
+    assert list(optimizer.basis) == ["1.weight"]
+    first.rebase(given, moments="keep")  # some blocks: the others stay
+    step(model, first, 3)
+    assert len(first.basis) == 4
+    first.rebase(egop.Reparameterization([changed_to_shared(first.basis["1.weight"])]), moments="reset")
+    step(model, first, 4)
+    assert list(first.basis) == ["1.weight"]
+
+
+def changed_to_shared(change):
+    return egop.Shared().change(change.block, {"basis": change.tensors["right"]})
+
+
+@pytest.mark.parametrize("refresh", REFRESHES[:2], ids=IDS[:2])
+def test_a_layer_that_is_frozen_keeps_its_basis(refresh):
+    model = network()
+    optimizer = begin(model, refresh)
+    for seed in range(6):
+        step(model, optimizer, seed)
+    model[1].requires_grad_(False)
+    before, weight = tensors_of(optimizer, "1.weight"), model[1].weight.detach().clone()
+    for seed in range(6, 16):
+        step(model, optimizer, seed)
+    assert same(tensors_of(optimizer, "1.weight"), before)
+    assert torch.equal(model[1].weight, weight)
+    model[1].requires_grad_(True)
+    for seed in range(16, 24):
+        step(model, optimizer, seed)
+    assert optimizer.refresher.failures == 0
+    assert not any(torch.equal(value, before[key]) for key, value in tensors_of(optimizer, "1.weight").items())
+
+
+def test_patterns_may_name_what_is_frozen():
+    model = network()
+    model[0].requires_grad_(False)
+    refresh = egop.Online(structure={"0.*": egop.Shared(), "1.*": egop.Kronecker()}, every=3)
+    optimizer = begin(model, refresh)
+    step(model, optimizer, 0)
+    assert {name: change.kind for name, change in optimizer.basis.items()} == {"1.weight": "Kronecker"}
+    model[0].requires_grad_(True)
+    step(model, optimizer, 1)
+    assert optimizer.basis["0.weight"].kind == "Shared"
+    with pytest.raises(ValueError, match=r"Pattern '7\.\*' matches no block"):
+        step(model, begin(model, egop.Online(structure={"7.*": egop.Shared()})), 2)
+
+
+def test_patterns_of_a_partition_may_name_what_is_frozen():
+    model = network()
+    model[0].requires_grad_(False)
+    refresh = egop.Online(partition={"a": ["0.weight"], "b": ["1.weight", "1.bias"]}, structure=egop.Full())
+    optimizer = begin(model, refresh)
+    step(model, optimizer, 0)
+    assert list(optimizer.basis) == ["b"]
+    model[0].requires_grad_(True)
+    step(model, optimizer, 1)
+    assert list(optimizer.basis) == ["b", "0.weight"]
+
+
+def test_what_does_not_fit_any_more_is_left_with_a_warning():
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = begin(model, egop.Online(structure=egop.Kronecker(), memory=4 * 2 * 36 * 8))
+    step(model, optimizer, 0)
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"trained from now on \(0\.weight, 0\.bias\) get no basis: Block '0\.weight'"):
+        step(model, optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer, 2)
+    assert "0.weight" not in optimizer.basis
+
+
+NOTHING = {
+    "biases only": (
+        lambda: nn.ParameterDict({"b": nn.Parameter(torch.zeros(3))}),
+        egop.Online(),
+        r"egop\.Online has found no weight to rotate.* all 1 that are trained are biases or of norm layers",
+    ),
+    "embeddings": (
+        lambda: nn.Embedding(5, 3),
+        egop.WhenDrifted(),
+        r"egop\.WhenDrifted has found no weight.*'weight' is left \(an embedding\).*structure=egop\.Kronecker\(\)",
+    ),
+    "frozen": (
+        lambda: network().requires_grad_(False),
+        egop.Online(),
+        r"10 are frozen, and get a basis when they are unfrozen",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_an_optimizer_that_finds_nothing_to_rotate_says_so_once_and_trains(what):
+    make, refresh, message = NOTHING[what]
+    model = make()
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.SGD, refresh=refresh, lr=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+    texts = [str(each.message) for each in caught if "has found no weight" in str(each.message)]
+    assert len(texts) == 1
+    with pytest.warns(UserWarning, match=message):
+        warnings.warn(texts[0], stacklevel=1)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old - 1 if parameter.requires_grad else old)
+
+
+def test_turns_are_kept_and_newcomers_take_the_steps_with_least_to_do():
+    first = turns_of({"a": 8, "b": 8, "c": 1}, 4, {})
+    turns = turns_of({"a": 8, "b": 8, "c": 1, "d": 2, "e": 2}, 4, first)
+    assert {name: turns[name] for name in first} == first
+    assert len({turns["d"], turns["a"], turns["b"]}) == 3
+    assert turns["e"] != turns["d"]
