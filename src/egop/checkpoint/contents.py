@@ -29,9 +29,9 @@ _VERSION = 2
 def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: dict[str, Any]) -> dict[str, Tensor]:
     """All that is saved, as tensors by name: among processes, which call this together, what each of them has."""
     agreed(lambda: _check_kind(optimizer))
+    state = agreed(optimizer.state_dict)  # first, since it may make the blocks
     agreed(lambda: _look(optimizer))
     unwritten = exchanged(lambda: [not block.was_written for block in optimizer.blocks])
-    state = agreed(optimizer.state_dict)
     tensors: dict[str, Tensor] = {}
     rows = agreed(lambda: _rows(optimizer, state))
     plain = agreed(lambda: _plain(model, state, tensors))
