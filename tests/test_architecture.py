@@ -21,6 +21,8 @@ PACKAGE = Path(egop.__file__).parent
 ROOMS = [
     "precision",
     "randomness",
+    "nested",
+    "keeping",
     "processes",
     "sharding",
     "objective",

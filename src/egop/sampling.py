@@ -121,7 +121,7 @@ class _Source:
             self.block, drawer = 1, lambda generator, _: stacked([rho.draw(objective, generator)])
         self.drawer = drawer
         self.ready: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn and not taken yet
-        self.batches = objective.batches()
+        self.objective, self.batches = objective, objective.batches()
         # Shuffling and augmentation have random numbers of their own, which neither rho nor the loss disturbs.
         self.stream = RandomStream(self._seeds(base, 1)[0])
 
@@ -134,7 +134,7 @@ class _Source:
     def take(self, count: int) -> Points:
         """The next points."""
         with self.stream:
-            batches = list(itertools.islice(self.batches, count))
+            batches = self.objective.placed(itertools.islice(self.batches, count))
         taken = []
         while count:
             taken.append(self._part(count))

@@ -195,7 +195,7 @@ def _pass_seconds(objective: Objective) -> float:
     """The time of one forward and backward pass at the current parameters, on one batch."""
     names = list(objective.parameters)
     with objective.preserved(seed=0):
-        batch = next(objective.batches())
+        batch = objective.placed([next(objective.batches())])[0]
         values = objective.current
         return _median_seconds(lambda: objective.gradients(values, batch, names))
 
