@@ -15,7 +15,7 @@ import torch
 from egop.diagnostics.rules import COSTLY, decide, noise_stable_rank, refresh_advice
 from egop.diagnostics.values import BlockDiagnosis, Diagnosis
 from egop.distributions import Distribution, Gaussian
-from egop.estimate import Gathering, blocks_of, checked, gradients_for, samples_wanted
+from egop.estimate import Gathering, blocks_of, check_reached, checked, gradients_for, samples_wanted
 from egop.objective import Objective
 from egop.partition import Block, Partition
 from egop.plan import Plan, StructureChoice, make_plan
@@ -96,6 +96,8 @@ def diagnose(
         if gathered.draws == 0:
             raise
         partial = f"sampling was interrupted after {gathered.draws} of {wanted} draws"
+    if not partial:
+        check_reached(plan, gathered.draws, gathered.reached)
     changes: list[ChangeOfBasis] = []
     spectra: dict[str, Spectrum] = {}
     try:
