@@ -26,6 +26,7 @@ ROOMS = [
     "processes",
     "sharding",
     "objective",
+    "initialisers",
     "distributions",
     "gradients",
     "chunks",

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from egop.nested import mapped, moved
 
-Pair = namedtuple("Pair", "x y")  # noqa: PYI024 - that it has no types does not matter
+Pair = namedtuple("Pair", "x y")
 META = torch.device("meta")
 
 
@@ -73,7 +73,9 @@ def test_all_tensors_of_a_batch_are_moved_and_the_batch_itself_stays(kind):
 
 
 def test_only_floating_tensors_are_rounded():
-    (found,) = moved([[torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)]], None, torch.half)
+    (found,) = moved(
+        [[torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)]], None, torch.half
+    )
     assert [each.dtype for each in found] == [torch.half, torch.int64, torch.bool]
 
 

@@ -101,7 +101,8 @@ def training_with_frozen_flags():
 
 
 def in_a_process_of_its_own(function):
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_precision as here; here.{function.__name__}()"
+    path = str(Path(__file__).parent)
+    code = f"import sys; sys.path.insert(0, {path!r}); import test_precision as here; here.{function.__name__}()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

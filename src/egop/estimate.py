@@ -93,7 +93,7 @@ def estimate(
     return estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
 
 
-class NoGradient(ValueError):
+class NoGradientError(ValueError):
     """The loss does not reach what is to be reparameterised: every gradient sampled is exactly zero."""
 
 
@@ -198,11 +198,11 @@ def gradients_for(
 
 
 def _look_for_differences(gradients: dict[str, Tensor], count: int) -> None:
-    """Log it when draws do not differ: at one point, with one batch and no noise, gradients are copies of each other."""
+    """Log it when draws do not differ: at one point, with one batch and no noise, all gradients are the same."""
     if count > 1 and all(bool((gradient == gradient[:1]).all()) for gradient in gradients.values()):
         logger.warning(
-            "egop has sampled the same gradient %d times, so the basis knows one direction only. Give the objective more "
-            "than one batch, or draw from a rho that gives different points, such as egop.Recentered(scale).",
+            "egop has sampled the same gradient %d times, so the basis knows one direction only. Give the objective "
+            "more than one batch, or a rho that draws different points, such as egop.Recentered(scale).",
             count,
         )
 
@@ -218,10 +218,10 @@ def check_reached(plan: Plan, draws: int, reached: bool) -> None:
         return
     names = [f"'{name}'" for block in plan.chosen for name in block.parameters]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    raise NoGradient(
-        f"The gradient of {listed} is exactly zero at all {draws} draws: the loss does not reach these parameters. Check "
-        "that the loss function uses the model it is given, not another one, and does not detach. If a layer after them "
-        "starts at zero, sample where it does not: rho=egop.Recentered(scale) once it has been trained, or "
+    raise NoGradientError(
+        f"The gradient of {listed} is exactly zero at all {draws} draws: the loss does not reach these parameters. "
+        "Check that the loss function uses the model it is given, not another one, and does not detach. If a layer "
+        "after them starts at zero, sample where it does not: rho=egop.Recentered(scale) once it has been trained, or "
         "egop.Gaussian(scale)."
     )
 

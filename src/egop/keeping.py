@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-# Sampling writes into the model and seeds the random numbers of the whole program, so it is one thread's at a time, also
-# where the models are two. In one thread it may be nested: an initialisation is drawn while gradients are sampled.
+# Sampling writes into the model and seeds the random numbers of the whole program, so it is one thread's at a time,
+# also where the models are two. In one thread it may be nested: points are drawn while gradients are sampled.
 one_at_a_time = threading.RLock()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def mapped(structure: Any, found: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
-    """A structure with a function applied to what is found in it; a part in which nothing changes stays the same object.
+    """A structure with a function applied to what is found in it; where nothing changes it stays the same object.
 
     Args:
         structure: lists, tuples, mappings and dataclasses, one in another.

@@ -37,7 +37,8 @@ class Objective:
             that sampling causes no traffic.
         loss_fn: ``loss_fn(model, batch)``, the scalar loss of one batch.
         batches: any iterable of batches (a ``DataLoader``, a list). It is gone through again and again; what
-            reshuffles on every pass, as a ``DataLoader`` does, keeps doing so.
+            reshuffles on every pass, as a ``DataLoader`` does, keeps doing so. Batches are brought to the model's
+            device, and floating ones to its precision where all of it is in half precision.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -131,9 +132,9 @@ class Objective:
     def placed(self, batches: Iterable[Any]) -> list[Any]:
         """The batches on the device of the parameters; floating tensors in their precision, where all are in half.
 
-        Batches may be tensors in lists, tuples, mappings and dataclasses, and whatever else has a method ``to``. What is
-        in its place already is not copied, and what comes twice is moved once. Where parameters are on several devices,
-        batches stay where they are.
+        Batches may be tensors in lists, tuples, mappings and dataclasses, and whatever else has a method ``to``. What
+        is in its place already is not copied, and what comes twice is moved once. Where parameters are on several
+        devices, batches stay where they are.
         """
         own = list(self._tensors.values() if self.module is None else self.module.parameters())
         devices, kinds = {each.device for each in own}, {each.dtype for each in own}

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import torch
 
-# A setting of torch: whose (of a backend, or "generic", of all), and for what ("all" of its operations, or one of them).
+# A setting of torch: whose (a backend's, or "generic", of all), and for what ("all" of its operations, or one of them).
 Setting = tuple[str, str]
 
 _MATRICES: list[Setting] = [("cuda", "matmul"), ("mkldnn", "matmul")]
 _LAYERS: list[Setting] = [("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv"), ("mkldnn", "rnn")]
 
 # What is read and written behind torch.backends' `fp32_precision`. Those attributes will not do: once the flags are
-# frozen (``torch.backends.disable_global_flags``) some cannot be written, mkldnn's writes another setting than it reads,
-# and ``torch.backends.cudnn.flags`` leaves inherited settings behind as chosen ones. tests/test_precision.py notices
-# should these two change.
+# frozen (``torch.backends.disable_global_flags``) some cannot be written, mkldnn's writes another setting than it
+# reads, and ``torch.backends.cudnn.flags`` leaves inherited settings behind as chosen ones. tests/test_precision.py
+# notices should these two change.
 _read, _write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 _lock = threading.Lock()

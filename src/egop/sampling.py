@@ -13,8 +13,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.chunks import Method, check_finite, choose, first_line, memory_for_chunks, say_why
-from egop.distributions import Distribution, stacked
+from egop.distributions import Distribution
 from egop.gradients import Points, looped, vmapped
+from egop.initialisers import stacked
 from egop.objective import Objective
 from egop.randomness import RandomStream
 

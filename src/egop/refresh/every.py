@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from egop.distributions import Distribution, Recentered
-from egop.estimate import NoGradient, estimate, estimate_plan
+from egop.estimate import NoGradientError, estimate, estimate_plan
 from egop.moments import Moments, check_moments
 from egop.objective import Objective, plain_name
 from egop.partition import Partition
@@ -103,7 +103,7 @@ class _Periodic(Refresher):
                 )
         except (torch.linalg.LinAlgError, FloatingPointError) as error:
             self.failed(error)
-        except NoGradient as error:
+        except NoGradientError as error:
             if first:  # a mistake; later, a loss that has come to its end
                 raise
             self.failed(error)
