@@ -496,3 +496,12 @@ def test_a_model_on_several_devices_gets_batches_as_they_are():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device="meta"))
     batch = torch.ones(4, 3)
     assert egop.Objective(model, mean_square, [batch]).placed([batch])[0] is batch
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_model_on_a_gpu_is_sampled_with_batches_from_the_host():
+    model = cases.MLP.build().cuda()
+    objective = egop.Objective(model, cases.cross_entropy, cases.MLP.batches())
+    for method in ("loop", "vmap"):
+        assert cases.estimate(objective, sampling=method)["0.weight"].dense().device.type == "cuda"
+    assert egop.diagnose(objective, samples=4, progress=False).draws == 4

@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 import cases
@@ -117,6 +118,34 @@ def test_training_and_estimating_leave_inherited_settings_inherited():
 
 def test_frozen_flags_stop_neither_a_step_nor_vmapped_sampling():
     in_a_process_of_its_own(training_with_frozen_flags)
+
+
+def tf32_is_off_where_it_is_inherited():
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).cuda()
+    images = x.reshape(1, 1, 512, 512)
+    kernel = torch.randn(64, 1, 7, 7, generator=torch.Generator().manual_seed(1)).cuda()
+
+    def errors():
+        convolved = (
+            torch.nn.functional.conv2d(images, kernel),
+            torch.nn.functional.conv2d(images.double(), kernel.double()),
+        )
+        pairs = ((x @ x, x.double() @ x.double()), convolved)
+        return [((one - other).norm() / other.norm()).item() for one, other in pairs]
+
+    for situation in ("inherited from all", "inherited from the backend", "matrices chosen"):
+        with chosen(situation):
+            assert min(errors()) > 1e-5, "otherwise this tests nothing"
+            with precision.exact_products():
+                assert errors()[0] < 1e-6
+            with precision.full_precision():
+                assert max(errors()) < 1e-5
+            assert min(errors()) > 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_products_on_a_gpu_have_all_digits_inside():
+    in_a_process_of_its_own(tf32_is_off_where_it_is_inherited)
 
 
 def test_a_thread_that_leaves_takes_no_digits_from_another():
