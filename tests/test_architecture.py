@@ -21,9 +21,12 @@ PACKAGE = Path(egop.__file__).parent
 ROOMS = [
     "precision",
     "randomness",
+    "nested",
+    "keeping",
     "processes",
     "sharding",
     "objective",
+    "initialisers",
     "distributions",
     "gradients",
     "chunks",

@@ -289,7 +289,7 @@ def test_an_initialiser_is_called_once_for_many_points_where_that_does_the_same(
     assert len(calls) - tried == (1 if at_once else 100)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if "norm" not in layer])  # of ones and zeros alone
 def test_every_kind_of_layer_is_initialised_many_at_a_time(layer):
     objective = egop.Objective(LAYERS[layer](), lambda model, batch: 0, [])
     points = egop.Initialization().drawer(objective)(torch.Generator().manual_seed(1), 200)

@@ -297,3 +297,63 @@ def test_points_too_far_out_are_named_and_the_model_stays():
     ):
         cases.estimate(objective, rho=egop.Gaussian(scale=1e4))
     assert cases.state_of(objective.module) == before
+
+
+# --- gradients that are zero ---
+
+
+def another_models_loss():
+    """A loss that has a gradient, but by the parameters of a model that is not sampled."""
+    other = cases.MLP.build()
+    return lambda model, batch: cases.cross_entropy(other, batch) + 0 * cases.cross_entropy(model, batch)
+
+
+@pytest.mark.parametrize("find", [egop.estimate, egop.diagnose])
+@pytest.mark.parametrize("structure", ["auto", egop.Shared(), egop.Auxiliary(rank=2)], ids=str)
+def test_a_loss_that_never_reaches_the_parameters_is_refused(find, structure):
+    model = cases.MLP.build()
+    before = cases.state_of(model)
+    objective = egop.Objective(model, another_models_loss(), cases.MLP.batches())
+    message = r"gradient.* is exactly zero at all 20 draws.*uses the model it is given"
+    with pytest.raises(ValueError, match=message):
+        find(objective, samples=20, structure=structure, progress=False)
+    assert cases.state_of(model) == before
+
+
+@pytest.mark.parametrize("structure", cases.STRUCTURES, ids=str)
+def test_a_layer_whose_gradient_is_always_zero_has_a_sound_basis(structure):
+    model = cases.DEEP.build()
+    name = next(name for name, weight in model.named_parameters() if weight.dim() == 2)
+    dead = model.get_parameter(name)
+
+    def without(model, batch):
+        own = {each: value for each, value in model.named_parameters() if each != name}
+        return torch.func.functional_call(model, own | {name: dead.detach()}, batch[:1]).square().mean()
+
+    objective = egop.Objective(model, without, cases.DEEP.batches())
+    basis = egop.estimate(objective, samples=12, structure=structure, partition="parameter", progress=False)
+    change = basis[name]
+    value = torch.randn(dead.shape, dtype=dead.dtype, generator=torch.Generator().manual_seed(0))
+    coordinates = change.encode([value])
+    (back,) = change.decode(coordinates)
+    assert back.isfinite().all()
+    if change.complete:
+        torch.testing.assert_close(back, value)
+    torch.testing.assert_close(change.encode([back]), coordinates)
+    found = egop.diagnose(objective, samples=12, structure=structure, partition="parameter", progress=False)
+    assert str(found)
+
+
+def test_draws_that_give_one_and_the_same_gradient_are_told_of(caplog):
+    model = cases.MLP.build()
+
+    def said(rho, batches):
+        caplog.clear()
+        objective = egop.Objective(model, cases.cross_entropy, cases.MLP.batches(batches))
+        egop.estimate(objective, samples=5, structure=egop.Full(), progress=False, rho=rho, sampling="loop")
+        return [record.getMessage() for record in caplog.records]
+
+    (line,) = said(egop.Recentered(), 1)
+    assert "the same gradient 5 times" in line
+    assert "more than one batch" in line
+    assert said(egop.Recentered(), 2) == said(egop.Recentered(0.01), 1) == []

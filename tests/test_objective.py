@@ -454,3 +454,54 @@ def test_a_sparse_embedding_left_out_of_the_partition_does_no_harm():
     objective = egop.Objective(Sparse(), mean_square, [torch.tensor([1, 2])])
     basis = cases.estimate(objective, partition={"head": ["head.*"]})
     assert list(basis) == ["head"]
+
+
+# --- where batches are brought ---
+
+
+def test_a_model_in_half_precision_gets_floating_batches_in_its_own():
+    batches = [{"x": torch.randn(8, 3, dtype=torch.float64), "label": torch.arange(8) % 2} for _ in range(2)]
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), batch["label"])
+
+    objective = egop.Objective(nn.Linear(3, 2).bfloat16(), loss, batches)
+    for method in ("loop", "vmap"):
+        basis = egop.estimate(objective, samples=4, progress=False, sampling=method)
+        assert basis["weight"].dense().isfinite().all()
+    assert egop.diagnose(objective, samples=4, progress=False).draws == 4
+    assert batches[0]["x"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("change", [lambda model: model.double(), lambda model: model[0].bfloat16()])
+def test_a_model_in_other_or_mixed_precision_gets_batches_as_they_are(change):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    change(model)
+    batch = torch.ones(4, 3)
+    assert egop.Objective(model, mean_square, [batch]).placed([batch])[0] is batch
+
+
+def test_batches_go_to_the_device_of_the_model_or_of_a_functions_tensors():
+    batch = [torch.ones(4, 3), torch.ones(4, dtype=torch.int64)]
+    model = egop.Objective(nn.Linear(3, 2, device="meta"), mean_square, [batch])
+    function = egop.Objective.from_function(
+        lambda batch, x: (batch[0] * x).sum(), {"x": torch.ones(3, device="meta", dtype=torch.half)}, [batch]
+    )
+    for objective in (model, function):
+        ((x, label),) = objective.placed(objective._batches)
+        assert (x.device.type, x.dtype, label.device.type, label.dtype) == ("meta", torch.float32, "meta", torch.int64)
+
+
+def test_a_model_on_several_devices_gets_batches_as_they_are():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device="meta"))
+    batch = torch.ones(4, 3)
+    assert egop.Objective(model, mean_square, [batch]).placed([batch])[0] is batch
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_model_on_a_gpu_is_sampled_with_batches_from_the_host():
+    model = cases.MLP.build().cuda()
+    objective = egop.Objective(model, cases.cross_entropy, cases.MLP.batches())
+    for method in ("loop", "vmap"):
+        assert cases.estimate(objective, sampling=method)["0.weight"].dense().device.type == "cuda"
+    assert egop.diagnose(objective, samples=4, progress=False).draws == 4

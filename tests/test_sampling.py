@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -276,3 +277,29 @@ def test_finite_gradients_whose_sum_is_not_are_fine(method):
     gradients = cases.sample(objective, egop.Recentered(), 3, method=method)["theta"]
     assert gradients.sum() == float("inf")
     torch.testing.assert_close(gradients, (0.9 * scale).expand(3, 3))
+
+
+# --- threads ---
+
+
+def test_estimates_in_two_threads_give_what_one_gives():
+    def objective(width):
+        with torch.random.fork_rng():
+            torch.manual_seed(width)
+            model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.Tanh(), nn.Linear(width, 2))
+        data = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 2)
+        return egop.Objective(model, cases.cross_entropy, DataLoader(data, 8, shuffle=True))
+
+    def estimated(objective):
+        basis = egop.estimate(objective, samples=150, progress=False, structure=egop.Full(), sampling="loop")
+        return {name: change.dense() for name, change in basis.items()}
+
+    objectives = [objective(5), objective(6), objective(6)]
+    objectives.append(objectives[0])  # one model in two threads
+    alone = [estimated(each) for each in objectives]
+    before = [cases.state_of(each.module) for each in objectives]
+    with ThreadPoolExecutor(len(objectives)) as pool:
+        together = list(pool.map(estimated, objectives, timeout=120))
+    for one, other in zip(alone, together, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [cases.state_of(each.module) for each in objectives] == before

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from egop.gradients import Gradients, Points, looped, tensors_of, vmapped
 from egop.objective import Objective
-from egop.precision import without_tf32
+from egop.precision import full_precision
 from egop.randomness import drawn_outside_torch
 
 logger = logging.getLogger("egop")
@@ -67,7 +66,7 @@ def choose(
     reason = _random_outside_torch(point.seeds[0]) or _written(objective.module, buffers)
     if reason is None:
         try:
-            with _full_precision():
+            with full_precision():  # TF32 has too few digits to tell rounding from an error
                 right = _vmap_is_right(objective, names, point)
             if right:
                 return True, _chunk_points(chunk_bytes, 3 * held + batch + 2 * sum(saved.values()))
@@ -101,18 +100,6 @@ def say_why(reason: str) -> None:
 def first_line(error: Exception) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-
-
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    """Without TF32, which has too few digits to tell rounding from an error; cuDNN convolves in it by default."""
-    kept = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        with without_tf32():
-            yield
-    finally:
-        torch.backends.cudnn.enabled = kept
 
 
 def _vmap_is_right(objective: Objective, names: Sequence[str], point: Points) -> bool:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import abc
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from egop.initialisers import Drawer, Initialiser, own_initialiser, repeated
 from egop.objective import Objective
-from egop.randomness import drawn_outside_torch, seed_everything
-
-logger = logging.getLogger("egop")
-
-# Draws ``count`` points: for each parameter its values, stacked along a new first dimension.
-Drawer = Callable[[torch.Generator, int], dict[str, Tensor]]
-
-# From so many initialisations on, it pays to find out whether they can be drawn all at once.
-_WORTH_A_TRIAL = 32
 
 
 class Distribution(abc.ABC):
@@ -112,8 +103,10 @@ class Initialization(Distribution):
 
     Args:
         init_fn: ``init_fn(model)`` initialises the model in place, drawing from torch's global random state (which is
-            seeded for each draw and put back afterwards). By default every submodule's own ``reset_parameters()``
-            is called; a parameter whose module has none stays where it is, and a log line says so.
+            seeded for each draw and put back afterwards). By default the model's own initialisers are called: every
+            layer's ``reset_parameters()``, then what its author wrote, such as transformers' ``_init_weights``. What
+            none of them writes stays where it is; a log line says so, and also where what they draw has another scale
+            than the model has.
     """
 
     init_fn: Callable[[nn.Module], object] | None = None
@@ -124,27 +117,25 @@ class Initialization(Distribution):
                 "egop.Initialization() needs a module to initialise, but the objective was made from a function. "
                 "Use rho=egop.Gaussian(scale) or egop.Ball(radius)."
             )
-        if self.init_fn is not None:
-            return
-        drawn = {id(own) for part, _ in _initialisers(objective.module) for own in part.parameters(recurse=False)}
-        left = [name for name, parameter in objective.parameters.items() if id(parameter) not in drawn]
-        if len(left) == len(objective.parameters):
-            raise ValueError(
-                f"No submodule of {type(objective.module).__name__} has a reset_parameters() method to draw an "
-                "initialisation with. Give one: egop.Initialization(init_fn=...), or use egop.Gaussian(scale)."
-            )
-        if left:
-            logger.warning(
-                "egop.Initialization() leaves %s where they are: their modules have no reset_parameters(). "
-                "Pass init_fn=... to draw them too.",
-                ", ".join(f"'{name}'" for name in left),
-            )
+        if self.init_fn is None:
+            self._initialiser(objective).try_out()
 
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
         return _first(self.drawer(objective)(generator, 1))
 
     def drawer(self, objective: Objective) -> Drawer:
-        return _Initialiser(objective, self.init_fn or _reset).draw
+        return self._initialiser(objective).draw
+
+    def _initialiser(self, objective: Objective) -> Initialiser:
+        assert objective.module is not None, "check() was not called"
+        function = self.init_fn or own_initialiser(objective.module)
+        if function is None:
+            raise ValueError(
+                f"No submodule of {type(objective.module).__name__} has a reset_parameters() method, or one like "
+                "_init_weights(), to draw an initialisation with. Give one: egop.Initialization(init_fn=...), or use "
+                "egop.Gaussian(scale)."
+            )
+        return Initialiser(objective, function)
 
 
 @dataclass(frozen=True)
@@ -170,79 +161,13 @@ class Recentered(Distribution):
 
     def _draw(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         if self.scale == 0:
-            return _repeated(objective.current, count)
+            return repeated(objective.current, count)
         noise = _standard_normal(objective, generator, count)
         return {name: noise[name].mul_(self.scale).add_(value) for name, value in objective.current.items()}
 
 
-class _Initialiser:
-    """Draws initialisations of a module: all at once with ``torch.func`` if that is found to do the same.
-
-    A generator that is given must decide everything, so each call seeds the global random numbers, which
-    initialisers draw from, by the generator's.
-    """
-
-    def __init__(self, objective: Objective, function: Callable[[nn.Module], object]) -> None:
-        self.objective, self.function = objective, function
-        self.vmaps: bool | None = None  # not known yet
-
-    @torch.no_grad()
-    def draw(self, generator: torch.Generator, count: int) -> dict[str, Tensor]:
-        """Points from the generator."""
-        seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
-        with self.objective.preserved():
-            if self.vmaps is None and count >= _WORTH_A_TRIAL:
-                self.vmaps = self._vmap_does_the_same(seeds[0])
-            if self.vmaps and count > 1:
-                return self._vmapped(seeds[0], count, "different")
-            return stacked([self._one(seed) for seed in seeds])
-
-    def _one(self, seed: int) -> dict[str, Tensor]:
-        module = self.objective.module
-        assert module is not None, "check() was not called"
-        self.objective.write(self.objective.current)  # what has no initialiser stays where training stands
-        seed_everything(seed)
-        self.function(module)
-        return {name: parameter.detach().clone() for name, parameter in self.objective.parameters.items()}
-
-    def _vmapped(self, seed: int, count: int, randomness: str) -> dict[str, Tensor]:
-        def initialise(values: dict[str, Tensor]) -> dict[str, Tensor]:
-            self.objective.at(values, self.function)
-            return values  # written in place
-
-        seed_everything(seed)
-        start = _repeated(self.objective.current, count)
-        return dict(torch.func.vmap(initialise, randomness=randomness)(start))
-
-    def _vmap_does_the_same(self, seed: int) -> bool:
-        """With random numbers that all points share, vmap must give exactly what a single draw gives."""
-        plain = self._one(seed)
-        if drawn_outside_torch(seed):
-            return False
-        try:
-            shared = self._vmapped(seed, 2, "same")
-            self._vmapped(seed, 2, "different")  # which refuses more
-        except Exception:  # vmap refuses in many ways; the plain draw has shown that the initialiser is not at fault
-            return False
-        return all(torch.equal(shared[name], value.expand_as(shared[name])) for name, value in plain.items())
-
-
-def _reset(module: nn.Module) -> None:
-    for _, reset in _initialisers(module):
-        reset()
-
-
 def _first(points: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value[0] for name, value in points.items()}
-
-
-def stacked(points: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """For each parameter its values at the points, along a new first dimension."""
-    return {name: torch.stack([point[name] for point in points]) for name in points[0]}
-
-
-def _repeated(point: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    return {name: value.expand(count, *value.shape).clone() for name, value in point.items()}
 
 
 def _standard_normal(objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
@@ -270,13 +195,3 @@ def _check_center(center: Mapping[str, Tensor] | None, objective: Objective) -> 
             raise ValueError(
                 f"The center of '{name}' has shape {tuple(center[name].shape)}, the parameter {tuple(parameter.shape)}."
             )
-
-
-def _initialisers(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
-    """The parts of a module that can initialise themselves; inner ones first, the order in which a module is built."""
-    for child in module.children():
-        yield from _initialisers(child)
-    # MultiheadAttention and Transformer spell it with an underscore; a test notices should torch rename it.
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if callable(reset):
-        yield module, reset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Generator
 from contextlib import closing
@@ -21,6 +22,8 @@ from egop.sampling import Method, check_samples, sample_gradients
 from egop.spectrum import Spectrum, agreement
 from egop.structures import ChangeOfBasis, Summary
 from egop.units import parse_bytes
+
+logger = logging.getLogger("egop")
 
 
 def estimate(
@@ -90,6 +93,10 @@ def estimate(
     return estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
 
 
+class NoGradientError(ValueError):
+    """The loss does not reach what is to be reparameterised: every gradient sampled is exactly zero."""
+
+
 def checked(
     objective: Objective, rho: Distribution | None, samples: int | None, generator: torch.Generator | None
 ) -> tuple[Distribution, torch.Generator]:
@@ -147,6 +154,7 @@ def estimate_plan(
 
     with objective.as_in_first():
         processes.agreed(sample)
+    check_reached(plan, count, any(processes.exchanged(lambda: gathered.reached)))
     owners = division.owners_of(plan)
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
     division.collect(gathered.summaries(), owners, devices)
@@ -189,9 +197,33 @@ def gradients_for(
         )
 
 
+def _look_for_differences(gradients: dict[str, Tensor], count: int) -> None:
+    """Log it when draws do not differ: at one point, with one batch and no noise, all gradients are the same."""
+    if count > 1 and all(bool((gradient == gradient[:1]).all()) for gradient in gradients.values()):
+        logger.warning(
+            "egop has sampled the same gradient %d times, so the basis knows one direction only. Give the objective "
+            "more than one batch, or a rho that draws different points, such as egop.Recentered(scale).",
+            count,
+        )
+
+
 def samples_wanted(plan: Plan) -> int:
     """How many draws the structures of a plan ask for."""
     return max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
+
+
+def check_reached(plan: Plan, draws: int, reached: bool) -> None:
+    """Raise an error when all gradients of all draws are zero: that is no basis, and a mistake in all likelihood."""
+    if reached or draws == 0:
+        return
+    names = [f"'{name}'" for block in plan.chosen for name in block.parameters]
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    raise NoGradientError(
+        f"The gradient of {listed} is exactly zero at all {draws} draws: the loss does not reach these parameters. "
+        "Check that the loss function uses the model it is given, not another one, and does not detach. If a layer "
+        "after them starts at zero, sample where it does not: rho=egop.Recentered(scale) once it has been trained, or "
+        "egop.Gaussian(scale)."
+    )
 
 
 class Gathering:
@@ -210,10 +242,15 @@ class Gathering:
         ]
         self.draws = 0
         self.first = first
+        self.reached = False  # whether any gradient was not zero
 
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Take in a chunk: for each parameter a stack of gradients."""
         count = len(next(iter(gradients.values())))
+        # Asked of the device until the answer is yes, so of one gradient as a rule.
+        self.reached = self.reached or any(bool(gradient.any()) for gradient in gradients.values())
+        if self.draws == 0:
+            _look_for_differences(gradients, count)
         for index, accumulators in enumerate(self.parts):
             own = slice((index - self.first - self.draws) % len(self.parts), None, len(self.parts))
             if not range(count)[own]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from egop.nested import mapped
 from egop.objective import Objective
 from egop.randomness import seed_everything
 
@@ -57,7 +58,7 @@ def vmapped(objective: Objective, names: Sequence[str], points: Points) -> Gradi
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in a batch, in nested lists, tuples and mappings."""
+    """The tensors in a batch, in nested lists, tuples, mappings and dataclasses."""
     leaves: list[Tensor] = []
     _skeleton(batch, leaves)
     return leaves
@@ -82,7 +83,7 @@ class _Slot(NamedTuple):
 
 def _vmapped_alike(objective: Objective, names: Sequence[str], points: Points, group: _Group) -> Gradients:
     def loss(moving: dict[str, Tensor], still: dict[str, Tensor], leaves: list[Tensor]) -> Tensor:
-        return objective.loss(moving | still, _map(group.skeleton, _Slot, lambda slot: leaves[slot.place]))
+        return objective.loss(moving | still, mapped(group.skeleton, _is_slot, lambda slot: leaves[slot.place]))
 
     still = dict(points.values)
     moving = {name: still.pop(name) for name in names}
@@ -129,19 +130,15 @@ def _skeleton(batch: Any, leaves: list[Tensor]) -> Any:
         leaves.append(tensor)
         return _Slot(len(leaves) - 1, tensor.shape, tensor.dtype, tensor.device)
 
-    return _map(batch, Tensor, take)
+    return mapped(batch, _is_tensor, take)
 
 
-def _map(structure: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to everything of one kind in nested lists, tuples and mappings."""
-    if isinstance(structure, kind):
-        return function(structure)
-    if isinstance(structure, Mapping):
-        return type(structure)({key: _map(value, kind, function) for key, value in structure.items()})  # type: ignore[call-arg]
-    if isinstance(structure, (list, tuple)):
-        items = [_map(value, kind, function) for value in structure]
-        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
-    return structure
+def _is_tensor(each: Any) -> bool:
+    return isinstance(each, Tensor)
+
+
+def _is_slot(each: Any) -> bool:
+    return isinstance(each, _Slot)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egop import processes
+from egop.keeping import one_at_a_time, remember
+from egop.nested import moved
 from egop.randomness import random_state, seed_everything, set_random_state
 from egop.sharding import is_sharded
 
@@ -35,7 +37,8 @@ class Objective:
             that sampling causes no traffic.
         loss_fn: ``loss_fn(model, batch)``, the scalar loss of one batch.
         batches: any iterable of batches (a ``DataLoader``, a list). It is gone through again and again; what
-            reshuffles on every pass, as a ``DataLoader`` does, keeps doing so.
+            reshuffles on every pass, as a ``DataLoader`` does, keeps doing so. Batches are brought to the model's
+            device, and floating ones to its precision where all of it is in half precision.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -58,13 +61,11 @@ class Objective:
             raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}.")
         model = _unwrapped(model)
         self.module: nn.Module | None = model
-        self.parameters: dict[str, Tensor] = {
-            plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-        }
         self._loss = loss_fn
         self._bound = _Bound(model)
         self._batches = batches
         self._kept: dict[str, Tensor] | None = None
+        self._sampled: dict[str, Tensor] | None = None
         _check_parameters(self.parameters)
         self.check_whole()
 
@@ -92,13 +93,24 @@ class Objective:
         _check_signature(function, list(tensors), batches is not None)
         objective = cls.__new__(cls)
         objective.module = None
-        objective.parameters = dict(tensors)
+        objective._tensors = dict(tensors)
         objective._function = function if batches is not None else lambda _, **values: function(**values)
         objective._batches = [None] if batches is None else batches
-        objective._kept = None
+        objective._kept = objective._sampled = None
         return objective
 
     _function: Callable[..., Tensor]
+    _tensors: dict[str, Tensor]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """What is sampled: those of the module's parameters that require a gradient now, by name."""
+        if self._sampled is not None:
+            return self._sampled
+        if self.module is None:
+            return self._tensors
+        named = self.module.named_parameters()
+        return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
 
     def batches(self) -> Iterator[Any]:
         """Batches without end: the iterable is started again whenever it is through."""
@@ -116,6 +128,19 @@ class Objective:
                     "after one pass. Give a list or a DataLoader, which can be iterated again."
                 )
             passes += 1
+
+    def placed(self, batches: Iterable[Any]) -> list[Any]:
+        """The batches on the device of the parameters; floating tensors in their precision, where all are in half.
+
+        Batches may be tensors in lists, tuples, mappings and dataclasses, and whatever else has a method ``to``. What
+        is in its place already is not copied, and what comes twice is moved once. Where parameters are on several
+        devices, batches stay where they are.
+        """
+        own = list(self._tensors.values() if self.module is None else self.module.parameters())
+        devices, kinds = {each.device for each in own}, {each.dtype for each in own}
+        device = devices.pop() if len(devices) == 1 else None
+        half = self.module is not None and len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
+        return moved(batches, device, kinds.pop() if half else None)
 
     @property
     def current(self) -> dict[str, Tensor]:
@@ -194,20 +219,23 @@ class Objective:
         """Whatever happens inside, afterwards the model and the random state are exactly as before.
 
         Parameters, buffers, gradients, train/eval modes and the global random states of torch, numpy and ``random`` are
-        put back, also when the loss raises or the user interrupts. Inside, the random states start from ``seed``.
+        put back, also when the loss raises or the user interrupts. Inside, the random states start from ``seed``. Only
+        one thread is inside at a time; others wait.
         """
-        outer, states = self._kept, random_state()
-        restore = _remember(self.module) if self.module is not None else lambda: None
-        if outer is None:
-            self._kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        try:
-            if seed is not None:
-                seed_everything(seed)
-            yield
-        finally:
-            set_random_state(states)
-            restore()
-            self._kept = outer
+        with one_at_a_time:
+            outer, states = (self._kept, self._sampled), random_state()
+            restore = remember(self.module) if self.module is not None else lambda: None
+            self._sampled = self.parameters
+            if self._kept is None:
+                self._kept = {name: parameter.detach().clone() for name, parameter in self._sampled.items()}
+            try:
+                if seed is not None:
+                    seed_everything(seed)
+                yield
+            finally:
+                set_random_state(states)
+                restore()
+                self._kept, self._sampled = outer
 
     @contextlib.contextmanager
     def as_in_first(self) -> Iterator[None]:
@@ -251,34 +279,6 @@ class _Bound(nn.Module):
         return function(self.model, *arguments)
 
 
-def _remember(module: nn.Module) -> Callable[[], None]:
-    """Take note of all that sampling may change in a module; the function returned puts it back."""
-    parameters = [(each, each.detach().clone(), each.grad, _copy(each.grad)) for each in module.parameters()]
-    modes = [(part, part.training) for part in module.modules()]
-    buffers = [
-        (part, {name: (buffer, _copy(buffer)) for name, buffer in part._buffers.items()}) for part in module.modules()
-    ]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for parameter, value, gradient, its_value in parameters:
-                parameter.copy_(value)
-                parameter.grad = gradient
-                if gradient is not None and its_value is not None:
-                    gradient.copy_(its_value)
-            for part, own in buffers:
-                for name in set(part._buffers) - set(own):
-                    delattr(part, name)
-                for name, (buffer, its_value) in own.items():
-                    setattr(part, name, buffer)  # a forward pass may have put another tensor in its place
-                    if buffer is not None and its_value is not None:
-                        buffer.copy_(its_value)
-        for part, training in modes:
-            part.training = training
-
-    return restore
-
-
 def _unwrapped(model: nn.Module) -> nn.Module:
     """What ``DistributedDataParallel`` wraps, also where it was compiled as a whole."""
     inner = getattr(model, _COMPILED.removesuffix("."), None)
@@ -286,10 +286,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
     wrapped: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return wrapped
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
 
 
 def _check_parameters(parameters: Mapping[str, Tensor]) -> None:

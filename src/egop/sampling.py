@@ -13,8 +13,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.chunks import Method, check_finite, choose, first_line, memory_for_chunks, say_why
-from egop.distributions import Distribution, stacked
+from egop.distributions import Distribution
 from egop.gradients import Points, looped, vmapped
+from egop.initialisers import stacked
 from egop.objective import Objective
 from egop.randomness import RandomStream
 
@@ -121,7 +122,7 @@ class _Source:
             self.block, drawer = 1, lambda generator, _: stacked([rho.draw(objective, generator)])
         self.drawer = drawer
         self.ready: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn and not taken yet
-        self.batches = objective.batches()
+        self.objective, self.batches = objective, objective.batches()
         # Shuffling and augmentation have random numbers of their own, which neither rho nor the loss disturbs.
         self.stream = RandomStream(self._seeds(base, 1)[0])
 
@@ -134,7 +135,7 @@ class _Source:
     def take(self, count: int) -> Points:
         """The next points."""
         with self.stream:
-            batches = list(itertools.islice(self.batches, count))
+            batches = self.objective.placed(itertools.islice(self.batches, count))
         taken = []
         while count:
             taken.append(self._part(count))

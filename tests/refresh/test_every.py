@@ -333,3 +333,77 @@ def test_without_a_refresh_nothing_can_be_renewed():
     optimizer = egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, basis_of(MLP))
     with pytest.raises(RuntimeError, match=r"This optimizer has no refresh=, which says how a basis is renewed"):
         optimizer.renew_basis()
+
+
+# --- frozen and unfrozen ---
+
+
+def test_a_frozen_block_keeps_its_basis_and_is_renewed_again_once_it_trains():
+    model = MLP.build()
+    optimizer = begin(model, steps=2)
+    steps(model, optimizer, 1)
+    first = dense(optimizer)
+    model[0].weight.requires_grad_(False)
+    steps(model, optimizer, 4)
+    frozen = dense(optimizer)
+    assert torch.equal(frozen["0.weight"], first["0.weight"])
+    assert not torch.equal(frozen["2.weight"], first["2.weight"])
+    model[0].weight.requires_grad_()
+    steps(model, optimizer, 2)
+    assert not torch.equal(dense(optimizer)["0.weight"], first["0.weight"])
+    assert optimizer.refresher.failures == 0
+
+
+def test_a_frozen_weight_stays_where_it_is_while_others_are_sampled_around():
+    model = MLP.build()
+    seen = []
+
+    def watched(model, batch):
+        seen.append(model[0].weight.detach().clone())
+        return logistic(model, batch)
+
+    objective = egop.Objective(model, watched, MLP.batches())
+    refresh = egop.Every(1, objective, rho=egop.Recentered(0.1), samples=5, structure=egop.Full())
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh, lr=0.01)
+    model[0].weight.requires_grad_(False)
+    steps(model, optimizer, 2)
+    assert seen
+    assert all(torch.equal(weight, model[0].weight) for weight in seen)
+
+
+def test_training_goes_on_while_nothing_is_left_to_renew():
+    model = MLP.build()
+    for given in (None, basis_of(MLP)):
+        optimizer = begin(model, given, steps=1)
+        steps(model, optimizer, 1)
+        for weight in (model[0].weight, model[2].weight):
+            weight.requires_grad_(False)
+        before = dense(optimizer)
+        steps(model, optimizer, 2)
+        assert identical(dense(optimizer), before)
+        for weight in (model[0].weight, model[2].weight):
+            weight.requires_grad_()
+
+
+def test_gradients_that_have_all_become_zero_keep_the_basis_and_do_not_stop_training():
+    model = MLP.build()
+    off = []
+    objective = egop.Objective(model, lambda model, batch: (not off) * logistic(model, batch), MLP.batches())
+    refresh = egop.Every(2, objective, samples=20, structure=egop.Full())
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh, lr=0.01)
+    steps(model, optimizer, 1)
+    before = dense(optimizer)
+    off.append(True)
+    with pytest.warns(UserWarning, match="could not be renewed and stays as it is"):
+        steps(model, optimizer, 4)
+    assert identical(dense(optimizer), before)
+    assert optimizer.refresher.failures == 2
+
+
+def test_a_first_basis_from_a_loss_that_never_reaches_the_parameters_is_refused():
+    model, other = MLP.build(), MLP.build()
+    objective = egop.Objective(model, lambda _, batch: logistic(other, batch), MLP.batches())
+    refresh = egop.Every(2, objective, samples=20, structure=egop.Full())
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh, lr=0.01)
+    with pytest.raises(ValueError, match="does not reach these parameters"):
+        steps(model, optimizer, 1)

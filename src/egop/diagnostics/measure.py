@@ -15,7 +15,7 @@ import torch
 from egop.diagnostics.rules import COSTLY, decide, noise_stable_rank, refresh_advice
 from egop.diagnostics.values import BlockDiagnosis, Diagnosis
 from egop.distributions import Distribution, Gaussian
-from egop.estimate import Gathering, blocks_of, checked, gradients_for, samples_wanted
+from egop.estimate import Gathering, blocks_of, check_reached, checked, gradients_for, samples_wanted
 from egop.objective import Objective
 from egop.partition import Block, Partition
 from egop.plan import Plan, StructureChoice, make_plan
@@ -96,6 +96,8 @@ def diagnose(
         if gathered.draws == 0:
             raise
         partial = f"sampling was interrupted after {gathered.draws} of {wanted} draws"
+    if not partial:
+        check_reached(plan, gathered.draws, gathered.reached)
     changes: list[ChangeOfBasis] = []
     spectra: dict[str, Spectrum] = {}
     try:
@@ -195,7 +197,7 @@ def _pass_seconds(objective: Objective) -> float:
     """The time of one forward and backward pass at the current parameters, on one batch."""
     names = list(objective.parameters)
     with objective.preserved(seed=0):
-        batch = next(objective.batches())
+        batch = objective.placed([next(objective.batches())])[0]
         values = objective.current
         return _median_seconds(lambda: objective.gradients(values, batch, names))
 

@@ -139,7 +139,7 @@ def race(
     found = Race(optimizer.__name__, words, math.ceil(steps / every) * every, every, tuple(learning_rates), seed)
     with objective.preserved(seed=seed):
         # Held, so that every run sees the same ones whatever the loader does.
-        batches = list(itertools.islice(objective.batches(), min(found.steps, _BATCHES)))
+        batches = objective.placed(itertools.islice(objective.batches(), min(found.steps, _BATCHES)))
     for lr, coordinates in itertools.product(learning_rates, ("original", "EGOP")):
         with objective.preserved(seed=seed):
             model, loss_fn = objective.trainable_copy()

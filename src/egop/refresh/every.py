@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from egop.distributions import Distribution, Recentered
-from egop.estimate import estimate, estimate_plan
+from egop.estimate import NoGradientError, estimate, estimate_plan
 from egop.moments import Moments, check_moments
 from egop.objective import Objective, plain_name
 from egop.partition import Partition
 from egop.plan import Plan, StructureChoice, check_structure
 from egop.refresh.base import Rebasable, Refresh, Refresher, check_positive
+from egop.structures import ChangeOfBasis
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class _Periodic(Refresher):
         first = not optimizer.blocks
         try:
             if not first:
-                plan = Plan({block.change.block: block.change.structure() for block in optimizer.blocks}, {}, {})
+                plan = Plan({change.block: change.structure() for change in self._trained(optimizer)}, {}, {})
                 basis = estimate_plan(
                     self.objective, plan, config.rho, config.samples, generator, "auto", config.progress
                 )
@@ -105,9 +106,19 @@ class _Periodic(Refresher):
                 )
         except (torch.linalg.LinAlgError, FloatingPointError) as error:
             self.failed(error)
+        except NoGradientError as error:
+            if first:  # a mistake; later, a loss that has come to its end
+                raise
+            self.failed(error)
         else:
             # A first basis that comes late, after one that failed, finds moments of other coordinates.
             optimizer.rebase(basis, moments="reset" if first else config.moments)
+
+    def _trained(self, optimizer: Rebasable) -> list[ChangeOfBasis]:
+        """The changes of basis of the blocks that train; one that is frozen has no gradient and keeps its basis."""
+        live = self.objective.parameters
+        changes = [block.change for block in optimizer.blocks]
+        return [change for change in changes if all(name in live for name in change.block.parameters)]
 
 
 def _check_trained(objective: Objective, optimizer: Rebasable) -> None:

@@ -1,0 +1,45 @@
+"""A model as it was before something was done to it, and one who does so at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+# Sampling writes into the model and seeds the random numbers of the whole program, so it is one thread's at a time,
+# also where the models are two. In one thread it may be nested: points are drawn while gradients are sampled.
+one_at_a_time = threading.RLock()
+
+
+def remember(module: nn.Module) -> Callable[[], None]:
+    """Take note of all that sampling may change in a module; the function returned puts it back."""
+    parameters = [(each, each.detach().clone(), each.grad, _copy(each.grad)) for each in module.parameters()]
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [
+        (part, {name: (buffer, _copy(buffer)) for name, buffer in part._buffers.items()}) for part in module.modules()
+    ]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for parameter, value, gradient, its_value in parameters:
+                parameter.copy_(value)
+                parameter.grad = gradient
+                if gradient is not None and its_value is not None:
+                    gradient.copy_(its_value)
+            for part, own in buffers:
+                for name in set(part._buffers) - set(own):
+                    delattr(part, name)
+                for name, (buffer, its_value) in own.items():
+                    setattr(part, name, buffer)  # a forward pass may have put another tensor in its place
+                    if buffer is not None and its_value is not None:
+                        buffer.copy_(its_value)
+        for part, training in modes:
+            part.training = training
+
+    return restore
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()

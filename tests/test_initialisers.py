@@ -1,0 +1,282 @@
+"""The default rho: a model's own initialiser, whoever wrote it; what is said where it does not fit the weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import cases
+import egop
+
+TOKENS = 11
+
+
+def drawn(model, count=40, **options):
+    """Initialisations drawn singly and together, by name."""
+    objective = egop.Objective(model, lambda model, batch: 0, [])
+    before = cases.state_of(model)
+    rho = egop.Initialization(**options)
+    rho.check(objective)
+    drawer = rho.drawer(objective)
+    points = [drawer(torch.Generator().manual_seed(seed), many) for seed, many in ((1, 1), (2, count))]
+    assert cases.state_of(model) == before
+    return {name: torch.cat([point[name] for point in points]) for name in points[0]}
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "egop"]
+
+
+def assert_drawn_as_built(build, count=40, **options):
+    """Zeros and ones where the model is built with them, and elsewhere the same mean and deviation, always anew."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        built = [build() for _ in range(count)]
+    points = drawn(built[0], count, **options)
+    assert points
+    for name, found in points.items():
+        expected = torch.stack([model.get_parameter(name).detach() for model in built]).double()
+        spread, size = expected.std().item(), expected.numel() ** 0.5
+        if spread == 0:
+            assert torch.equal(found.double(), expected[:1].expand_as(found)), name
+            continue
+        assert found.double().std().item() == pytest.approx(spread, rel=20 / size), name
+        assert found.double().mean().item() == pytest.approx(expected.mean().item(), abs=8 * spread / size), name
+        assert not torch.equal(found[0], found[1]), name
+
+
+# --- transformers ---
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+    config = transformers.BertConfig(vocab_size=TOKENS, max_position_embeddings=6, num_labels=3, **sizes)
+    return transformers.BertForSequenceClassification(config)
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=TOKENS, n_positions=6, n_embd=8, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Wrapped(nn.Module):
+    """As users write it: a model of transformers inside one of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = bert().bert
+        self.head = nn.Linear(8, 3)
+
+
+@pytest.mark.parametrize("build", [bert, gpt2, Wrapped])
+def test_models_of_transformers_are_drawn_as_they_are_built(build, caplog):
+    assert_drawn_as_built(build)
+    assert said(caplog) == []
+
+
+def test_weights_that_transformers_has_loaded_are_drawn_too(tmp_path, caplog):
+    bert().save_pretrained(tmp_path)
+    kind = type(bert())
+    model = kind.from_pretrained(tmp_path)
+    marks = [getattr(each, "_is_hf_initialized", None) for each in model.parameters()]
+    assert True in marks, "otherwise this tests nothing"
+    found = drawn(model)
+    assert all(value.std(0).max() > 0 for name, value in found.items() if value.dim() == 3)
+    assert marks == [getattr(each, "_is_hf_initialized", None) for each in model.parameters()]
+    assert said(caplog) == []
+
+
+def words(model, batch):
+    return F.cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+
+
+def test_a_basis_of_a_model_of_transformers_is_estimated_where_it_starts(caplog):
+    model = bert().eval()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(TOKENS, (4, 8, 5), generator=generator)
+    batches = [{"input_ids": each, "labels": torch.arange(8) % 3} for each in ids]
+    rho = egop.Initialization()
+    basis = egop.estimate(egop.Objective(model, words, batches), samples=6, rho=rho, progress=False, sampling="loop")
+    assert "bert.encoder.layer.0.attention.self.query.weight" in basis
+    assert said(caplog) == []
+
+
+# --- peft ---
+
+
+def lora(start=True, model=bert, **options):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=3, target_modules=["query", "value"], task_type="SEQ_CLS", init_lora_weights=start, **options
+    )
+    return peft.get_peft_model(model(), config)
+
+
+@pytest.mark.parametrize("start", [True, "gaussian", False])
+def test_adapters_are_drawn_as_they_are_built_and_what_is_frozen_stays(start, caplog):
+    model = lora(start)
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    zeros = [name for name in names if "lora_B" in name]
+    assert any("lora_A" in name for name in names)
+    assert all((model.get_parameter(name) == 0).all() == (start is not False) for name in zeros)
+    assert_drawn_as_built(lambda: lora(start))
+    assert said(caplog) == []
+
+
+def test_adapters_that_start_from_the_weights_stay_and_a_line_says_so(caplog):
+    model = lora("pissa")
+    found = drawn(model)
+    (line,) = said(caplog)
+    for name, value in found.items():
+        if "lora" in name:
+            assert torch.equal(value, model.get_parameter(name).expand_as(value))
+            assert name in line or "more" in line
+
+
+def test_the_weights_under_adapters_do_not_move_while_gradients_are_sampled():
+    model = lora().eval()
+    frozen = {name: each.detach().clone() for name, each in model.named_parameters() if not each.requires_grad}
+    seen = []
+
+    def loss(model, batch):
+        named = dict(model.named_parameters())
+        seen.append(all(torch.equal(named[name], value) for name, value in frozen.items()))
+        return words(model, batch)
+
+    ids = torch.randint(TOKENS, (8, 5), generator=torch.Generator().manual_seed(0))
+    objective = egop.Objective(model, loss, [{"input_ids": ids, "labels": torch.arange(8) % 3}])
+    basis = egop.estimate(objective, samples=4, progress=False, sampling="loop", structure=egop.Shared())
+    assert len(basis) > 0
+    assert seen
+    assert all(seen)
+
+
+# --- other authors ---
+
+
+class PerModule(nn.Module):
+    """As nanoGPT: a function that is applied to every module."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+
+class Whole(nn.Module):
+    """As timm and MAE: a function for the model, with raw parameters, that uses one for each module."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.head = nn.Linear(8, 40)
+        self.init_weights()
+
+    def init_weights(self, mode=""):
+        nn.init.normal_(self.token, std=1e-3)
+        self.apply(self._init_weights)
+        with torch.no_grad():
+            self.head.weight.mul_(0.1)
+
+    @staticmethod
+    def _init_weights(m):
+        if isinstance(m, nn.Linear):
+            nn.init.trunc_normal_(m.weight, std=0.02)
+            nn.init.zeros_(m.bias)
+
+
+class Inside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.other, self.head = Whole(), PerModule(), nn.Linear(8, 5)
+
+
+@pytest.mark.parametrize("build", [PerModule, Whole, Inside, lambda: nn.Sequential(Inside(), nn.Linear(5, 5))])
+def test_a_models_own_initialiser_is_used_also_in_a_part_of_another(build, caplog):
+    assert_drawn_as_built(build)
+    assert said(caplog) == []
+
+
+def test_functions_of_another_kind_by_these_names_are_not_called():
+    class Other(nn.Linear):
+        def init_weights(self, path):
+            raise AssertionError
+
+        def _init_weights(self, module, scale):
+            raise AssertionError
+
+    assert_drawn_as_built(lambda: Other(6, 6))
+
+
+# --- what is said ---
+
+
+def scaled(factor):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[1].weight.mul_(factor)
+    return model
+
+
+@pytest.mark.parametrize("factor", [0, 0.1, 10])
+def test_weights_of_another_scale_than_is_drawn_are_named_with_the_remedies(factor, caplog):
+    drawn(scaled(factor))
+    (line,) = said(caplog)
+    assert "'1.weight'" in line
+    assert "'0.weight'" not in line
+    assert "rho=egop.Recentered(scale)" in line
+    assert "egop.Initialization(init_fn=...)" in line
+    here = scaled(factor)[1].weight.detach().square().mean().sqrt().item()
+    assert f"instead of {here:.1g}"[:14] in line
+
+
+def test_one_line_is_said_in_an_estimate(caplog):
+    model = scaled(10)
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(0))]
+    objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), batches)
+    cases.estimate(objective, sampling="loop", samples=300)
+    assert len(said(caplog)) == 1
+
+
+@pytest.mark.parametrize("case", cases.MODELS, ids=str)
+def test_models_as_torch_builds_them_give_no_reason_to_speak(case, caplog):
+    drawn(case.build())
+    drawn(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 3), nn.Embedding(2, 2)))
+    assert said(caplog) == []
+
+
+def test_an_initialiser_of_ones_own_is_not_second_guessed(caplog):
+    drawn(scaled(10), init_fn=lambda model: [nn.init.normal_(each) for each in model.parameters()])
+    assert said(caplog) == []
+
+
+def constant(model):
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1 / math.pi)
+
+
+@pytest.mark.parametrize("counts", [(2,), (1, 1), (100,)])
+def test_points_that_come_out_the_same_are_refused(counts):
+    drawer = egop.Initialization(init_fn=constant).drawer(cases.MLP.objective())
+    with pytest.raises(ValueError, match=r"draws the same point every time.*init_fn=.*Recentered\(scale\)"):
+        [drawer(torch.Generator().manual_seed(1), count) for count in counts]
+
+
+def test_a_single_point_may_be_any():
+    objective = cases.MLP.objective()
+    cases.estimate(objective, rho=egop.Initialization(init_fn=constant), samples=1)
+    with pytest.raises(ValueError, match="draws the same point every time"):
+        cases.estimate(objective, rho=egop.Initialization(init_fn=constant), samples=2)
