@@ -30,6 +30,7 @@ ROOMS = [
     "sampling",
     "partition",
     "units",
+    "texts",
     "linalg",
     "replay",
     "sketch",

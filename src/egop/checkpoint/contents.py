@@ -28,7 +28,7 @@ _VERSION = 1
 
 def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: dict[str, Any]) -> dict[str, Tensor]:
     """All that is saved, as tensors by name: among processes, which call this together, what each of them has."""
-    agreed(lambda: _check_kind(optimizer))
+    agreed(lambda: check_kind(optimizer))
     agreed(lambda: _look(optimizer))
     unwritten = exchanged(lambda: [not block.was_written for block in optimizer.blocks])
     state = agreed(optimizer.state_dict)
@@ -67,7 +67,6 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     Raises:
         ValueError: if they are of another model, or of another kind of optimizer.
     """
-    _check_kind(optimizer)
     if saved.content["version"] != _VERSION:
         raise ValueError(f"The checkpoint has version {saved.content['version']}; this egop reads {_VERSION}.")
     weights = model.state_dict()
@@ -169,7 +168,8 @@ def _plain(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor]) 
     return {key: apart(value, tensors, key) for key, value in values.items()}
 
 
-def _check_kind(optimizer: Any) -> None:
+def check_kind(optimizer: Any) -> None:
+    """Raise an error for an optimizer of another kind."""
     if not isinstance(optimizer, ReparameterizedOptimizer):
         raise TypeError(
             f"egop.checkpoint is for an egop.ReparameterizedOptimizer, got {type(optimizer).__name__}. Without a basis "
