@@ -97,7 +97,11 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     _check_names([name for name, _ in plain["model"]["dict"]], names)
     # The shapes of the parameters are plain values, so the optimizer's can be compared before a place is made.
     check_state(together(plain["optimizer"], lambda path: None), optimizer.param_groups, type(optimizer.inner))
-    return {key: together(value, tensor) for key, value in plain.items()}
+    values = {key: together(value, tensor) for key, value in plain.items()}
+    for name, value in values["model"].items():
+        if isinstance(value, Tensor) != isinstance(weights[names[name]], Tensor):
+            raise LookupError(f"'{name}' is a tensor in the model or in the checkpoint, but not in both")
+    return values
 
 
 def extra_of(saved: Saved) -> dict[str, Any]:

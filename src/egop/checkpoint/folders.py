@@ -114,7 +114,7 @@ def found(directory: Path) -> Path:
         return directory
     if _is_old(directory):
         raise ValueError(
-            f"The checkpoint {directory} is of egop 0.1.0. Its index is a pickle, which could run anything, so this egop "
+            f"The checkpoint {directory} is of egop 0.1.0. Its index is a pickle, which could run anything: this egop "
             "does not read it. Go on with egop 0.1.0, or begin again in another folder."
         )
     raise ValueError(f"There is no checkpoint at {directory}. egop.checkpoint.latest finds the newest in a folder.")
