@@ -101,6 +101,8 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     for name, value in values["model"].items():
         if isinstance(value, Tensor) != isinstance(weights[names[name]], Tensor):
             raise LookupError(f"'{name}' is a tensor in the model or in the checkpoint, but not in both")
+    if not isinstance(values["stand_for"], list) or not isinstance(values["extra"], dict):
+        raise LookupError("'stand_for' is not a list, or 'extra' not a dictionary")
     return values
 
 
