@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import pickle
@@ -16,10 +15,9 @@ from resuming import refused
 from torch import nn
 
 import egop
+from damage import WRONG, changed, paths
 from egop import checkpoint
 from egop.checkpoint import files
-
-WRONG = [None, True, -1, 1.5, float("nan"), 10**30, 2**40, "x", "../../x", "/etc/passwd", [], [[]], {}, {"x": 1}]
 
 
 def small():
@@ -61,28 +59,6 @@ def outcome(folder, trained):
     assert torch.equal(found["list"][0], torch.arange(3))
     assert found["list"][1:] == [{"a": (None, 0.5)}]
     return None
-
-
-def paths(value, at=()):
-    """Where there is something in a nested value."""
-    yield at
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from paths(value[key], (*at, key))
-
-
-def changed(value, at, to):
-    """A nested value with something else in one place, or nothing."""
-    if not at:
-        return to
-    value = copy.deepcopy(value)
-    inner = value
-    for key in at[:-1]:
-        inner = inner[key]
-    if to is ...:
-        del inner[at[-1]]
-    else:
-        inner[at[-1]] = to
-    return value
 
 
 class Command:

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import traceback
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from torch import nn
 from training import steps
 
 import egop
-from egop import checkpoint
-from egop.checkpoint import files, folders, locks
+from egop import checkpoint, locks
+from egop.checkpoint import files, folders
 
 
 def forked(action):
@@ -26,6 +27,8 @@ def forked(action):
         try:
             action()
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     return child
@@ -121,7 +124,7 @@ def test_of_two_runs_that_save_to_one_name_the_last_one_stays_whole(lockable, tm
 
 def half_written(directory, begun, go):
     """Begin a save as the first process does, and finish it when told to."""
-    save = folders.new_save()
+    save = locks.new_name()
     unfinished = folders.Unfinished(directory, save)
     unfinished.begin()
     files.write(unfinished.path, save, files.with_text({}, {"version": 1, "values": {"extra": "of the other"}}))
@@ -161,7 +164,7 @@ def test_without_locks_only_what_is_old_counts_as_left_behind(tmp_path, monkeypa
     (tmp_path / "here.1-00000000.unfinished").mkdir()
     checkpoint.save(tmp_path / "here", model, optimizer)
     assert len(os.listdir(tmp_path)) == 2
-    monkeypatch.setattr(folders, "_FORGOTTEN", -1.0)
+    monkeypatch.setattr(locks, "_FORGOTTEN", -1.0)
     checkpoint.save(tmp_path / "here", model, optimizer)
     assert os.listdir(tmp_path) == ["here"]
 

@@ -18,6 +18,7 @@ from egop.checkpoint import folders
 from egop.checkpoint.contents import check_kind, check_same, extra_of, fitted, give, taken_apart, trust
 from egop.checkpoint.files import Saved, clearly, write
 from egop.checkpoint.folders import latest
+from egop.locks import new_name
 from egop.optimizer import ReparameterizedOptimizer
 from egop.processes import agreed, exchanged, rank
 
@@ -59,12 +60,14 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"Invalid keep value: {keep}. Must be at least 1, or None to keep all.")
     tensors = taken_apart(model, optimizer, extra)
-    name = exchanged(lambda: folders.new_save() if rank() == 0 else "")[0]
+    name = exchanged(lambda: new_name() if rank() == 0 else "")[0]
     unfinished = folders.Unfinished(Path(directory), name)
     trouble = f"The checkpoint {directory} could not be written"
     try:
         agreed(lambda: unfinished.begin() if rank() == 0 else None)
         clearly(trouble, write, unfinished.path, name, tensors)
+        # A look at it before it replaces anything: all parts are there, as large as they should be.
+        agreed(lambda: clearly(trouble, Saved, unfinished.path) if rank() == 0 else None)
         agreed(lambda: clearly(trouble, unfinished.finish, keep) if rank() == 0 else None)
     finally:
         if rank() == 0:

@@ -7,26 +7,19 @@ checkpoint. Saves that come at the same time do this one after the other, and th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import secrets
 import shutil
-import time
 from pathlib import Path
 
 from egop.checkpoint.index import INDEX, from_text, save_of
-from egop.checkpoint.locks import Lock, locked
+from egop.locks import Lock, claimed, is_forgotten, locked, remove_if_left_behind
 from egop.processes import exchanged, rank
 
 _OLD_INDEX = ".metadata"  # of egop 0.1.0: a pickle, which is never read
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"(.+?)(\.\d+-[0-9a-f]{8})?\.unfinished")  # being written, or being removed
-_FORGOTTEN = 3600.0  # seconds
-
-
-def new_save() -> str:
-    """A name for a save that no other has."""
-    return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Unfinished:
@@ -34,7 +27,7 @@ class Unfinished:
 
     Args:
         directory: the name that the checkpoint shall have. If it is a link, what it leads to is replaced.
-        save: from :func:`new_save`.
+        save: a name that no other save has, from :func:`egop.locks.new_name`.
     """
 
     def __init__(self, directory: Path, save: str) -> None:
@@ -54,10 +47,7 @@ class Unfinished:
         for each in {self._directory, target}:
             each.parent.mkdir(parents=True, exist_ok=True)
             _clear(each)
-        with locked(target.parent):  # or another save might take the folder for a forgotten one before it is locked
-            self.path.mkdir()
-            self._lock = Lock(self.path)
-            self._lock.take()
+        self._lock = claimed(self.path)
 
     def finish(self, keep: int | None = None) -> None:
         """Give what was written its name, in place of what had it before; of the older steps keep only some."""
@@ -99,13 +89,14 @@ class Unfinished:
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint: first its name, so that half of it is never taken for one."""
-        try:
-            if path.is_symlink():
-                path.unlink()  # what it leads to may be someone else's
-            else:
-                shutil.rmtree(path.rename(_beside(path, self._save)))
-        except FileNotFoundError:
-            pass  # another process has removed it
+        removed = _beside(path, self._save)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            with locked(path.parent):
+                if path.is_symlink():
+                    path.unlink()  # what it leads to may be someone else's
+                    return
+                path.rename(removed)
+            shutil.rmtree(removed)
 
 
 def found(directory: Path) -> Path:
@@ -173,36 +164,19 @@ def _clear(directory: Path) -> None:
             if name != directory.name and not (series and _step(name) is not None):
                 continue
             if match is not None and path.is_dir():
-                _clear_unfinished(path)
+                remove_if_left_behind(path)
             elif _is_readable(path):
                 _clear_parts(path, alone)
 
 
-def _clear_unfinished(path: Path) -> None:
-    """Remove a folder if nobody writes to it any more: whoever does has its lock."""
-    try:
-        lock = Lock(path)
-        try:
-            dead = lock.take()
-            if dead or (dead is None and _is_forgotten(path, *path.iterdir())):
-                shutil.rmtree(path)
-        finally:
-            lock.release()
-    except FileNotFoundError:
-        pass  # another process has removed it
-
-
 def _clear_parts(path: Path, alone: bool) -> None:
     """Remove files that a save has put into an old checkpoint before it was killed, or has not removed any more."""
-    if len({save_of(part.name) for part in _parts(path)}) > 1 and (current := _current(path)) is not None:
-        for part in _parts(path):
-            if save_of(part.name) != current and (alone or _is_forgotten(part)):
-                part.unlink(missing_ok=True)
-
-
-def _is_forgotten(*paths: Path) -> bool:
-    """Whether nothing has happened to these for long; asked where locks do not say who is at work."""
-    return time.time() - max(path.stat().st_ctime for path in paths) > _FORGOTTEN
+    with contextlib.suppress(FileNotFoundError):  # another process has removed them
+        parts = _parts(path)
+        if len({save_of(part.name) for part in parts}) > 1 and (current := _current(path)) is not None:
+            for part in parts:
+                if save_of(part.name) != current and (alone or is_forgotten(part)):
+                    part.unlink()
 
 
 def _parts(folder: Path) -> list[Path]:

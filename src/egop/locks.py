@@ -1,12 +1,14 @@
-"""Locks on folders. The system gives them back when a process dies, so nobody waits for the dead."""
+"""Folders that one process has for itself. The system takes note when it dies, so nobody waits for the dead."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -17,6 +19,12 @@ except ImportError:  # not on this system
 # How some file systems (NFS among them) say that a folder cannot be locked.
 _CANNOT = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EPERM}
 _PATIENCE = 300.0  # seconds; what is done under a lock takes a moment
+_FORGOTTEN = 3600.0  # seconds
+
+
+def new_name() -> str:
+    """A name that nobody else has."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Lock:
@@ -30,8 +38,9 @@ class Lock:
         self.held: bool | None = None
         self._descriptor: int | None = None
         if fcntl is not None:
-            self._descriptor = os.open(folder, os.O_RDONLY)
-            self.held = False
+            with suppress(PermissionError):  # who may write there need not be allowed to look
+                self._descriptor = os.open(folder, os.O_RDONLY)
+                self.held = False
 
     def take(self, patience: float = 0.0) -> bool | None:
         """Try for some seconds to have it; what became of it, as in ``held``."""
@@ -74,3 +83,31 @@ def locked(folder: Path) -> Iterator[bool]:
         yield bool(lock.held)
     finally:
         lock.release()
+
+
+def claimed(path: Path) -> Lock:
+    """Make a folder and lock it: as long as this process lives, or has not given it back, it is not left behind."""
+    with locked(path.parent):  # or another process might find it before it is locked
+        path.mkdir()
+        lock = Lock(path)
+        lock.take()
+    return lock
+
+
+def remove_if_left_behind(path: Path) -> None:
+    """Remove a folder that was :func:`claimed` by a process that has died.
+
+    Where there are no locks one to which nothing has happened for an hour counts as such.
+    """
+    with suppress(FileNotFoundError):  # another process has removed it
+        lock = Lock(path)
+        try:
+            if lock.take() or (lock.held is None and is_forgotten(path, *path.iterdir())):
+                shutil.rmtree(path)
+        finally:
+            lock.release()
+
+
+def is_forgotten(*paths: Path) -> bool:
+    """Whether nothing has happened to these for an hour; asked where locks do not say who is at work."""
+    return time.time() - max(path.stat().st_ctime for path in paths) > _FORGOTTEN
