@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import cases
 import egop
-from egop import reparameterization
+from egop import basis_files
 from egop.structures.full import FullChange
 
 
@@ -218,7 +218,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_debris(tmp_path, monkeypat
             file.truncate(100)
         raise error
 
-    monkeypatch.setattr(reparameterization, "save_file", half)
+    monkeypatch.setattr(basis_files, "save_file", half)
     with pytest.raises(type(error)):
         by_hand(cases.block("other", w=(3,))).save(path)
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
@@ -233,7 +233,7 @@ def test_readers_see_the_old_file_or_the_new_one_never_a_part(tmp_path, monkeypa
         save_file(tensors, target, metadata=metadata)
         seen.append(list(egop.Reparameterization.load(path)))
 
-    monkeypatch.setattr(reparameterization, "save_file", watched)
+    monkeypatch.setattr(basis_files, "save_file", watched)
     by_hand(cases.block("other", w=(3,), v=(2,))).save(path)
     assert seen == [["rnn", "head.weight"]]
     assert list(egop.Reparameterization.load(path)) == ["other"]
@@ -291,7 +291,9 @@ def test_a_file_of_another_version_names_both_versions(tmp_path, basis):
 def test_a_basis_that_is_not_orthonormal_is_refused(tmp_path, basis, damage):
     path = tmp_path / "basis.safetensors"
     altered(path, basis, tensors=lambda tensors: tensors | {"rnn/basis": damage(tensors["rnn/basis"])})
-    with pytest.raises(ValueError, match=r"'.*basis.safetensors': the basis of block 'rnn' is not orthonormal"):
+    with pytest.raises(
+        ValueError, match=r"'.*basis.safetensors' cannot be read: the basis of block 'rnn' is not ortho"
+    ):
         egop.Reparameterization.load(path)
 
 

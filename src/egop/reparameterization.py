@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from egop import processes
+from egop import basis_files, processes
 from egop.spectrum import Spectrum
-from egop.structures import ChangeOfBasis, rebuild
+from egop.structures import ChangeOfBasis
 from egop.structures.views import Coordinates, as_tuple
 from egop.units import format_bytes, format_count, format_table
-
-FORMAT_VERSION = 1
 
 Finished = tuple[Spectrum | None, ChangeOfBasis]
 
@@ -167,72 +160,21 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
     __repr__ = __str__
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one safetensors file; written beside and renamed, so never half."""
+        """Write everything to one safetensors file; written beside and renamed, so never half. A link stays one."""
         if self.owners is not None:
             raise ValueError("This process has only some blocks of the basis. Save basis.gathered() in one process.")
-        tensors: dict[str, Tensor] = {}
-        blocks = []
-        for name, change in self.items():
-            description = change.describe()
-            own = dict(change.tensors)
-            if name in self.spectrum:
-                spectrum = self.spectrum[name]
-                description |= {"samples": spectrum.samples, "stability": spectrum.stability}
-                own |= {"spectrum/eigenvalues": spectrum.eigenvalues, "spectrum/density": spectrum.density}
-            description["tensors"] = list(own)
-            tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in own.items()}
-            blocks.append(description)
-        _unshare(tensors)
-        metadata = {"egop": json.dumps({"version": FORMAT_VERSION, "blocks": blocks, "left": self.left})}
-        target = Path(path)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as beside:
-            part = Path(beside) / "part"
-            save_file(tensors, part, metadata=metadata)
-            with part.open("rb+") as file:
-                os.fsync(file.fileno())
-            part.replace(target)
+        basis_files.write(path, basis_files.Content(list(self.values()), self.spectrum, self.left))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Reparameterization:
-        """Read what :meth:`save` wrote."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no file '{os.fspath(path)}'.")
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                header = (file.metadata() or {}).get("egop")
-                tensors = {name: file.get_tensor(name) for name in file.keys()} if header else {}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"'{os.fspath(path)}' is not a whole safetensors file: {error}") from error
-        if header is None:
-            raise ValueError(f"'{os.fspath(path)}' is a safetensors file, but not one that egop saved.")
-        content = json.loads(header)
-        if content["version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"'{os.fspath(path)}' has format version {content['version']}; this egop reads {FORMAT_VERSION}."
-            )
-        changes, spectra = [], {}
-        for description in content["blocks"]:
-            name = description["name"]
-            if missing := [key for key in description["tensors"] if f"{name}/{key}" not in tensors]:
-                raise ValueError(f"'{os.fspath(path)}' lacks {missing} of block '{name}'.")
-            own = {key: tensors[f"{name}/{key}"] for key in description["tensors"]}
-            values, density = own.pop("spectrum/eigenvalues", None), own.pop("spectrum/density", None)
-            if values is not None and density is not None:
-                # The stability came later than the format: older files, and many bases, have none.
-                spectra[name] = Spectrum(values, density, description["samples"], description.get("stability"))
-            changes.append(rebuild(description, own))
-            if not changes[-1].round_trip_error() < 1e-3:
-                raise ValueError(f"'{os.fspath(path)}': the basis of block '{name}' is not orthonormal.")
-        return cls(changes, spectra, content["left"])
+        """Read what :meth:`save` wrote.
 
-
-def _unshare(tensors: dict[str, Tensor]) -> None:
-    """Copy those that share their memory with one before, as two blocks with one basis do: safetensors refuses them."""
-    seen = set()
-    for name, tensor in tensors.items():
-        if (place := tensor.untyped_storage().data_ptr()) in seen:
-            tensors[name] = tensor.clone()
-        seen.add(place)
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is damaged, or of something else.
+        """
+        changes, spectra, left = basis_files.read(path, device)
+        return cls(changes, spectra, left)
 
 
 def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:

@@ -114,12 +114,12 @@ def does_not_fit(rank, world, folder):
     if rank == 0:
         for place in damaged.values():
             shutil.copytree(folder / "good", place)
-        data = sorted(path.name for path in (folder / "good").glob("*.distcp"))
+        data = sorted(path.name for path in (folder / "good").glob("part-*"))
         with (damaged["truncated"] / data[-1]).open("r+b") as file:
             file.truncate(file.seek(0, os.SEEK_END) * 2 // 3)
         (damaged["missing"] / data[-1]).unlink()
-        (damaged["no index"] / ".metadata").unlink()
-        with (damaged["torn index"] / ".metadata").open("r+b") as file:
+        (damaged["no index"] / "index.json").unlink()
+        with (damaged["torn index"] / "index.json").open("r+b") as file:
             file.truncate(100)
     if world > 1:
         dist.barrier()

@@ -4,48 +4,65 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import shutil
+import signal
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from resuming import SAVED, finished, refused, resumed, training
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import steps
 
 import egop
-from egop import checkpoint
+from egop import checkpoint, locks
+from egop.checkpoint import files, folders
 
 
-class CrashError(Exception):
-    """In place of a power cut."""
+def forked(action):
+    """A process that does something and ends, with 0 if it went well."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
 
 
-def crash_at(monkeypatch, wanted, action, *arguments):
-    """Fail in the so-and-so-manieth moment in which something is made to last; whether it came to that."""
+def end_of(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed_at(wanted, action, *arguments):
+    """Let a process die in the so-and-so-manieth moment in which it changes something on the disk; whether it did."""
     moments = itertools.count()
-    with monkeypatch.context() as patch:
-        for holder, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (Path, "mkdir")):
+
+    def counted_to_death():
+        changes = [(os, "fsync"), (shutil, "rmtree")]
+        changes += [(Path, name) for name in ("rename", "replace", "mkdir", "rmdir", "unlink")]
+        for holder, name in changes:
             own = getattr(holder, name)
 
-            def failing(*given, own=own, **options):
+            def counted(*given, own=own, **options):
                 if next(moments) == wanted:
-                    raise CrashError
+                    os._exit(9)
                 return own(*given, **options)
 
-            patch.setattr(holder, name, failing)
-        try:
-            action(*arguments)
-        except (ValueError, CrashError):
-            return True
-    assert next(moments) <= wanted
-    return False
+            setattr(holder, name, counted)  # in the other process only
+        action(*arguments)
+
+    end = end_of(forked(counted_to_death))
+    assert end in (0, 9)
+    return end == 9
 
 
 @pytest.mark.parametrize("name", ["step-000001", "step-000002"], ids=["replaced", "new"])
-def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(name, tmp_path, monkeypatch):
+def test_a_death_at_any_moment_leaves_a_whole_checkpoint(name, tmp_path):
     model, optimizer = training("plain", "Shared", "online")
 
     def write(place, text="new"):
@@ -54,17 +71,143 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(name, tmp_path, monkeyp
     for moment in itertools.count():
         folder = tmp_path / str(moment)
         write(folder / "step-000001", "old")
-        crashed = crash_at(monkeypatch, moment, write, folder / name)
-        for again in range(7):  # what clears away must not take the last whole one along, also if it crashes itself
+        killed = killed_at(moment, write, folder / name)
+        for again in range(0, 12, 3):  # what clears away must not take the last whole one along, also if it dies itself
             newest = checkpoint.latest(folder)
             assert newest in (folder / "step-000001", folder / name, folder / "step-000003")
             assert checkpoint.load(newest, model, optimizer)["text"] in ("old", "new")
-            crash_at(monkeypatch, again, write, folder / "step-000003")
+            killed_at(again, write, folder / "step-000003")
         write(folder / "step-000003")
         assert os.listdir(folder) == ["step-000003"]
-        if not crashed:
+        assert len(os.listdir(folder / "step-000003")) == 2  # the index and the part that it names
+        if not killed:
             break
     assert moment > 6
+
+
+@pytest.mark.parametrize("name", ["again", "step-000001"])
+def test_a_killed_replacement_leaves_nothing_that_the_next_save_does_not_clear(name, tmp_path):
+    model, optimizer = training("plain", "Shared", "fixed")
+    following = name if name == "again" else "step-000002"
+    for moment in itertools.count():
+        checkpoint.save(tmp_path / name, model, optimizer)
+        killed = killed_at(moment, checkpoint.save, tmp_path / name, model, optimizer)
+        checkpoint.save(tmp_path / following, model, optimizer)
+        assert set(os.listdir(tmp_path)) == {name, following}
+        assert len(os.listdir(tmp_path / name)) == 2
+        if not killed:
+            break
+    assert moment > 6
+
+
+@pytest.mark.parametrize("lockable", [True, False])
+def test_of_two_runs_that_save_to_one_name_the_last_one_stays_whole(lockable, tmp_path, monkeypatch):
+    if not lockable:
+        monkeypatch.setattr(locks, "fcntl", None)
+    model, optimizer = training("plain", "Shared", "fixed")
+
+    def writer(number):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        for _ in range(20):
+            checkpoint.save(tmp_path / "here", model, optimizer, number=number)
+
+    children = [forked(lambda number=number: writer(number)) for number in (1, 2, 3)]
+    assert [end_of(child) for child in children] == [0, 0, 0]
+    number = checkpoint.load(tmp_path / "here", model, optimizer)["number"]
+    assert all(torch.equal(parameter, torch.full_like(parameter, number)) for parameter in model.parameters())
+    assert os.listdir(tmp_path) == ["here"]
+    if lockable:
+        assert len(os.listdir(tmp_path / "here")) == 2
+
+
+def half_written(directory, begun, go):
+    """Begin a save as the first process does, and finish it when told to."""
+    save = locks.new_name()
+    unfinished = folders.Unfinished(directory, save)
+    unfinished.begin()
+    files.write(unfinished.path, save, files.with_text({}, {"version": 1, "values": {"extra": "of the other"}}))
+    os.write(begun, b".")
+    os.read(go, 1)
+    unfinished.finish()
+    unfinished.close()
+
+
+@pytest.mark.parametrize("name", ["here", "step-000001"])
+@pytest.mark.parametrize("killed", [True, False])
+def test_only_what_dead_saves_have_left_is_cleared_away(name, killed, tmp_path):
+    model, optimizer = training("plain", "Shared", "fixed")
+    begun, go = os.pipe(), os.pipe()
+    child = forked(lambda: half_written(tmp_path / name, begun[1], go[0]))
+    os.read(begun[0], 1)
+    checkpoint.save(tmp_path / name, model, optimizer)
+    assert len(os.listdir(tmp_path)) == 2  # the other one lives
+    if killed:
+        os.kill(child, signal.SIGKILL)
+        assert end_of(child) == -signal.SIGKILL
+        checkpoint.save(tmp_path / name, model, optimizer, mine=1)
+        assert checkpoint.extra(tmp_path / name) == {"mine": 1}
+    else:
+        os.write(go[1], b".")
+        assert end_of(child) == 0
+        assert checkpoint.extra(tmp_path / name) == "of the other"
+    assert os.listdir(tmp_path) == [name]
+    assert len(os.listdir(tmp_path / name)) == 2
+    for each in (*begun, *go):
+        os.close(each)
+
+
+def test_without_locks_only_what_is_old_counts_as_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "fcntl", None)
+    model, optimizer = training("plain", "Shared", "fixed")
+    (tmp_path / "here.1-00000000.unfinished").mkdir()
+    checkpoint.save(tmp_path / "here", model, optimizer)
+    assert len(os.listdir(tmp_path)) == 2
+    monkeypatch.setattr(locks, "_FORGOTTEN", -1.0)
+    checkpoint.save(tmp_path / "here", model, optimizer)
+    assert os.listdir(tmp_path) == ["here"]
+
+
+def test_a_lock_that_is_never_given_back_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
+    lock = locks.Lock(tmp_path)
+    assert lock.take()
+    with pytest.raises(TimeoutError, match="Another process has been busy in"):
+        checkpoint.save(tmp_path / "here", *training("plain", "Shared", "fixed"))
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "a checkpoint"])
+def test_a_link_stays_and_what_it_leads_to_is_replaced(there, tmp_path):
+    model, optimizer = training("plain", "Shared", "fixed")
+    (tmp_path / "run").mkdir()
+    link, target = tmp_path / "run" / "step-000001", tmp_path / "elsewhere" / "data"
+    if there == "empty":
+        target.mkdir(parents=True)
+    elif there == "a checkpoint":
+        checkpoint.save(target, model, optimizer, number=0)
+    link.symlink_to(Path("..") / "elsewhere" / "data")
+    for number in (1, 2):
+        checkpoint.save(link, model, optimizer, number=number)
+        assert link.is_symlink()
+        assert checkpoint.load(link, model, optimizer) == checkpoint.extra(target) == {"number": number}
+        assert os.listdir(target.parent) == ["data"]
+        assert checkpoint.latest(tmp_path / "run") == link
+    checkpoint.save(tmp_path / "run" / "step-000002", model, optimizer, keep=1)
+    assert os.listdir(tmp_path / "run") == ["step-000002"]
+    assert checkpoint.extra(target) == {"number": 2}  # only the link was this run's
+
+
+def test_a_folder_of_checkpoints_may_be_a_link(tmp_path):
+    model, optimizer = training("plain", "Shared", "fixed")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path / "run" / f"step-{step:06d}", model, optimizer, keep=2)
+    assert sorted(os.listdir(tmp_path / "disk")) == ["step-000002", "step-000003"]
+    assert checkpoint.latest(tmp_path / "run") == tmp_path / "run" / "step-000003"
 
 
 def test_the_newest_whole_one_is_found_and_old_ones_go(tmp_path):
@@ -126,7 +269,7 @@ def test_a_damaged_newest_one_says_which_is_next(tmp_path):
     model, optimizer = training("plain", "Shared", "fixed")
     for step in (8, 9, 10):
         checkpoint.save(tmp_path / f"step-{step:06d}", model, optimizer)
-        (data,) = (tmp_path / f"step-{step:06d}").glob("*.distcp")
+        (data,) = (tmp_path / f"step-{step:06d}").glob("part-*")
         data.write_bytes(data.read_bytes()[:100])
     newest = refused(lambda: checkpoint.load(checkpoint.latest(tmp_path), model, optimizer))
     assert newest.startswith(f"The checkpoint {tmp_path / 'step-000010'} is incomplete or damaged (")
@@ -150,44 +293,3 @@ def test_buffers_are_saved_and_compared_too(tmp_path):
     assert same[1].num_batches_tracked == 1
     said = refused(lambda: checkpoint.load(tmp_path / "here", *normed(4)))
     assert said == "The checkpoint is of another model: '1.running_mean' has shape (2,) there, but (4,) here."
-
-
-class Command:
-    """As a pickle, a call of some function."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
-def forged(folder, change):
-    """Write another index in the place of a checkpoint's."""
-    path = folder / ".metadata"
-    path.write_bytes(change(path.read_bytes()))
-
-
-def by_a_name_with_dots(trace):
-    """``os.mkdir`` by way of the module that an index is made of."""
-    words = [b"torch.distributed.checkpoint.metadata", b"os.mkdir", str(trace).encode()]
-    module, name, argument = (b"\x8c" + bytes([len(word)]) + word for word in words)
-    return b"\x80\x04" + module + name + b"\x93" + argument + b"\x85R."
-
-
-@pytest.mark.parametrize("way", ["call", "dotted", "entry"])
-def test_a_forged_index_runs_nothing(way, tmp_path):
-    model, optimizer = training("plain", "Shared", "online")
-    folder, trace = tmp_path / "step-000001", tmp_path / "trace"
-    checkpoint.save(folder, model, optimizer)
-    if way == "call":
-        forged(folder, lambda _: pickle.dumps(Command(os.mkdir, str(trace))))
-    elif way == "dotted":
-        forged(folder, lambda _: by_a_name_with_dots(trace))
-    else:  # torch would unpickle what such an entry stands for
-        index = pickle.loads((folder / ".metadata").read_bytes())
-        index.state_dict_metadata["text"] = BytesStorageMetadata()
-        forged(folder, lambda _: pickle.dumps(index))
-    with pytest.raises(ValueError, match="is incomplete or damaged"):
-        checkpoint.load(folder, model, optimizer)
-    assert not trace.exists()

@@ -1,8 +1,8 @@
-"""Checkpoints of a model and its optimizer, on torch.distributed.checkpoint.
+"""Checkpoints of a model and its optimizer.
 
-A checkpoint is a folder to which every process writes its part, and from which any number of processes can go on. What
-is saved consists of tensors and one JSON text (as a tensor of bytes). The index that torch.distributed.checkpoint keeps
-beside them is a pickle: it is looked at first, and refused if it asks for more than an index needs.
+A checkpoint is a folder to which every process writes its part, and from which any number of processes can go on. It
+holds tensors in safetensors files (one of them is a JSON text, as bytes) and an index in JSON, so that nothing in it
+can run. All of it is checked: sizes against the files before room is made, and bytes against checksums.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Any, TypeVar
 from torch import nn
 
 from egop.checkpoint import folders
-from egop.checkpoint.contents import check_same, extra_of, fitted, give, sum_parts, taken_apart, trust
+from egop.checkpoint.contents import check_kind, check_same, extra_of, fitted, give, sum_parts, taken_apart, trust
 from egop.checkpoint.files import Saved, clearly, write
 from egop.checkpoint.folders import latest
+from egop.locks import new_name
 from egop.optimizer import ReparameterizedOptimizer
-from egop.processes import agreed, rank
+from egop.processes import agreed, exchanged, rank
 
 __all__ = ["extra", "latest", "load", "save"]
 
 T = TypeVar("T")
+
+# What comes of values that are not what they should be. A ValueError says itself what does not fit.
+_NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
 
 
 def save(
@@ -37,14 +41,16 @@ def save(
     """Write a checkpoint, whole or not at all.
 
     It is written beside, synced to the disk and renamed; an old one of that name is replaced only then. What a killed
-    write has left is cleared away by the next one. All processes call this together, and see the same folder.
+    write has left is cleared away by the next one. All processes call this together, and see the same folder. Of
+    several runs that save to one name at the same time the last one's checkpoint stays, whole.
 
     Args:
-        directory: its name. In a folder of them, ``step-000123`` is a name that :func:`latest` knows.
+        directory: its name. In a folder of them, ``step-000123`` is a name that :func:`latest` knows. A link stays
+            one: what it leads to is replaced.
         model: plain, ``DistributedDataParallel``, or sharded by ``fully_shard``.
         optimizer: its optimizer.
         keep: how many of the checkpoints with names such as ``step-000123`` to keep in that folder, this one among
-            them; the oldest are removed.
+            them; the oldest are removed (of links, what they lead to is left).
         **extra: what else is needed to go on, such as the step: numbers, strings, None, tensors, and lists, tuples and
             dictionaries of them. Those of the first process are saved.
 
@@ -53,12 +59,19 @@ def save(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"Invalid keep value: {keep}. Must be at least 1, or None to keep all.")
-    directory = Path(directory)
     tensors = taken_apart(model, optimizer, extra)
-    agreed(lambda: folders.begin(directory) if rank() == 0 else None)
+    name = exchanged(lambda: new_name() if rank() == 0 else "")[0]
+    unfinished = folders.Unfinished(Path(directory), name)
     trouble = f"The checkpoint {directory} could not be written"
-    agreed(lambda: clearly(trouble, write, folders.unfinished(directory), tensors))
-    agreed(lambda: clearly(trouble, folders.finish, directory, keep) if rank() == 0 else None)
+    try:
+        agreed(lambda: unfinished.begin() if rank() == 0 else None)
+        clearly(trouble, write, unfinished.path, name, tensors)
+        # A look at it before it replaces anything: all parts are there, as large as they should be.
+        agreed(lambda: clearly(trouble, Saved, unfinished.path) if rank() == 0 else None)
+        agreed(lambda: clearly(trouble, unfinished.finish, keep) if rank() == 0 else None)
+    finally:
+        if rank() == 0:
+            unfinished.close()
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: ReparameterizedOptimizer) -> dict[str, Any]:
@@ -75,12 +88,13 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Reparam
     Returns:
         What ``save`` was given as ``extra``.
     """
+    agreed(lambda: check_kind(optimizer))
     saved = _opened(Path(directory))
-    values = agreed(lambda: fitted(saved, model, optimizer))
+    values = agreed(lambda: _understood(Path(directory), fitted, saved, model, optimizer))
     agreed(lambda: _reading(Path(directory), saved.read))
-    sum_parts(saved, values)
+    agreed(lambda: _understood(Path(directory), sum_parts, saved, values))
     # The optimizer first, since it may still refuse; the names and shapes of the model have been compared.
-    agreed(lambda: optimizer.load_state_dict(values["optimizer"]))
+    agreed(lambda: _understood(Path(directory), optimizer.load_state_dict, values["optimizer"]))
     agreed(lambda: give(values, model))
     agreed(lambda: trust(values, optimizer))
     found: dict[str, Any] = values["extra"]
@@ -107,6 +121,13 @@ def _opened(directory: Path) -> Saved:
     return saved
 
 
-def _reading(directory: Path, action: Callable[..., T], *arguments: Any) -> T:
+def _understood(directory: Path, action: Callable[..., T], *arguments: Any) -> T:
+    """Do it with values from a checkpoint: what is no value of one gives the same error as a damaged file."""
+    return _reading(directory, action, *arguments, kinds=_NOT_UNDERSTOOD)
+
+
+def _reading(
+    directory: Path, action: Callable[..., T], *arguments: Any, kinds: tuple[type[Exception], ...] = (Exception,)
+) -> T:
     damaged = f"The checkpoint {directory} is incomplete or damaged"
-    return clearly(damaged, action, *arguments, advice=folders.without(directory))
+    return clearly(damaged, action, *arguments, advice=folders.without(directory), kinds=kinds)

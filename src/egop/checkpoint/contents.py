@@ -28,7 +28,7 @@ _VERSION = 2
 
 def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: dict[str, Any]) -> dict[str, Tensor]:
     """All that is saved, as tensors by name: among processes, which call this together, what each of them has."""
-    agreed(lambda: _check_kind(optimizer))
+    agreed(lambda: check_kind(optimizer))
     state = agreed(optimizer.state_dict)  # first, since it may make the blocks
     agreed(lambda: _look(optimizer))
     unwritten = exchanged(lambda: [not block.was_written for block in optimizer.blocks])
@@ -68,7 +68,6 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     Raises:
         ValueError: if they are of another model, or of another kind of optimizer.
     """
-    _check_kind(optimizer)
     if saved.content["version"] != _VERSION:
         raise ValueError(f"The checkpoint has version {saved.content['version']}; this egop reads {_VERSION}.")
     weights = model.state_dict()
@@ -102,8 +101,17 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     plain = saved.content["values"]
     _check_names([name for name, _ in plain["model"]["dict"]], names)
     # What the states are of is there as plain values too, so that they can be compared before a place is made.
-    check_about(plain["about"], optimizer.param_groups, type(optimizer.inner))
-    return {key: together(value, tensor) for key, value in plain.items() if key != "about"}
+    abouts = plain.pop("about")
+    check_about(abouts, optimizer.param_groups, type(optimizer.inner))
+    values = {key: together(value, tensor) for key, value in plain.items()}
+    for name, value in values["model"].items():
+        if isinstance(value, Tensor) != isinstance(weights[names[name]], Tensor):
+            raise LookupError(f"'{name}' is a tensor in the model or in the checkpoint, but not in both")
+    if not isinstance(values["stand_for"], list) or len(values["stand_for"]) != sum("block" in each for each in abouts):
+        raise LookupError("'stand_for' is not a list with a word for each block")
+    if not isinstance(values["extra"], dict):
+        raise LookupError("'extra' is not a dictionary")
+    return values
 
 
 def sum_parts(saved: Saved, values: dict[str, Any]) -> None:
@@ -203,7 +211,8 @@ def _plain(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor]) 
     return {key: apart(value, tensors, key) for key, value in values.items()} | {"about": about}
 
 
-def _check_kind(optimizer: Any) -> None:
+def check_kind(optimizer: Any) -> None:
+    """Raise an error for an optimizer of another kind."""
     if not isinstance(optimizer, ReparameterizedOptimizer):
         raise TypeError(
             f"egop.checkpoint is for an egop.ReparameterizedOptimizer, got {type(optimizer).__name__}. Without a basis "

@@ -45,14 +45,24 @@ def together(plain: Any, tensor: Callable[[str], Any]) -> Any:
     Args:
         plain: what it returned.
         tensor: the tensor of a path.
+
+    Raises:
+        LookupError: for what it would not have returned.
     """
     if isinstance(plain, list):
         return [together(each, tensor) for each in plain]
     if not isinstance(plain, dict):
         return plain
-    ((kind, inside),) = plain.items()
-    if kind == "tensor":
-        return tensor(inside)
-    if kind == "tuple":
-        return tuple(together(each, tensor) for each in inside)
-    return {key: together(each, tensor) for key, each in inside}
+    kind, inside = next(iter(plain.items()), (None, None))
+    if len(plain) == 1:
+        if kind == "tensor" and isinstance(inside, str):
+            return tensor(inside)
+        if kind == "tuple" and isinstance(inside, list):
+            return tuple(together(each, tensor) for each in inside)
+        if kind == "dict" and isinstance(inside, list) and all(_is_entry(each) for each in inside):
+            return {key: together(each, tensor) for key, each in inside}
+    raise LookupError(f"a value is neither a tensor nor a tuple nor a dictionary, but has the name {str(kind)[:40]!r}")
+
+
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], (str, int))

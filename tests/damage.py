@@ -1,0 +1,45 @@
+"""Nested values with something wrong in them, as a damaged or forged file may have."""
+
+from __future__ import annotations
+
+import copy
+
+WRONG = [
+    None,
+    True,
+    -1,
+    1.5,
+    float("nan"),
+    10**30,
+    2**40,
+    "x",
+    "../../x",
+    "/etc/passwd",
+    [],
+    [[]],
+    [2, 3],
+    {},
+    {"x": 1},
+]
+
+
+def paths(value, at=()):
+    """Where there is something in a nested value."""
+    yield at
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from paths(value[key], (*at, key))
+
+
+def changed(value, at, to):
+    """A nested value with something else in one place, or nothing (``...``) there."""
+    if not at:
+        return to
+    value = copy.deepcopy(value)
+    inner = value
+    for key in at[:-1]:
+        inner = inner[key]
+    if to is ...:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = to
+    return value

@@ -1,0 +1,185 @@
+"""Files of a basis: damaged or forged ones are refused, in one way, with their path, before room is made for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import cases
+import egop
+from damage import WRONG, changed, paths
+from egop import basis_files
+from egop.structures.identity import IdentityChange
+
+
+@pytest.fixture(scope="module")
+def basis():
+    """A block of every structure, on weights that are small."""
+    parts = [torch.nn.Linear(2, 2, bias=False) for _ in range(4)]
+    model = torch.nn.Sequential(*parts, torch.nn.ConvTranspose2d(2, 1, 1, bias=False)).double()
+    structure = {"0.*": egop.Full(), "1.*": egop.Kronecker(), "2.*": egop.Auxiliary(1), "3.*": egop.Reduced(1)}
+    structure |= {"4.*": egop.Shared()}
+    objective = egop.Objective(model, lambda model, batch: model[:4](batch).square().sum() + model[4].weight.sum(), [
+        torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ])  # fmt: skip
+    return egop.estimate(objective, structure=structure, samples=4, progress=False)
+
+
+@pytest.fixture
+def path(tmp_path, basis):
+    basis.save(tmp_path / "basis.safetensors")
+    return tmp_path / "basis.safetensors"
+
+
+def outcome(path, basis):
+    """Refused with the path, or loaded as it was saved: then None."""
+    said = None
+    try:
+        found = egop.Reparameterization.load(path)
+    except ValueError as error:
+        said = str(error)
+    if said is not None:
+        assert f"'{path}'" in said
+        return said
+    assert list(found) == list(basis)
+    for name, change in basis.items():
+        assert found[name].block == change.block
+        assert all(torch.equal(found[name].tensors[key], tensor) for key, tensor in change.tensors.items())
+    return None
+
+
+def content_of(path):
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["egop"]), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+def test_a_file_that_is_cut_off_anywhere_is_refused(path, basis):
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        assert outcome(path, basis), length
+
+
+def test_a_file_with_other_bytes_is_refused(path, basis):
+    chance, whole = random.Random(0), path.read_bytes()
+    name = whole.index(b'"crc32"')
+    for _ in range(300):
+        place = chance.choice([*range(name), *range(name + 7, len(whole))])  # without it, it is an older file
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        assert outcome(path, basis), place
+
+
+def test_a_text_with_anything_else_in_any_place_is_refused_or_about_names(path):
+    header, tensors = content_of(path)
+    chance, loaded = random.Random(0), set()
+    for at in paths(header):
+        for to in [..., *chance.sample(WRONG, 4)] if at else [None, [], {}]:
+            other = changed(header, at, to)
+            if other == header:
+                continue
+            save_file(tensors, path, metadata={"egop": json.dumps(other)})
+            try:
+                egop.Reparameterization.load(path)
+            except ValueError as error:
+                assert f"'{path}'" in str(error)  # noqa: PT017
+            else:
+                loaded.add(next(key for key in reversed(at) if isinstance(key, str)))
+    assert loaded <= {"parameters", "samples", "stability", "left", "blocks", "shapes", "transposed"}
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" * 150 + "]" * 150, "1" * 5000, '{"version": 1, "version": 1}', "", "\0"]
+)
+def test_text_that_is_hard_to_read_is_refused(text, path, basis):
+    save_file({}, path, metadata={"egop": text})
+    assert outcome(path, basis)
+
+
+LARGE = {
+    "Identity": {"shapes": [[10**9]], "tensors": []},
+    "Shared": {"shapes": [[10**9, 2]], "tensors": ["basis"]},
+    "Kronecker": {"shapes": [[10**9, 2]], "tensors": ["left", "right"]},
+    "Full": {"shapes": [[10**9]], "tensors": ["basis"]},
+    "Auxiliary": {"shapes": [[2]], "tensors": ["basis"], "settings": {"rank": 10**9}},
+    "Reduced": {"shapes": [[10**9]], "tensors": ["basis"], "settings": {"rank": 2, "keep_rest": True}},
+}
+
+
+@pytest.mark.parametrize("structure", LARGE)
+def test_a_small_file_takes_little_memory(structure, path, monkeypatch):
+    description = {"name": "w", "structure": structure, "parameters": ["w"], "transposed": [0], "dtype": "float64"}
+    description |= {"settings": {}} | LARGE[structure]
+    tensors = {f"w/{key}": torch.eye(2, dtype=torch.float64) for key in description["tensors"]}
+    save_file(tensors, path, metadata={"egop": json.dumps({"version": 1, "blocks": [description], "left": {}})})
+    for name in ("randn", "empty", "zeros", "full"):
+        own = getattr(torch, name)
+
+        def watched(*given, own=own, **options):
+            found = own(*given, **options)
+            assert found.numel() < 1000
+            return found
+
+        monkeypatch.setattr(torch, name, watched)
+    try:
+        found = egop.Reparameterization.load(path)
+    except ValueError as error:
+        assert structure not in ("Identity", "Shared"), error  # noqa: PT017
+    else:
+        assert found["w"].block.size >= 10**9
+
+
+def test_a_block_or_a_parameter_twice_is_refused_with_the_path(path, basis):
+    header, tensors = content_of(path)
+    header["blocks"].append(header["blocks"][0])
+    save_file(tensors, path, metadata={"egop": json.dumps(header)})
+    assert "it has one block twice" in outcome(path, basis)
+
+
+def test_files_without_a_checksum_are_read(path, basis):
+    header, tensors = content_of(path)
+    save_file(tensors, path, metadata={"egop": json.dumps(header)})
+    assert outcome(path, basis) is None
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(path, basis, tmp_path):
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(path.name)
+    egop.Reparameterization([IdentityChange(cases.block("w", w=(3,)), {})]).save(link)
+    assert link.is_symlink()
+    assert list(egop.Reparameterization.load(path)) == ["w"]
+    assert sorted(os.listdir(tmp_path)) == ["basis.safetensors", "link.safetensors"]
+
+
+def test_what_a_killed_save_has_left_is_cleared_by_the_next(path, basis, monkeypatch):
+    child = os.fork()
+    if child == 0:
+        try:
+            basis_files.save_file = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)
+            basis.save(path)
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    assert len(os.listdir(path.parent)) == 2
+    assert outcome(path, basis) is None
+    seen = []
+
+    def once(*given, **options):  # a second save in the middle of the first leaves it alone
+        monkeypatch.setattr(basis_files, "save_file", save_file)
+        basis.save(path)
+        seen.extend(os.listdir(path.parent))
+        return save_file(*given, **options)
+
+    monkeypatch.setattr(basis_files, "save_file", once)
+    basis.save(path)
+    assert len(seen) == 2
+    assert os.listdir(path.parent) == [path.name]
+    assert outcome(path, basis) is None
