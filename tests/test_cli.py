@@ -8,6 +8,7 @@ import time
 from importlib.metadata import version
 
 import pytest
+from signals import heed_ctrl_c
 from typer.testing import CliRunner
 
 import egop
@@ -140,6 +141,7 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing_behind(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=heed_ctrl_c,
     )
     assert "seed 0" in process.stdout.readline()
     time.sleep(4)  # into the run
