@@ -6,5 +6,5 @@ import signal
 
 
 def heed_ctrl_c():
-    """For ``preexec_fn``: a job in the background, or under ``nohup``, has SIGINT ignored, and so would its children."""
+    """For ``preexec_fn``: a job in the background, or under ``nohup``, ignores SIGINT, and so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

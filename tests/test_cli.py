@@ -8,13 +8,13 @@ import time
 from importlib.metadata import version
 
 import pytest
-from signals import heed_ctrl_c
 from typer.testing import CliRunner
 
 import egop
 from egop import cli
 from egop.bench import run as bench
 from egop.experiments import demo
+from signals import heed_ctrl_c
 
 
 def command(*arguments, **options):

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from signals import heed_ctrl_c
 from typer.testing import CliRunner
 
 import egop
 import pages
 from egop import cli, diagnosis_run
 from egop.experiments import race
+from signals import heed_ctrl_c
 
 GOOD = """
 import torch, egop

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from signals import heed_ctrl_c
 
 
