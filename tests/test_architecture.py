@@ -49,6 +49,7 @@ ROOMS = [
     "inner",
     "optimizer",
     "checkpoint",
+    "clients",
     "parametrize",
     "rotate",
     "diagnostics",
