@@ -53,7 +53,8 @@ def optimizer_of(model, kind, **more):
     """Every third step renews, so that short runs see renewals."""
     settings = {"lr": 0.02, "weight_decay": 0.1} | more
     if kind in ("fixed", "online from a basis"):
-        settings["basis"] = basis(dtype=next(model.parameters()).dtype)
+        double = next(model.parameters()).dtype == torch.float64
+        settings["basis"] = basis(dtype=torch.float64 if double else torch.float32)
     if kind in ("online", "online from a basis"):
         settings["refresh"] = egop.Online(every=3)
     elif kind == "part":  # all but the last layer, which is added later
