@@ -116,7 +116,9 @@ ACTIONS = {
 }
 
 
-def loop(kind, count, *, model=None, optimizer=None, clip=None, schedule=None, act=None, context=contextlib.nullcontext):
+def loop(
+    kind, count, *, model=None, optimizer=None, clip=None, schedule=None, act=None, context=contextlib.nullcontext
+):
     """The plain loop that a framework's run is compared with; gives model and optimizer."""
     model = training.network() if model is None else model
     optimizer = optimizer_of(model, kind) if optimizer is None else optimizer

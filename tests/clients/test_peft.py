@@ -18,7 +18,9 @@ STEPS = 6
 
 
 def adapted(seed=0):
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, lora_dropout=0.0)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, lora_dropout=0.0
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(gpt2(), config).double()
