@@ -69,8 +69,8 @@ def trainer_optimizer(
     """
     if "weight_decay" in hyperparameters:
         raise TypeError(
-            f"weight_decay={hyperparameters['weight_decay']} would be lost: Trainer sets the weight decay of each group "
-            "itself. Use TrainingArguments(weight_decay=...)."
+            f"weight_decay={hyperparameters['weight_decay']} would be lost: Trainer sets that of each group itself. "
+            "Use TrainingArguments(weight_decay=...)."
         )
     arguments = {"optimizer_class": optimizer_class, "basis": basis, "network": model, "refresh": refresh, "lr": lr}
     return TrainerOptimizer, arguments | hyperparameters

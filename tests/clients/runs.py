@@ -68,7 +68,8 @@ def batches(count, first=0):
     return [training.batch(step) for step in range(first, first + count)]
 
 
-# What a user does to an optimizer while it runs, as (kind of optimizer, function of the step before which it is called).
+# What a user does to an optimizer while it runs: functions that are called before each step. In ACTIONS they come with
+# the kind of optimizer that they are done to.
 
 
 def _rebase(step, model, optimizer, kept):

@@ -134,7 +134,7 @@ def test_two_processes_are_one():
 
 
 def sharding(state_dict_type="SHARDED_STATE_DICT"):
-    """An accelerator with FSDP2, which it allows on GPUs only: so it is told by hand that it may; the rest is its own."""
+    """An accelerator with FSDP2, which it allows on GPUs only: it is told by hand that it may. The rest is its own."""
     accelerator = Accelerator(cpu=True)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
