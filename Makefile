@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 # Written last, and holds the path of this checkout: an interrupted install has no stamp, and an
 # environment that was copied along with the tree is not mistaken for this one.
 STAMP := $(VENV)/.installed
+# The frameworks of tests/clients: half a minute more, which a demo need not wait for.
+CLIENTS := $(VENV)/.clients
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+  $(BIN)/python -m pip install --quiet -c constraints.txt
 ARGS ?=
 
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -24,7 +28,7 @@ demo: $(STAMP) ## the digits network in both coordinates: a table and a picture 
 bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (options: ARGS="--only steps")
 	@$(BIN)/egop bench $(ARGS)
 
-test: lint ## lint, then all tests on two processes (options: ARGS="-k optimizer")
+test: lint $(CLIENTS) ## lint, then all tests on two processes (options: ARGS="-k optimizer")
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
@@ -45,6 +49,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@echo "Making $(VENV) with $$($(PYTHON) --version) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	  $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(PIP) -e '.[dev]'
 	@echo '$(CURDIR)' > $@
+
+$(CLIENTS): $(STAMP)
+	@$(PIP) -e '.[clients]'
+	@touch $@

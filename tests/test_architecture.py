@@ -57,6 +57,7 @@ ROOMS = [
     "states",
     "optimizer",
     "checkpoint",
+    "clients",
     "parametrize",
     "rotate",
     "diagnostics",
@@ -167,7 +168,7 @@ def test_the_public_names_are_in_order_and_complete():
     assert shown | {"checkpoint", "theory"} == set(egop.__all__)  # two modules are public names themselves
 
 
-@pytest.mark.parametrize("module", ["objective", "estimate", "diagnostics.measure"])
+@pytest.mark.parametrize("module", ["objective", "estimate", "diagnostics.measure", "clients"])
 def test_the_examples_in_docstrings_run(module):
     results = doctest.testmod(importlib.import_module(f"egop.{module}"), extraglobs={"torch": torch, "egop": egop})
     assert results.attempted > 0

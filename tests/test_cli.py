@@ -14,6 +14,7 @@ import egop
 from egop import cli
 from egop.bench import run as bench
 from egop.experiments import demo
+from signals import heed_ctrl_c
 
 
 def command(*arguments, **options):
@@ -140,6 +141,7 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing_behind(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=heed_ctrl_c,
     )
     assert "seed 0" in process.stdout.readline()
     time.sleep(4)  # into the run

@@ -17,6 +17,7 @@ import egop
 import pages
 from egop import cli, diagnosis_run
 from egop.experiments import race
+from signals import heed_ctrl_c
 
 GOOD = """
 import torch, egop
@@ -235,7 +236,7 @@ def test_a_real_ctrl_c_while_sampling_exits_with_130_and_keeps_what_was_sampled(
     (here / "slow.py").write_text("import time\n" + GOOD.replace("def loss_fn(model, batch):", counting))
     process = subprocess.Popen(
         [sys.executable, "-m", "egop.cli", "diagnose", "slow.py:objective", "--samples", "5000000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c,
         env={**os.environ, "PYTHONPATH": str(Path(egop.__file__).parent.parent)},
     )  # fmt: skip
     page = here / "egop-diagnosis" / "diagnosis.html"

@@ -1,0 +1,165 @@
+"""One small training, by hand and inside a framework: what the tests of this folder compare.
+
+The network, the data and the loss are those of ``tests/distributed/training.py``, in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+
+import torch
+import training
+
+import egop
+
+# Nothing here may reach the network; said before any framework is imported.
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")
+
+MISSING = "install egop[clients] to test the optimizer inside this framework"
+
+# No basis at all (the run equals plain AdamW), one that stays, and one that follows the training gradients.
+KINDS = ["none", "fixed", "online"]
+# For runs that are divided differently, and so rounded differently: the first gradient alone leaves directions open,
+# which rounding would fill, so there is a basis to start from.
+DIVIDED = ["none", "fixed", "online from a basis"]
+
+
+@functools.cache
+def basis(seed=0, dtype=torch.float64):
+    objective = egop.Objective(
+        training.network().to(dtype),
+        lambda model, pair: training.loss_of(model, *pair),
+        [tuple(each.to(dtype) for each in training.batch(99))],
+    )
+    generator = torch.Generator().manual_seed(seed)
+    return egop.estimate(
+        objective,
+        structure=egop.Kronecker(),
+        partition="parameter",
+        samples=12,
+        generator=generator,
+        progress=False,
+    )
+
+
+def part_of(basis, names):
+    return egop.Reparameterization([basis[name] for name in basis if name in names])
+
+
+def optimizer_of(model, kind, **more):
+    """Every third step renews, so that short runs see renewals."""
+    settings = {"lr": 0.02, "weight_decay": 0.1} | more
+    if kind in ("fixed", "online from a basis"):
+        double = next(model.parameters()).dtype == torch.float64
+        settings["basis"] = basis(dtype=torch.float64 if double else torch.float32)
+    if kind in ("online", "online from a basis"):
+        settings["refresh"] = egop.Online(every=3)
+    elif kind == "part":  # all but the last layer, which is added later
+        named = list(model.named_parameters())[:-2]
+        settings["basis"] = part_of(basis(), dict(named))
+        return egop.ReparameterizedOptimizer(named, torch.optim.AdamW, **settings)
+    return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, **settings)
+
+
+def batches(count, first=0):
+    return [training.batch(step) for step in range(first, first + count)]
+
+
+# What a user does to an optimizer while it runs: functions that are called before each step. In ACTIONS they come with
+# the kind of optimizer that they are done to.
+
+
+def _rebase(step, model, optimizer, kept):
+    if step == 3:
+        optimizer.rebase(basis(seed=1))
+
+
+def _rebase_from_none(step, model, optimizer, kept):
+    if step == 0:
+        optimizer.rebase(basis())
+
+
+def _renew_basis(step, model, optimizer, kept):
+    if step == 5:
+        optimizer.renew_basis()
+
+
+def _load_state_dict(step, model, optimizer, kept):
+    if step == 2:
+        kept.update(model=weights(model), optimizer=copy.deepcopy(optimizer.state_dict()))
+    if step == 5:
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+
+
+def _add_param_group(step, model, optimizer, kept):
+    if step == 2:
+        late = list(model.named_parameters())[-2:]
+        optimizer.add_param_group({"params": late, "basis": part_of(basis(), dict(late)), "lr": 0.01})
+
+
+def _change_lr(step, model, optimizer, kept):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02 / (1 + step)
+
+
+ACTIONS = {
+    "rebase": ("fixed", _rebase),
+    "rebase from none": ("none", _rebase_from_none),
+    "renew_basis": ("online", _renew_basis),
+    "load_state_dict, fixed": ("fixed", _load_state_dict),
+    "load_state_dict, online": ("online", _load_state_dict),
+    "add_param_group": ("part", _add_param_group),
+    "a new lr": ("fixed", _change_lr),
+}
+
+
+def loop(
+    kind, count, *, model=None, optimizer=None, clip=None, schedule=None, act=None, context=contextlib.nullcontext
+):
+    """The plain loop that a framework's run is compared with; gives model and optimizer."""
+    model = training.network() if model is None else model
+    optimizer = optimizer_of(model, kind) if optimizer is None else optimizer
+    scheduler = None if schedule is None else schedule(optimizer)
+    dtype, kept = next(model.parameters()).dtype, {}
+    for step, (inputs, targets) in enumerate(batches(count)):
+        if act is not None:
+            act(step, model, optimizer, kept)
+        optimizer.zero_grad()
+        with context():
+            loss = training.loss_of(model, inputs.to(dtype), targets.to(dtype))
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model, optimizer
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(model, other):
+    """Whether two models, or their weights, are equal bit for bit."""
+    left, right = (each if isinstance(each, dict) else weights(each) for each in (model, other))
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def distance(model, other):
+    """The largest difference between two models, or their weights."""
+    left, right = (each if isinstance(each, dict) else weights(each) for each in (model, other))
+    assert left.keys() == right.keys()
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
+def launched(rank, world):
+    """Make a process of ``processes.run`` look as if torchrun had started it, which frameworks go by."""
+    known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511, "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update({name: str(value) for name, value in known.items()})

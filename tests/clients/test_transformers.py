@@ -1,0 +1,169 @@
+"""Inside Hugging Face's Trainer."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import runs
+import torch
+
+transformers = pytest.importorskip("transformers", reason=runs.MISSING)
+pytest.importorskip("accelerate", reason=runs.MISSING)
+
+from language import MATRICES, gpt2, sentences
+from pytorch_optimizer import ScheduleFreeAdamW
+
+import egop
+from egop.clients import trainer_optimizer
+
+STEPS = 6
+LR = 3e-3
+
+
+def trainer(model, folder, arguments=(), **given):
+    usual = {"per_device_train_batch_size": 4, "max_steps": STEPS, "weight_decay": 0.1, "save_strategy": "no"}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(folder), **usual | quiet | dict(arguments))
+    return transformers.Trainer(model, arguments, train_dataset=sentences(), eval_dataset=sentences(8), **given)
+
+
+def trained(model, folder, resume=None, **given):
+    made = trainer(model, folder, **given)
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def settings_of(kind):
+    return {
+        "none": {},
+        "fixed": {"basis": rotation()},
+        "online": {"refresh": egop.Online(every=2)},
+    }[kind]
+
+
+@functools.cache
+def rotation():
+    """Of the matrices of the layers only."""
+    objective = egop.Objective(gpt2(), lambda model, batch: model(**batch).loss, [stacked(sentences(4))])
+    partition = {name: [name] for name in sorted(MATRICES)}
+    structure = egop.RandomRotation(seed=1)
+    rho = egop.Recentered(0.01)
+    return egop.estimate(objective, rho=rho, partition=partition, structure=structure, samples=2, progress=False)
+
+
+def stacked(rows):
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def decay_groups(model, weight_decay=0.1):
+    """Those that Trainer makes, with names."""
+    named = list(model.named_parameters())
+    with_decay = [pair for pair in named if "ln_" not in pair[0] and "bias" not in pair[0]]
+    without = [pair for pair in named if "ln_" in pair[0] or "bias" in pair[0]]
+    return [{"params": with_decay, "weight_decay": weight_decay}, {"params": without, "weight_decay": 0.0}]
+
+
+def ours(made):
+    return made.optimizer.optimizer  # below Accelerate's
+
+
+def test_without_a_basis_the_run_is_that_of_adamw(tmp_path):
+    model, plain = gpt2(), gpt2()
+    optimizer = egop.ReparameterizedOptimizer(decay_groups(model), torch.optim.AdamW, lr=LR, model=model)
+    trained(model, tmp_path, optimizers=(optimizer, None))
+    trained(plain, tmp_path, optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": LR}))
+    assert runs.distance(model, plain) < 1e-6
+    assert runs.distance(model, gpt2()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_the_optimizer_that_trainer_makes_is_the_one_a_user_would_make(kind, tmp_path):
+    model, other = gpt2(), gpt2()
+    made = trainer_optimizer(model, torch.optim.AdamW, lr=LR, **settings_of(kind))
+    its = trained(model, tmp_path, optimizer_cls_and_kwargs=made)
+    assert [group["weight_decay"] for group in ours(its).param_groups] == [0.1, 0.0]
+    optimizer = egop.ReparameterizedOptimizer(
+        decay_groups(other), torch.optim.AdamW, lr=LR, model=other, **settings_of(kind)
+    )
+    trained(other, tmp_path, optimizers=(optimizer, None))
+    assert runs.same(model, other)
+
+
+def test_the_optimizer_that_trainer_makes_turns_layers_and_leaves_embeddings_and_heads(tmp_path):
+    model = gpt2()
+    made = trainer_optimizer(model, torch.optim.AdamW, lr=LR, refresh=egop.Online(every=2))
+    optimizer = ours(trained(model, tmp_path, optimizer_cls_and_kwargs=made))
+    assert isinstance(optimizer, egop.ReparameterizedOptimizer)
+    assert {name for block in optimizer.blocks for name in block.change.block.parameters} == MATRICES
+    assert runs.distance(model, gpt2()) > 1e-2
+
+
+def test_the_names_of_nameless_parameters_are_the_models(tmp_path):
+    model = gpt2()
+    made = trainer_optimizer(model, torch.optim.SGD, lr=LR)
+    groups = ours(trained(model, tmp_path, optimizer_cls_and_kwargs=made)).param_groups
+    names = [name for group in groups for name in group["param_names"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    own = dict(model.named_parameters())
+    assert sorted(names) == sorted(own)
+    assert all(own[name] is parameter for name, parameter in zip(names, parameters, strict=True))
+
+
+def test_a_weight_decay_that_trainer_would_replace_is_refused():
+    with pytest.raises(TypeError, match=r"weight_decay=0\.2 would be lost.*TrainingArguments"):
+        trainer_optimizer(gpt2(), torch.optim.AdamW, lr=LR, weight_decay=0.2)
+
+
+@pytest.mark.parametrize("kind", runs.KINDS)
+def test_a_run_resumed_from_a_checkpoint_ends_as_the_whole_one(kind, tmp_path):
+    def run(model, resume=None):
+        made = trainer_optimizer(model, torch.optim.AdamW, lr=LR, **settings_of(kind))
+        saving = {"save_strategy": "steps", "save_steps": 3}
+        return trained(model, tmp_path, resume=resume, arguments=saving, optimizer_cls_and_kwargs=made)
+
+    whole, resumed = gpt2(), gpt2(seed=5)
+    run(whole)
+    run(resumed, resume=str(tmp_path / "checkpoint-3"))
+    assert runs.same(whole, resumed)
+
+
+def test_evaluation_is_at_the_averaged_weights_of_a_schedule_free_optimizer(tmp_path):
+    model, plain = gpt2(), gpt2()
+    optimizer = egop.ReparameterizedOptimizer(decay_groups(model), ScheduleFreeAdamW, lr=LR, model=model)
+    its = trained(model, tmp_path, optimizers=(optimizer, None))
+    theirs = trained(plain, tmp_path, optimizers=(ScheduleFreeAdamW(nameless(plain), lr=LR), None))
+    while_training = runs.weights(model)
+    assert runs.distance(model, plain) < 1e-6
+    assert its.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)
+    assert runs.distance(model, plain) < 1e-6
+    assert runs.distance(model, while_training) > 1e-4
+
+
+def nameless(model):
+    return [group | {"params": [parameter for _, parameter in group["params"]]} for group in decay_groups(model)]
+
+
+@pytest.mark.parametrize("kind", ["fixed", "online"])
+def test_looking_at_the_averaged_weights_leaves_training_alone(kind, tmp_path):
+    looked, unlooked = gpt2(), gpt2()
+    for model, looking in ((looked, {"eval_strategy": "steps", "eval_steps": 1}), (unlooked, {})):
+        made = trainer_optimizer(model, ScheduleFreeAdamW, lr=LR, **settings_of(kind))
+        trained(model, tmp_path, arguments=looking, optimizer_cls_and_kwargs=made).optimizer.train()
+    assert runs.distance(looked, unlooked) < 1e-6
+
+
+def test_averaged_weights_in_a_basis_are_those_of_the_literal_reparameterisation(tmp_path):
+    model, literal = gpt2(), gpt2()
+    made = trainer_optimizer(model, ScheduleFreeAdamW, rotation(), lr=LR)
+    its = trained(model, tmp_path, arguments={"weight_decay": 0.0}, optimizer_cls_and_kwargs=made)
+    egop.parametrize(literal, rotation())
+    theirs = trained(literal, tmp_path, optimizers=(ScheduleFreeAdamW(literal.parameters(), lr=LR), None))
+    assert runs.distance(matrices(model), matrices(literal)) < 1e-7
+    assert its.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)
+    assert runs.distance(matrices(model), matrices(literal)) < 1e-7
+
+
+def matrices(model):
+    """Also of a parametrised model, where they are no parameters."""
+    return {name: model.get_submodule(name.removesuffix(".weight")).weight.detach().clone() for name in MATRICES}
