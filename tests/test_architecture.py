@@ -28,6 +28,7 @@ ROOMS = [
     "gradients",
     "chunks",
     "sampling",
+    "roles",
     "partition",
     "units",
     "linalg",

@@ -10,7 +10,8 @@ from torch import nn
 
 import cases
 import egop
-from egop.partition import Block, layers_of, match
+from egop.partition import Block, match
+from egop.roles import layers_of
 
 
 def blocks_of(model, partition):

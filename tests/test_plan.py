@@ -11,8 +11,9 @@ from torch import nn
 import cases
 import egop
 from egop import plan as planning
-from egop.partition import Layer, layers_of, partition_parameters
+from egop.partition import partition_parameters
 from egop.plan import make_plan
+from egop.roles import Layer, layers_of
 
 GIB = 2**30
 

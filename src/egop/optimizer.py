@@ -15,12 +15,12 @@ from egop.groups import named_groups
 from egop.inner import check_class, copy_hyperparameters
 from egop.moments import Moments, check_moments, check_movable
 from egop.objective import plain_name
-from egop.partition import layers_of
 from egop.precision import without_autocast
 from egop.refresh import Refresh, Refresher
 from egop.refresh.base import check_refresh
 from egop.refresh.loaded import warn_of_loaded
 from egop.reparameterization import Reparameterization
+from egop.roles import layers_of
 from egop.sharding import Pieces
 from egop.states import STATE_VERSION, check_state, fresh_states, inner_shapes, inner_state, load_inner_state, shapes_of
 from egop.structures import rebuild
@@ -44,10 +44,12 @@ class ReparameterizedOptimizer(Optimizer):
 
     Args:
         params: a module, ``model.named_parameters()``, or parameter groups of named parameters; a group may bring a
-            ``"basis"`` of its own.
+            ``"basis"`` of its own. With ``model`` the parameters need no names.
         optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
         basis: the change of basis of each block; without one (and without ``refresh``) the optimizer does what
             ``optimizer_class`` does, until a state dict with a basis is loaded.
+        model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
+            and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
@@ -63,17 +65,18 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __init__(
         self,
-        params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_class: type[Optimizer],
         basis: Reparameterization | None = None,
         *,
+        model: nn.Module | None = None,
         refresh: Refresh | None = None,
         compile: bool = False,
         **hyperparameters: Any,
     ) -> None:
         check_class(optimizer_class)
         check_refresh(refresh, basis)
-        groups = named_groups(params)
+        groups = named_groups(params, model=model)
         bases = [group.pop("basis", None) for group in groups]
         # An optimizer of one throw-away number: it checks the hyper-parameters and completes them with its defaults.
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **hyperparameters)
@@ -93,8 +96,8 @@ class ReparameterizedOptimizer(Optimizer):
         named = [
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         ]
-        module = params if isinstance(params, nn.Module) else None
-        self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, module)
+        self._model = params if model is None and isinstance(params, nn.Module) else model
+        self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, self._model)
         if refresh is not None:
             self.refresher = refresh.begin(self)
             self.refresher.refresh = refresh
@@ -124,19 +127,21 @@ class ReparameterizedOptimizer(Optimizer):
         return self._inner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis."""
+        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis.
+
+        Parameters of the model that the optimizer was given need no names.
+        """
         if self._inner is None:  # called by Optimizer.__init__, with groups that are already checked
             super().add_param_group(param_group)
             return
         self._settle()
-        (group,) = named_groups(
-            [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
-        )
+        taken = [name for each in self.param_groups for name in each["param_names"]]
+        (group,) = named_groups([param_group], taken, self._model)
         blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
         names = map(plain_name, group["param_names"])
-        self.layers |= layers_of(dict(zip(names, group["params"], strict=True)), None)
+        self.layers |= layers_of(dict(zip(names, group["params"], strict=True)), self._model)
         for block in blocks:
             block.drop_rest()
         self._blocks += blocks
@@ -298,6 +303,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("_model", None)  # a copy is not of the model, nor takes it along
         if "_blocks" in state:  # a copy; torch also comes here while it loads parameter groups
             self._gather()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -230,9 +231,9 @@ class Streaming(Refresher):
                     try:
                         tensors[key], right = method(total, old)
                     except torch.linalg.LinAlgError:
-                        tensors[key], right = old.clone(), torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
+                        tensors[key], right = old.clone(), gram.new_zeros(gram.shape[:-2], dtype=torch.bool)
                     # What is not finite would never leave a running mean again.
-                    torch.where(right[:, None, None], gram, torch.zeros_like(gram[:1, :1, :1]), out=gram)
+                    torch.where(right[..., None, None], gram, gram.new_zeros(()), out=gram)
                     sound.append(right)
                 self._fresh.append((batch, members, tensors, torch.stack(sound).all(0)))
         if not beside:
@@ -259,10 +260,9 @@ class Drifting(Streaming):
 
     def _drifted(self, optimizer: Rebasable) -> bool:
         parts = [
-            (
-                iteration.off_diagonal(batch.summed(gram[members]), batch.change.tensors[key][members])
-                <= self.tolerance
-            ).logical_not()
+            (iteration.off_diagonal(batch.summed(gram[members]), batch.change.tensors[key][members]) <= self.tolerance)
+            .logical_not()
+            .flatten()
             for batch, members in self._seen(optimizer)
             for key, gram in self._stacked(batch).items()
         ]
@@ -275,7 +275,8 @@ def _add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Ten
         rows = change.rows(gradients)
         assert rows is not None
         for key, stack in stacks.items():
-            stack.baddbmm_(rows[key].mT, rows[key], beta=decay, alpha=1 - decay)
+            one_by_one = rows[key].reshape(-1, *rows[key].shape[-2:])
+            stack.view(-1, *stack.shape[-2:]).baddbmm_(one_by_one.mT, one_by_one, beta=decay, alpha=1 - decay)
 
 
 def is_renewable(change: ChangeOfBasis) -> bool:
@@ -286,7 +287,7 @@ def is_renewable(change: ChangeOfBasis) -> bool:
 def _turns(batches: Batches, every: int) -> dict[Batch, list[int]]:
     """For each block the step of a round in which it is renewed, so that all steps of a round have like costs."""
     costs = {
-        batch: sum(tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values())
+        batch: sum(math.prod(tensor.shape[1:-2]) * tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values())
         if is_renewable(batch.change)
         else 0
         for batch in batches

@@ -43,7 +43,7 @@ class ChangeOfBasis(abc.ABC):
         self.tensors = dict(tensors)
         self.settings = dict(settings or {})
         for name, shape in self.basis_shapes(block, self.settings).items():
-            if self.tensors[name].shape[-2:] != shape:
+            if self.tensors[name].shape[-len(shape) :] != shape:
                 sizes = " and ".join(str(tuple(each)) for each in block.shapes)
                 raise ValueError(
                     f"Block '{block.name}' of shape {sizes} needs a {name} of shape {shape}, "
@@ -64,8 +64,8 @@ class ChangeOfBasis(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-        """The shapes of its tensors on a block: matrices with orthonormal columns, all of them."""
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors on a block: matrices with orthonormal columns, or stacks of such."""
 
     @abc.abstractmethod
     def structure(self) -> Structure:
@@ -149,6 +149,7 @@ class ChangeOfBasis(abc.ABC):
             "parameters": list(self.block.parameters),
             "shapes": [list(shape) for shape in self.block.shapes],
             "transposed": list(self.block.transposed),
+            "stacked": list(self.block.stacked),
             "dtype": str(self.block.dtype).removeprefix("torch."),
             "settings": self.settings,
         }
@@ -178,7 +179,8 @@ class ChangeOfBasis(abc.ABC):
         """What two changes of basis must share to be stacked."""
         parts = sorted((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in self.tensors.items())
         settings = tuple(sorted(self.settings.items()))
-        return type(self), self.block.shapes, self.block.transposed, self.block.dtype, settings, tuple(parts)
+        layout = self.block.shapes, self.block.transposed, self.block.stacked
+        return type(self), layout, self.block.dtype, settings, tuple(parts)
 
 
 class Cost(NamedTuple):
@@ -252,7 +254,7 @@ class Structure(abc.ABC):
         """The change of basis of a block with these tensors."""
         return self.change_type(block, tensors, self.settings())
 
-    def basis_shapes(self, block: Block) -> dict[str, tuple[int, int]]:
+    def basis_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
         """The shapes of its tensors on a block."""
         return self.change_type.basis_shapes(block, self.settings())
 
@@ -302,6 +304,54 @@ class EigenAccumulator(Accumulator):
     def summaries(self) -> Sequence[Summary]:
         """The outer products."""
         return [self.products]
+
+
+class StackAccumulator(Accumulator):
+    """For a stack of matrices: an accumulator for each of them, as if it were a block of its own.
+
+    The spectrum is that of all of them side by side: a direction is one of one matrix.
+
+    Args:
+        block: of one tensor.
+        structure: what it is for.
+    """
+
+    def __init__(self, block: Block, structure: Structure) -> None:
+        self.block, self.structure = block, structure
+        count = math.prod(block.shapes[0][: block.stacked[0]])
+        self.parts = [structure.accumulator(block.unstacked()) for _ in range(count)]
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Take in a stack of gradients."""
+        matrices = gradients[0].flatten(1, self.block.stacked[0]).unbind(1)
+        for part, own in zip(self.parts, matrices, strict=True):
+            part.add([own])
+
+    def merge(self, other: Self) -> None:
+        """Take in all that another accumulator has seen."""
+        for part, its in zip(self.parts, other.parts, strict=True):
+            part.merge(its)
+
+    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
+        """The spectrum and the change of basis."""
+        spectra, changes = zip(*(part.finish() for part in self.parts), strict=True)
+        shapes = self.structure.basis_shapes(self.block)
+        tensors = {
+            name: torch.stack([each.tensors[name] for each in changes]).reshape(shape) for name, shape in shapes.items()
+        }
+        values = torch.cat([each.eigenvalues for each in spectra])
+        values, order = values.sort(descending=True, stable=True)
+        densities = torch.cat([each.density for each in spectra])[order] / len(spectra)
+        return Spectrum(values, densities, spectra[0].samples), self.structure.change(self.block, tensors)
+
+    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
+        """Those of each side, stacked."""
+        sides = zip(*(part.eigenbases() for part in self.parts), strict=True)
+        return [(torch.stack([v for v, _ in side]), torch.stack([w for _, w in side])) for side in sides]
+
+    def summaries(self) -> Sequence[Summary]:
+        """Those of all matrices."""
+        return [summary for part in self.parts for summary in part.summaries()]
 
 
 def density(vectors: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class FullChange(ChangeOfBasis):
         return (torch.Size([self.block.size]),)
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {"basis": (block.size, block.size)}
 
     def structure(self) -> Structure:

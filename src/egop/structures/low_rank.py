@@ -43,7 +43,7 @@ class AuxiliaryChange(ChangeOfBasis):
         return torch.Size([self.settings["rank"]]), torch.Size([self.block.size])
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {"basis": (block.size, settings["rank"])}
 
     def structure(self) -> Structure:
@@ -71,7 +71,7 @@ class ReducedChange(ChangeOfBasis):
         return (torch.Size([self.settings["rank"]]),)
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {"basis": (block.size, settings["rank"])}
 
     def structure(self) -> Structure:
