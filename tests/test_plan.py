@@ -86,8 +86,29 @@ def test_layers_too_wide_to_rotate_are_left():
     plan = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT + 1, 2), nn.Linear(6, 5), nn.Linear(5, 2)))
     assert kinds(plan) == {"1.weight": "Full"}
     assert plan.left["0.weight"] == "more than 4096 entries, and wider than 8192"
-    widest = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT, 2), nn.Linear(5, 2)))
+    widest = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT, 64), nn.Linear(5, 2)))
     assert kinds(widest) == {"0.weight": "Shared"}
+
+
+def test_layers_whose_bases_take_too_long_for_their_size_are_left():
+    """The decomposition of a basis of width n is n³ of work: here for 4 rows of n entries, n²/4 for each."""
+    limit = int((4 * planning.WORK_LIMIT) ** 0.5)
+    for width, expected in ((limit, {"0.weight": "Shared"}), (limit + 1, {})):
+        plan = plan_of(nn.Sequential(nn.Linear(width, 4), nn.Linear(5, 2)))
+        assert kinds(plan) == expected
+    reason = "more than 4096 entries, and too wide for so few of them: a basis would take too long"
+    assert plan.left["0.weight"] == reason
+
+
+def test_a_stack_of_experts_is_not_taken_for_one_wide_matrix():
+    """Read as a convolution with 4 rows of 64 x 112 columns it would take minutes; as 4 matrices it takes nothing."""
+    experts = torch.zeros(4, 64, 112)
+    layers = layers_of({"experts": experts}, nn.ParameterDict({"experts": nn.Parameter(experts)}))
+    plan = make_plan(
+        partition_parameters({"experts": experts}, {"experts": Layer("weight")}, "parameter"), layers, "auto", 2 * GIB
+    )
+    assert plan.chosen == {}
+    assert "too long" in plan.left["experts"]
 
 
 @pytest.mark.parametrize(

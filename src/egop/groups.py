@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from egop.objective import plain_name
-
-# What DistributedDataParallel puts before every name.
-WRAPPER = "module."
+from egop.roles import WRAPPER, Known
 
 
-def named_groups(params: Any, taken: Iterable[str] = (), model: nn.Module | None = None) -> list[dict[str, Any]]:
+def named_groups(
+    params: Any, taken: Iterable[str] = (), model: nn.Module | Known | None = None
+) -> list[dict[str, Any]]:
     """Parameter groups with ``params`` and ``param_names``, from all that an optimizer may be given.
 
     Args:
@@ -22,7 +22,7 @@ def named_groups(params: Any, taken: Iterable[str] = (), model: nn.Module | None
         model: the module that has the parameters, wrapped or not: what has no name gets the one it has there, and a
             name that is given must be that one.
     """
-    if model is not None and not isinstance(model, nn.Module):
+    if model is not None and not isinstance(model, nn.Module | Known):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(params, nn.Module):
         params = params.named_parameters() if model is None else params.parameters()
@@ -33,7 +33,7 @@ def named_groups(params: Any, taken: Iterable[str] = (), model: nn.Module | None
         raise ValueError("The optimizer got an empty parameter list.")
     if not isinstance(groups[0], Mapping):
         groups = [{"params": groups}]
-    known = None if model is None else _Known(model)
+    known = Known(model) if isinstance(model, nn.Module) else model
     names = {plain_name(name) for name in taken}
     checked = []
     for group in groups:
@@ -49,44 +49,31 @@ def named_groups(params: Any, taken: Iterable[str] = (), model: nn.Module | None
     return checked if known is not None else _without_wrapper(checked)
 
 
-class _Known:
-    """The names that a model has for its parameters, without what wrappers put before them."""
+def _named(member: Any, known: Known) -> Any:
+    """A parameter with the name that the model has for it; what is no parameter as it is."""
+    if isinstance(member, Tensor):
+        if not known.names(member):
+            kind = type(known.module).__name__
+            raise ValueError(
+                f"A parameter of shape {tuple(member.shape)} is none of the model's ({kind}), so it has no name. "
+                "Give the model that has it, or the parameter with its name: (name, parameter)."
+            )
+        return known.names(member)[0], member
+    return (_checked(member[0], member[1], known), member[1]) if _is_named(member) else member
 
-    def __init__(self, model: nn.Module) -> None:
-        self.kind = type(model).__name__
-        pairs = [(plain_name(name), each) for name, each in model.named_parameters(remove_duplicate=False)]
-        wrapped = all(name.startswith(WRAPPER) for name, _ in pairs)
-        self.owners = {name.removeprefix(WRAPPER) if wrapped else name: each for name, each in pairs}
-        self.names: dict[int, list[str]] = {}
-        for name, parameter in self.owners.items():
-            self.names.setdefault(id(parameter), []).append(name)
 
-    def named(self, member: Any) -> Any:
-        """A parameter with its name; what is no parameter as it is."""
-        if isinstance(member, Tensor):
-            if id(member) not in self.names:
-                raise ValueError(
-                    f"A parameter of shape {tuple(member.shape)} is not one of the model's (model={self.kind}), so it "
-                    "has no name. Give the model that has it, or the parameter with its name: (name, parameter)."
-                )
-            return self.names[id(member)][0], member
-        if _is_named(member):
-            return self.checked(*member), member[1]
-        return member
-
-    def checked(self, given: str, parameter: Any) -> str:
-        """A name that was given, as the model has it; one of a parameter that is not in the model stays."""
-        own = self.names.get(id(parameter), [])
-        name = plain_name(given)
-        if name not in own and name not in self.owners:
-            name = name.removeprefix(WRAPPER)
-        if name in own or (not own and name not in self.owners):
-            return name
-        told = f"is called '{own[0]}' in the model" if own else "is another parameter than the model's of this name"
-        raise ValueError(
-            f"The parameter given as '{given}' {told} (model={self.kind}). Give the module whose named_parameters() "
-            "these are as model=, or the parameters without names."
-        )
+def _checked(given: str, parameter: Any, known: Known) -> str:
+    """A name that was given, as the model has it; one of a parameter that is not the model's stays."""
+    own, name = known.names(parameter), plain_name(given)
+    if name not in known.parameters:
+        name = name.removeprefix(WRAPPER)
+    if name in own or (not own and name not in known.parameters):
+        return name
+    told = f"is called '{own[0]}' in the model" if own else "is another one than the model's parameter of this name"
+    raise ValueError(
+        f"The parameter given as '{given}' {told} ({type(known.module).__name__}). Give as model= the module whose "
+        "named_parameters() these are, or give the parameters without names."
+    )
 
 
 def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -102,7 +89,7 @@ def _is_named(member: Any) -> bool:
     return isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)
 
 
-def _members(group: Any, known: _Known | None) -> list[tuple[str, Any]]:
+def _members(group: Any, known: Known | None) -> list[tuple[str, Any]]:
     if not isinstance(group, Mapping) or "params" not in group:
         found = list(group) if isinstance(group, Mapping) else type(group).__name__
         raise TypeError(f"A parameter group must be a dict with 'params', got {found}.")
@@ -117,7 +104,7 @@ def _members(group: Any, known: _Known | None) -> list[tuple[str, Any]]:
             raise ValueError(f"A group has {len(members)} parameters, but {len(group['param_names'])} param_names.")
         members = list(zip(group["param_names"], members, strict=True))
     if known is not None:
-        members = [known.named(member) for member in members]
+        members = [_named(member, known) for member in members]
     for member in members:
         if not _is_named(member):
             raise TypeError(_names_wanted(member))

@@ -20,7 +20,7 @@ from egop.refresh import Refresh, Refresher
 from egop.refresh.base import check_refresh
 from egop.refresh.loaded import warn_of_loaded
 from egop.reparameterization import Reparameterization
-from egop.roles import layers_of
+from egop.roles import Known, layers_of
 from egop.sharding import Pieces
 from egop.states import STATE_VERSION, check_state, fresh_states, inner_shapes, inner_state, load_inner_state, shapes_of
 from egop.structures import rebuild
@@ -86,6 +86,7 @@ class ReparameterizedOptimizer(Optimizer):
         self._inner: Optimizer | None = None
         self._blocks: list[BoundBlock] = []
         self._pieces = Pieces()
+        self._batched: Batches | None = None
         self.refresher: Refresher | None = None
         super().__init__(groups, dict(template.defaults))
         self._blocks = bind(basis, self.param_groups)
@@ -96,8 +97,9 @@ class ReparameterizedOptimizer(Optimizer):
         named = [
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         ]
-        self._model = params if model is None and isinstance(params, nn.Module) else model
-        self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, self._model)
+        module = params if model is None and isinstance(params, nn.Module) else model
+        self._known = None if module is None else Known(module)
+        self.layers = layers_of({plain_name(name): parameter for name, parameter in named}, self._known)
         if refresh is not None:
             self.refresher = refresh.begin(self)
             self.refresher.refresh = refresh
@@ -117,8 +119,12 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     def batches(self) -> Batches:
-        """The blocks, batched by kind and shape."""
-        return self._batches
+        """The blocks, batched by kind and shape: when they are wanted, not for each of many groups that are added."""
+        if self._batched is None:
+            # torch's own optimizers keep no gradient for the next step; of others nobody knows.
+            reused = self._class.__module__.startswith("torch.optim")
+            self._batched = Batches(self._blocks, compiled=self._compiled, reused=reused)
+        return self._batched
 
     @property
     def inner(self) -> Optimizer:
@@ -136,17 +142,17 @@ class ReparameterizedOptimizer(Optimizer):
             return
         self._settle()
         taken = [name for each in self.param_groups for name in each["param_names"]]
-        (group,) = named_groups([param_group], taken, self._model)
+        (group,) = named_groups([param_group], taken, self._known)
         blocks = bind(group.pop("basis", None), [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in self._blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
         names = map(plain_name, group["param_names"])
-        self.layers |= layers_of(dict(zip(names, group["params"], strict=True)), self._model)
+        self.layers |= layers_of(dict(zip(names, group["params"], strict=True)), self._known)
         for block in blocks:
             block.drop_rest()
         self._blocks += blocks
         self.inner.add_param_group(self._inner_group(len(self.param_groups) - 1))
-        self._gather()
+        self._batched = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -168,14 +174,14 @@ class ReparameterizedOptimizer(Optimizer):
             self.refresher.before_step(self)
         copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
-            self._batches.collect()
+            self.batches.collect()
             self._pieces.pull()
             if self.refresher is not None:
                 self.refresher.observe(self)
-            self._batches.encode_gradients()
+            self.batches.encode_gradients()
             self._step_coordinates()
         finally:
-            self._batches.drop_gradients()
+            self.batches.drop_gradients()
             self._pieces.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
         copy_hyperparameters(self.inner.param_groups, self.param_groups)
@@ -203,7 +209,7 @@ class ReparameterizedOptimizer(Optimizer):
             check_movable(
                 self.inner.state.get(coordinate, {}) for block in own.values() for coordinate in block.coordinates
             )
-        for batch, members, tensors in self._batches.moved(basis):
+        for batch, members, tensors in self.batches.moved(basis):
             self.turn(batch, members, tensors, moments)
 
     def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
@@ -215,7 +221,7 @@ class ReparameterizedOptimizer(Optimizer):
             tensors: their new bases, stacked.
             moments: as in :meth:`rebase`.
         """
-        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self._batches.still)
+        batch.turn(members, tensors, self.inner.state, rotate=moments == "rotate", still=self.batches.still)
         if moments == "reset":
             for block in batch.blocks[members]:
                 fresh = fresh_states(self.inner, block, self._hyperparameters)
@@ -230,7 +236,7 @@ class ReparameterizedOptimizer(Optimizer):
     def _step_coordinates(self) -> None:
         try:
             self.inner.step()
-            self._batches.decode_coordinates()
+            self.batches.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
             for block in self._blocks:
                 block.distrust()
@@ -294,6 +300,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __copy__(self) -> ReparameterizedOptimizer:
         twin = type(self).__new__(type(self))
+        assert self.batches is not None  # made before both would make their own
         twin.__dict__.update(self.__dict__)  # batches too: their memory is that of the coordinates
         return twin
 
@@ -303,9 +310,9 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_model", None)  # a copy is not of the model, nor takes it along
+        self.__dict__.setdefault("_known", None)  # a copy is not of the model, nor takes it along
         if "_blocks" in state:  # a copy; torch also comes here while it loads parameter groups
-            self._gather()
+            self._batched = None
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
         if moments != "reset" and any(self.inner.state.values()):
@@ -325,17 +332,12 @@ class ReparameterizedOptimizer(Optimizer):
         """Make the inner optimizer over the coordinates and the parameters outside every block."""
         groups = [self._inner_group(index) for index in range(len(self.param_groups))]
         self._inner = self._class(groups, **self._hyperparameters)
-        self._gather()
+        self._batched = None
 
     @torch.no_grad()
     def _settle(self) -> None:
         if self.refresher is not None:
             self.refresher.settle(self)
-
-    def _gather(self) -> None:
-        # torch's own optimizers keep no gradient for the next step; of others nobody knows.
-        reused = self._class.__module__.startswith("torch.optim")
-        self._batches = Batches(self._blocks, compiled=self._compiled, reused=reused)
 
     def _inner_group(self, index: int) -> dict[str, Any]:
         group = {key: value for key, value in self.param_groups[index].items() if key != "param_names"}

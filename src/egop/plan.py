@@ -19,8 +19,8 @@ StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
 FULL_LIMIT = 4096
 # "auto" rotates no side wider than this. (The widest layers of ResNet-34 have 4608 inputs.)
 WIDTH_LIMIT = 8192
-# Nor where a decomposition, n³ for a basis of width n, is more work than this for each entry of the weight. (In ResNet-34
-# that is 41 thousand at most; 10 rows of 3072 columns have nearly a million, and take 10 seconds on a CPU.)
+# Nor where a decomposition, n³ for a basis of width n, is more work than this for each entry of the weight. (In
+# ResNet-34 that is 41 thousand at most; 10 rows of 3072 columns have nearly a million, and take 10 seconds on a CPU.)
 WORK_LIMIT = 2**20
 
 

@@ -9,6 +9,11 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from egop.objective import plain_name
+
+# What DistributedDataParallel puts before every name.
+WRAPPER = "module."
+
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = nn.modules.conv._ConvNd  # the base of all of them has no public name
 _TRANSPOSED = nn.modules.conv._ConvTransposeNd
@@ -34,7 +39,40 @@ class Layer(NamedTuple):
         return {"embedding": "an embedding", "head": "the output head"}.get(self.role, self.why)
 
 
-def layers_of(parameters: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, Layer]:
+class Known:
+    """What a module says of its parameters: their names, without what wrappers put before them, and what they are.
+
+    Looked up once, and again when a parameter is asked for that was not there.
+
+    Args:
+        module: wrapped or not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._look()
+
+    def _look(self) -> None:
+        pairs = [(plain_name(name), each) for name, each in self.module.named_parameters(remove_duplicate=False)]
+        wrapped = all(name.startswith(WRAPPER) for name, _ in pairs)
+        self.parameters = {name.removeprefix(WRAPPER) if wrapped else name: each for name, each in pairs}
+        self._names: dict[int, list[str]] = {}  # as long as the parameters are held, no other has one of these ids
+        for name, parameter in self.parameters.items():
+            self._names.setdefault(id(parameter), []).append(name)
+        self._layers = _told(self.module)
+
+    def names(self, parameter: Tensor) -> list[str]:
+        """The names of a parameter: several where it is tied, none where it is not the module's."""
+        if id(parameter) not in self._names:
+            self._look()
+        return self._names.get(id(parameter), [])
+
+    def layer(self, parameter: Tensor) -> Layer | None:
+        """What a parameter is, if it is the module's."""
+        return self._layers[id(parameter)] if self.names(parameter) else None
+
+
+def layers_of(parameters: Mapping[str, Tensor], module: nn.Module | Known | None) -> dict[str, Layer]:
     """What each parameter is: told by the module, or guessed by name and shape where there is none.
 
     - Norm layers (by the name of their class), vectors, what is called a bias, and embeddings are none to rotate.
@@ -50,8 +88,10 @@ def layers_of(parameters: Mapping[str, Tensor], module: nn.Module | None) -> dic
 
     The module is only looked at: a parametrised weight (``spectral_norm``) is not computed, since that may change it.
     """
-    known = _told(module) if module is not None else {}
-    return {name: known.get(id(tensor)) or _guessed(name, tensor) for name, tensor in parameters.items()}
+    if module is None:
+        return {name: _guessed(name, tensor) for name, tensor in parameters.items()}
+    known = module if isinstance(module, Known) else Known(module)
+    return {name: known.layer(tensor) or _guessed(name, tensor) for name, tensor in parameters.items()}
 
 
 class _Use(NamedTuple):

@@ -47,6 +47,7 @@ class Streaming(Refresher):
     ) -> None:
         super().__init__()
         self.begin, self.every, self.decay, self.moments, self.spread = begin, every, decay, moments, spread
+        self.left: dict[str, str] = {}  # why weights have no basis, by name, where the refresh has chosen
         self.grams: dict[str, dict[str, Tensor]] = {}  # of every block that has had a gradient
         self._stacks: dict[Batch, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
         self._turns: tuple[Batches, dict[Batch, list[int]]] | None = None
@@ -61,7 +62,9 @@ class Streaming(Refresher):
         """On the first step of an optimizer without a basis, start from the original coordinates."""
         self.settle(optimizer)
         if self.steps == 0 and not optimizer.blocks:
-            optimizer.rebase(self.begin(optimizer), moments="reset")
+            basis = self.begin(optimizer)
+            self.left = basis.left
+            optimizer.rebase(basis, moments="reset")
             self._from_nothing = {block.name for block in optimizer.blocks}
 
     def observe(self, optimizer: Rebasable) -> None:
