@@ -100,15 +100,23 @@ def test_layers_whose_bases_take_too_long_for_their_size_are_left():
     assert plan.left["0.weight"] == reason
 
 
-def test_a_stack_of_experts_is_not_taken_for_one_wide_matrix():
-    """Read as a convolution with 4 rows of 64 x 112 columns it would take minutes; as 4 matrices it takes nothing."""
-    experts = torch.zeros(4, 64, 112)
-    layers = layers_of({"experts": experts}, nn.ParameterDict({"experts": nn.Parameter(experts)}))
-    plan = make_plan(
-        partition_parameters({"experts": experts}, {"experts": Layer("weight")}, "parameter"), layers, "auto", 2 * GIB
-    )
-    assert plan.chosen == {}
+def test_experts_that_were_taken_for_a_convolution_are_left():
+    """Four rows of 64 x 112 columns: a basis would take minutes. (As four matrices it takes nothing.)"""
+    experts, layers = {"experts": torch.zeros(4, 64, 112)}, {"experts": Layer("weight")}
+    plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
     assert "too long" in plan.left["experts"]
+    layers = {"experts": Layer("weight", stacked=1)}
+    plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
+    assert kinds(plan) == {"experts": "Shared"}
+
+
+def test_what_is_no_weight_is_left_with_the_reason():
+    vit = nn.Module()
+    vit.token, vit.table = nn.Parameter(torch.zeros(1, 1, 6)), nn.Parameter(torch.zeros(1, 5, 6))
+    vit.layer, vit.head = nn.Linear(6, 6), nn.Linear(6, 2)
+    plan = plan_of(vit, candidates=(egop.Kronecker(), egop.Shared()), partition="layer")
+    assert kinds(plan) == {"table": "Kronecker", "layer.weight": "Kronecker"}
+    assert plan.left == {"token": "a vector: it has one row or column", "head.weight": "the output head"}
 
 
 @pytest.mark.parametrize(
