@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -227,7 +229,7 @@ def test_a_resumed_training_of_experts_goes_on_bit_for_bit(structure):
     optimizer, resumed = begin(model), begin(other)
     cases.train(model, optimizer, each.batches(), 5)
     other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for network, own in ((model, optimizer), (other, resumed)):
         cases.train(network, own, each.batches(), 5)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
