@@ -13,7 +13,8 @@ from torch import Tensor
 from egop.linalg import OuterProducts
 from egop.partition import Block
 from egop.spectrum import Spectrum
-from egop.structures.base import Accumulator, ChangeOfBasis, StackAccumulator, Structure, Summary, density
+from egop.structures.accumulators import StackAccumulator, density
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
 from egop.structures.shared import ROWS_WANTED
 from egop.structures.views import (
     Coordinates,

@@ -13,7 +13,8 @@ from torch import Tensor
 from egop.partition import Block
 from egop.sketch import RowSketch
 from egop.spectrum import Spectrum
-from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary, density
+from egop.structures.accumulators import density
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
 from egop.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 
 # Gradients are kept as they are up to this many bytes, then sketched.

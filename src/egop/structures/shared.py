@@ -12,7 +12,8 @@ from torch import Tensor
 
 from egop.linalg import OuterProducts
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, EigenAccumulator, StackAccumulator, Structure
+from egop.structures.accumulators import EigenAccumulator, StackAccumulator
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.structures.views import (
     Coordinates,
     as_matrix,
