@@ -10,7 +10,8 @@ from torch import nn
 
 import cases
 import egop
-from egop.partition import Block, layers_of, match
+from egop.partition import Block, match, partition_parameters
+from egop.roles import layers_of
 
 
 def blocks_of(model, partition):
@@ -114,6 +115,44 @@ def test_of_a_function_every_tensor_is_a_weight(partition, expected):
     tensors = {"theta": torch.zeros(3), "phi": torch.zeros(2, 2)}
     objective = egop.Objective.from_function(lambda theta, phi: theta.sum() + phi.sum(), tensors)
     assert blocks_of(objective, partition) == expected
+
+
+@pytest.mark.parametrize("partition", ["layer", "parameter", "global", {"everything": "*"}])
+def test_parameters_without_entries_are_in_no_block(partition):
+    model = cases.mlp()
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    model.forward = lambda x: model[2](torch.tanh(model[0](x)))
+    found = blocks_of(model, partition)
+    assert found
+    assert "empty" not in [name for names in found.values() for name in names]
+
+
+@pytest.mark.parametrize("structure", ["auto", egop.Shared()], ids=str)
+def test_a_model_with_parameters_without_entries_is_trained_as_without(structure):
+    plain, other = cases.MLP.build(), cases.MLP.build()
+    other.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
+    for model in (plain, other):
+        model.forward = lambda x, model=model: model[2](torch.tanh(model[0](x)))
+        objective = cases.MLP.objective(model)
+        basis = cases.estimate(objective, structure=structure)
+        optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=0.01)
+        cases.train(model, optimizer, cases.MLP.batches(), 3)
+        online = egop.ReparameterizedOptimizer(
+            model, torch.optim.AdamW, refresh=egop.Online(structure=structure), lr=0.01
+        )
+        cases.train(model, online, cases.MLP.batches(), 3)
+    after = cases.parameters_of(other)
+    assert after.pop("empty").shape == (0, 3)
+    assert all(torch.equal(value, after[name]) for name, value in cases.parameters_of(plain).items())
+
+
+def test_what_is_no_weight_forms_no_block_with_weights():
+    model = nn.Module()
+    model.mixer = nn.Module()
+    model.mixer.A_log, model.mixer.weight = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4, 3))
+    parameters = dict(model.named_parameters())
+    blocks = partition_parameters(parameters, layers_of(parameters, model), "layer")
+    assert [block.name for block in blocks] == ["mixer.A_log", "mixer.weight"]
 
 
 def test_a_block_knows_its_shapes_and_size():

@@ -11,8 +11,9 @@ from torch import nn
 import cases
 import egop
 from egop import plan as planning
-from egop.partition import Layer, layers_of, partition_parameters
+from egop.partition import partition_parameters
 from egop.plan import make_plan
+from egop.roles import Layer, layers_of
 
 GIB = 2**30
 
@@ -85,8 +86,37 @@ def test_layers_too_wide_to_rotate_are_left():
     plan = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT + 1, 2), nn.Linear(6, 5), nn.Linear(5, 2)))
     assert kinds(plan) == {"1.weight": "Full"}
     assert plan.left["0.weight"] == "more than 4096 entries, and wider than 8192"
-    widest = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT, 2), nn.Linear(5, 2)))
+    widest = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT, 64), nn.Linear(5, 2)))
     assert kinds(widest) == {"0.weight": "Shared"}
+
+
+def test_layers_whose_bases_take_too_long_for_their_size_are_left():
+    """The decomposition of a basis of width n is n³ of work: here for 4 rows of n entries, n²/4 for each."""
+    limit = int((4 * planning.WORK_LIMIT) ** 0.5)
+    for width, expected in ((limit, {"0.weight": "Shared"}), (limit + 1, {})):
+        plan = plan_of(nn.Sequential(nn.Linear(width, 4), nn.Linear(5, 2)))
+        assert kinds(plan) == expected
+    reason = "more than 4096 entries, and too wide for so few of them: a basis would take too long"
+    assert plan.left["0.weight"] == reason
+
+
+def test_experts_that_were_taken_for_a_convolution_are_left():
+    """Four rows of 64 x 112 columns: a basis would take minutes. (As four matrices it takes nothing.)"""
+    experts, layers = {"experts": torch.zeros(4, 64, 112)}, {"experts": Layer("weight")}
+    plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
+    assert "too long" in plan.left["experts"]
+    layers = {"experts": Layer("weight", stacked=1)}
+    plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
+    assert kinds(plan) == {"experts": "Shared"}
+
+
+def test_what_is_no_weight_is_left_with_the_reason():
+    vit = nn.Module()
+    vit.token, vit.table = nn.Parameter(torch.zeros(1, 1, 6)), nn.Parameter(torch.zeros(1, 5, 6))
+    vit.layer, vit.head = nn.Linear(6, 6), nn.Linear(6, 2)
+    plan = plan_of(vit, candidates=(egop.Kronecker(), egop.Shared()), partition="layer")
+    assert kinds(plan) == {"table": "Kronecker", "layer.weight": "Kronecker"}
+    assert plan.left == {"token": "a vector: it has one row or column", "head.weight": "the output head"}
 
 
 @pytest.mark.parametrize(

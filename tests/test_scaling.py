@@ -11,7 +11,7 @@ import egop
 from distributed.processes import run
 from egop.estimate import Gathering
 from egop.experiments import shapes
-from egop.partition import layers_of
+from egop.roles import layers_of
 from egop.scaling import Memory, parts_of, plan_of, report, total
 from egop.scaling.parts import adamw, muon, soap
 

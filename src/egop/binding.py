@@ -29,7 +29,7 @@ class BoundBlock:
     def __init__(self, change: ChangeOfBasis, owners: Sequence[Tensor]) -> None:
         self.owners = list(owners)
         self.sharded = any(is_sharded(owner) for owner in owners)
-        self.rowwise = change.rowwise and not any(change.block.transposed)
+        self.rowwise = change.rowwise and change.block.has_outputs_first
         self.by_rows = (
             self.sharded and self.rowwise and all(is_sharded(owner) and is_cut_by_rows(owner) for owner in owners)
         )

@@ -6,6 +6,7 @@ go on; what may fail is done before, so that no process is left waiting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ def owners_of(plan: Plan) -> dict[Block, int]:
     """Which process decomposes each block, so that all have about as much to do."""
 
     def work(block: Block) -> int:
-        return sum(rows * columns**2 for rows, columns in plan.chosen[block].basis_shapes(block).values())
+        return sum(math.prod(shape) * shape[-1] for shape in plan.chosen[block].basis_shapes(block).values())
 
     owners = processes.owners_of([work(block) for block in plan.chosen])
     return dict(zip(plan.chosen, owners, strict=True))

@@ -15,9 +15,9 @@ from egop.binding import BoundBlock, bind
 from egop.inner import check_blocks, check_class, copy_hyperparameters, fresh_states
 from egop.moments import Moments, check_moments, movable
 from egop.objective import plain_name
-from egop.partition import Layer
 from egop.refresh import Refresher
 from egop.reparameterization import Reparameterization
+from egop.roles import Known, Layer
 from egop.sharding import Pieces
 
 Bound = tuple[list[Tensor], list[torch.dtype], list[torch.device]]  # parameters as they were bound
@@ -42,6 +42,7 @@ class Engine:
         self.compiled, self.any_class, self.matrices_only = compiled, any_class, False
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Layer] = {}
+        self.known: Known | None = None  # what the model says of its parameters
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
         self.pieces = Pieces()
@@ -62,7 +63,7 @@ class Engine:
 
     @property
     def batches(self) -> Batches:
-        """The blocks, batched by kind and shape."""
+        """The blocks, batched by kind and shape: when they are wanted, not for each of many groups that are added."""
         if self._batches is None:
             # torch's own optimizers keep no gradient for the next step; of others nobody knows.
             reused = self.optimizer_class.__module__.startswith("torch.optim")
@@ -263,9 +264,9 @@ class Engine:
         self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: batches are views of memory that the blocks of a copy do not share."""
+        """For copies: batches are views of memory that the blocks of a copy do not share, and its model is another."""
         self.settle()
-        return self.__dict__ | {"_batches": None, "_bound": ([], [], [])}
+        return self.__dict__ | {"_batches": None, "_bound": ([], [], []), "known": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -15,9 +15,10 @@ from tqdm.auto import tqdm
 from egop import division, processes
 from egop.distributions import Distribution, Initialization
 from egop.objective import Objective
-from egop.partition import Block, Layer, Partition, layers_of, partition_parameters
+from egop.partition import Block, Partition, partition_parameters
 from egop.plan import Plan, StructureChoice, make_plan
 from egop.reparameterization import Reparameterization
+from egop.roles import Layer, layers_of
 from egop.sampling import Method, check_samples, sample_gradients
 from egop.spectrum import Spectrum, agreement
 from egop.structures import ChangeOfBasis, Summary

@@ -21,7 +21,12 @@ def remember(module: nn.Module) -> Callable[[], None]:
         (part, {name: (buffer, _copy(buffer)) for name, buffer in part._buffers.items()}) for part in module.modules()
     ]
 
+    # The weight that a hook computes (torch.nn.utils.weight_norm): it would be a tensor that torch.func is done with.
+    plain = [(part, {name: each for name, each in vars(part).items() if isinstance(each, Tensor)}) for part, _ in modes]
+
     def restore() -> None:
+        for part, kept in plain:
+            vars(part).update(kept)
         with torch.no_grad():
             for parameter, value, gradient, its_value in parameters:
                 parameter.copy_(value)

@@ -167,11 +167,16 @@ class OuterProducts:
         self.rows.clear()
 
 
-def random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Orthonormal columns in a random direction (uniform by Haar measure), in float64."""
-    normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
+def random_orthonormal(rows: int, columns: int, generator: torch.Generator, stack: Sequence[int] = ()) -> Tensor:
+    """Orthonormal columns in a random direction (uniform by Haar measure), in float64; or a stack of such matrices."""
+    normal = torch.randn(*stack, rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
     vectors, triangle = torch.linalg.qr(normal)
-    return vectors * triangle.diagonal().sign()
+    return vectors * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+
+
+def identity(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Unit matrices, a stack of them where there are more than two dimensions."""
+    return torch.eye(*shape[-2:], dtype=dtype, device=device).expand(*shape).clone()
 
 
 def orthonormality_error(vectors: Tensor) -> float:

@@ -18,14 +18,15 @@ from egop.groups import check_real, named_groups
 from egop.inner import check_optimizer, defaults_of
 from egop.moments import Moments
 from egop.objective import plain_name
-from egop.partition import Layer, layers_of
 from egop.precision import without_autocast
 from egop.refresh import Refresh, Refresher
 from egop.refresh.base import check_refresh
 from egop.refresh.loaded import warn_of_loaded
 from egop.reparameterization import Reparameterization
+from egop.restoring import Restored, about_of, check_about, entries_of, restored
+from egop.roles import Known, Layer, layers_of
 from egop.sharding import Pieces
-from egop.states import Entry, Published, Restored, about_of, check_about, entries_of, exported, restored
+from egop.states import Entry, Published, exported
 
 
 @dataclass
@@ -53,10 +54,12 @@ class ReparameterizedOptimizer(Optimizer):
 
     Args:
         params: a module, ``model.named_parameters()``, or parameter groups of named parameters; a group may bring a
-            ``"basis"`` of its own.
+            ``"basis"`` of its own. With ``model`` the parameters need no names.
         optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
         basis: the change of basis of each block; without one (and without ``refresh``) the optimizer does what
             ``optimizer_class`` does, until a state dict with a basis is loaded.
+        model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
+            and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
@@ -75,17 +78,18 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __init__(
         self,
-        params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
+        params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_class: type[Optimizer],
         basis: Reparameterization | None = None,
         *,
+        model: nn.Module | None = None,
         refresh: Refresh | None = None,
         compile: bool = False,
         any_class: bool = False,
         **hyperparameters: Any,
     ) -> None:
         check_refresh(refresh, basis)
-        groups = named_groups(params)
+        groups = named_groups(params, model=model)
         bases = [group.pop("basis", None) for group in groups]
         check_optimizer(optimizer_class)
         # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
@@ -101,8 +105,9 @@ class ReparameterizedOptimizer(Optimizer):
         named = [
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         ]
-        module = params if isinstance(params, nn.Module) else None
-        engine.layers = layers_of({plain_name(name): parameter for name, parameter in named}, module)
+        module = params if model is None and isinstance(params, nn.Module) else model
+        engine.known = None if module is None else Known(module)
+        engine.layers = layers_of({plain_name(name): parameter for name, parameter in named}, engine.known)
         if refresh is not None:
             engine.refresher = refresh.begin(engine)
             engine.refresher.refresh = refresh
@@ -180,22 +185,24 @@ class ReparameterizedOptimizer(Optimizer):
         return self._engine.layers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis."""
+        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis.
+
+        Parameters of the model that the optimizer was given need no names.
+        """
         engine = self._engine
         if not engine.is_built:  # called by Optimizer.__init__, with groups that are already checked
             super().add_param_group(param_group)
             return
         self._attend()
-        (group,) = named_groups(
-            [param_group], taken=[name for each in self.param_groups for name in each["param_names"]]
-        )
+        taken = [name for each in self.param_groups for name in each["param_names"]]
+        (group,) = named_groups([param_group], taken, engine.known)
         basis = group.pop("basis", None)
         engine.check_class([group])
         blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in engine.blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
         names = map(plain_name, group["param_names"])
-        engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), None)
+        engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), engine.known)
         for block in blocks:
             block.drop_rest()
         engine.add_group(blocks)

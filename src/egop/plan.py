@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from egop.partition import Block, Layer, match
+from egop.partition import Block, match
+from egop.roles import Layer
 from egop.structures import Auxiliary, Full, Shared, Structure
+from egop.structures.views import matrix_shape
 from egop.units import format_bytes, format_count, format_table
 
 StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
@@ -16,6 +19,9 @@ StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
 FULL_LIMIT = 4096
 # "auto" rotates no side wider than this. (The widest layers of ResNet-34 have 4608 inputs.)
 WIDTH_LIMIT = 8192
+# Nor where a decomposition, n³ for a basis of width n, is more work than this for each entry of the weight. (In
+# ResNet-34 that is 41 thousand at most; 10 rows of 3072 columns have nearly a million, and take 10 seconds on a CPU.)
+WORK_LIMIT = 2**20
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,13 @@ def _automatic(
     left: dict[str, str] = {}
     options: dict[Block, list[tuple[Structure, list[Block], int]]] = {}
     for block in blocks:
-        roles = {layers[name].role for name in block.parameters}
-        if roles == {"embedding"} or roles == {"head"}:
-            left[block.name] = "an embedding" if roles == {"embedding"} else "the output head"
+        reasons = [layers[name].left for name in block.parameters]
+        if all(reasons):
+            left[block.name] = reasons[0]
             continue
         options[block] = [option for structure in candidates if (option := _option(structure, block))]
         if not options[block]:
-            left[block.name] = f"more than {FULL_LIMIT} entries, and wider than {WIDTH_LIMIT}"
+            left[block.name] = _too_wide(block)
     # First the leanest for as many blocks as possible, then richer ones while there is memory.
     picked: dict[Block, int] = {}
     small_first = sorted((block for block in options if options[block]), key=lambda block: options[block][-1][2])
@@ -151,8 +157,8 @@ def _automatic(
                 chosen |= dict.fromkeys(pieces, structure)
                 why |= dict.fromkeys((piece.name for piece in pieces), _reason(structure, options[block][0][0]))
                 break
-    order = [name for block in blocks for name in block.parameters]
-    chosen = dict(sorted(chosen.items(), key=lambda item: order.index(item[0].parameters[0])))
+    order = {name: place for place, name in enumerate(name for block in blocks for name in block.parameters)}
+    chosen = dict(sorted(chosen.items(), key=lambda item: order[item[0].parameters[0]]))
     return Plan(chosen, why, left)
 
 
@@ -166,9 +172,23 @@ def _option(structure: Structure, block: Block) -> tuple[Structure, list[Block],
     if isinstance(structure, Full):
         if block.size > FULL_LIMIT:
             return None
-    elif any(min(shape) > WIDTH_LIMIT for piece in pieces for shape in structure.basis_shapes(piece).values()):
+    elif any(_is_costly(structure, piece) for piece in pieces):
         return None
     return structure, pieces, sum(structure.cost(piece).bytes for piece in pieces)
+
+
+def _is_costly(structure: Structure, block: Block) -> bool:
+    """Whether a basis is too wide, or takes too long for what it is for: found once, then followed step by step."""
+    shapes = structure.basis_shapes(block).values()
+    work = sum(math.prod(shape) * shape[-1] for shape in shapes)
+    return any(min(shape[-2:]) > WIDTH_LIMIT for shape in shapes) or work > WORK_LIMIT * block.size
+
+
+def _too_wide(block: Block) -> str:
+    sides = [side for each in block.divided() if len(each.shapes[0]) > 1 for side in matrix_shape(each)]
+    if sides and max(sides) <= WIDTH_LIMIT:
+        return f"more than {FULL_LIMIT} entries, and too wide for so few of them: a basis would take too long"
+    return f"more than {FULL_LIMIT} entries, and wider than {WIDTH_LIMIT}"
 
 
 def _reason(structure: Structure, richest: Structure) -> str:
@@ -182,7 +202,7 @@ def _check_memory(chosen: Mapping[Block, Structure], memory: int) -> None:
     if sum(costs.values()) <= memory:
         return
     block = max(costs, key=lambda each: costs[each])
-    shapes = " and ".join(f"{rows} x {columns}" for rows, columns in chosen[block].basis_shapes(block).values())
+    shapes = " and ".join(" x ".join(map(str, shape)) for shape in chosen[block].basis_shapes(block).values())
     what = f"Block '{block.name}' needs a {shapes} basis ({format_bytes(costs[block])})"
     if costs[block] <= memory:
         what = f"All bases together need {format_bytes(sum(costs.values()))}; the largest is: {what}"

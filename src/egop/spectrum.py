@@ -68,19 +68,32 @@ def agreement(
     """How far the leading subspaces of two estimates agree, see :attr:`Spectrum.stability`.
 
     Args:
-        one: eigenvalues, descending, and eigenvectors (columns) of each side.
+        one: eigenvalues, descending, and eigenvectors (columns) of each side; of a stack of matrices stacked.
         other: the same of the other estimate.
         fraction: the share of the trace that the leading directions hold.
 
     Returns:
-        The mean squared cosine, over several sides their product (which is that of the product of the subspaces); None
-        when there are no sides, or only zero gradients.
+        The mean squared cosine, over several sides their product (which is that of the product of the subspaces), over
+        a stack the mean; None when there are no sides, or only zero gradients.
     """
     result = 1.0
-    for (values, vectors), (other_values, other_vectors) in zip(one, other, strict=True):
-        k = min(effective_dimension(values, fraction), effective_dimension(other_values, fraction))
-        if k == 0:
+    for side in zip(one, other, strict=True):
+        stacks = [
+            (values.reshape(-1, values.shape[-1]), vectors.reshape(-1, *vectors.shape[-2:])) for values, vectors in side
+        ]
+        found = [_agreement(*each, fraction) for each in zip(*stacks[0], *stacks[1], strict=True)]
+        known = [each for each in found if each is not None]
+        if not known:
             return None
-        cosines = vectors[:, :k].double().mT @ other_vectors[:, :k].double()
-        result *= float(torch.clamp(cosines.square().sum() / k, 0, 1))
+        result *= sum(known) / len(known)
     return result if one else None
+
+
+def _agreement(
+    values: Tensor, vectors: Tensor, other_values: Tensor, other_vectors: Tensor, fraction: float
+) -> float | None:
+    k = min(effective_dimension(values, fraction), effective_dimension(other_values, fraction))
+    if k == 0:
+        return None
+    cosines = vectors[:, :k].double().mT @ other_vectors[:, :k].double()
+    return float(torch.clamp(cosines.square().sum() / k, 0, 1))

@@ -76,18 +76,20 @@ def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Reparameteri
         [
             structure.change(
                 change.block,
-                {key: _reflection(*shape, device) for key, shape in structure.basis_shapes(change.block).items()},
+                {key: _reflection(shape, device) for key, shape in structure.basis_shapes(change.block).items()},
             )
             for change in identity.values()
         ]
     )
 
 
-def _reflection(rows: int, columns: int, device: torch.device) -> Tensor:
-    """The first columns of a reflection, which is orthonormal and has no zeros."""
+def _reflection(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The first columns of a reflection, which is orthonormal and has no zeros; the same throughout a stack."""
+    *_, rows, columns = shape
     normal = torch.randn(rows, generator=torch.Generator().manual_seed(0)).to(device)
     normal /= torch.linalg.vector_norm(normal)
-    return torch.eye(rows, columns, device=device) - 2 * torch.outer(normal, normal[:columns])
+    found = torch.eye(rows, columns, device=device) - 2 * torch.outer(normal, normal[:columns])
+    return found.expand(shape).clone()
 
 
 def _soap(model: nn.Module, network: Network) -> Optimizer:

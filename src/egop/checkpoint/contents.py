@@ -20,8 +20,9 @@ from egop.groups import WRAPPER
 from egop.objective import plain_name
 from egop.optimizer import ReparameterizedOptimizer
 from egop.processes import agreed, exchanged, rank
+from egop.restoring import about_of, check_about
 from egop.sharding import below_each_other, is_cut_by_rows, is_sharded, like, local, shards
-from egop.states import COORDINATES, OWN, REFRESH, STANDS_FOR, about_of, check_about, exported
+from egop.states import COORDINATES, OWN, REFRESH, STANDS_FOR, exported
 
 _VERSION = 2
 

@@ -16,6 +16,7 @@ from egop.diagnostics.rules import COSTLY, decide, noise_stable_rank, refresh_ad
 from egop.diagnostics.values import BlockDiagnosis, Diagnosis
 from egop.distributions import Distribution, Gaussian
 from egop.estimate import Gathering, blocks_of, check_reached, checked, gradients_for, samples_wanted
+from egop.linalg import identity
 from egop.objective import Objective
 from egop.partition import Block, Partition
 from egop.plan import Plan, StructureChoice, make_plan
@@ -149,13 +150,14 @@ def _measured(
     if spectrum is None:
         return known
     sides = [tensor.shape[-2] for tensor in change.tensors.values()]
-    dimension = math.prod(sides)
+    one, stack = math.prod(sides), math.prod(next(iter(change.tensors.values())).shape[:-2])
+    dimension = one * stack
     density = float(spectrum.density[0])
     leading = spectrum.effective_dimension(LEADING)
     weights = spectrum.eigenvalues[:leading] / spectrum.eigenvalues[:leading].sum()
     # A basis of several sides counts gradients; each side has seen all the rows, or columns, of each of them.
-    rows = [spectrum.samples * (dimension // side if len(sides) > 1 else 1) for side in sides]
-    noise = math.prod(noise_stable_rank(side, count) for side, count in zip(sides, rows, strict=True))
+    rows = [spectrum.samples * (one // side if len(sides) > 1 else 1) for side in sides]
+    noise = stack * math.prod(noise_stable_rank(side, count) for side, count in zip(sides, rows, strict=True))
     return replace(
         known,
         dimension=dimension,
@@ -181,7 +183,7 @@ def _leaner(change: ChangeOfBasis, pass_seconds: float) -> tuple[str, float] | N
     if lean.cost(block).flops >= change.cost_per_step:
         return None
     shapes = lean.basis_shapes(block).items()
-    tensors = {name: torch.eye(*shape, dtype=block.dtype, device=change.device) for name, shape in shapes}
+    tensors = {name: identity(shape, block.dtype, change.device) for name, shape in shapes}
     return "Shared", _change_seconds(lean.change(block, tensors)) / pass_seconds
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 
 from egop.diagnostics.values import BlockDiagnosis, Verdict
-from egop.partition import Layer
+from egop.roles import Layer
 from egop.units import format_bytes
 
 # A stable rank of at least this share of what directionless noise would show is a flat spectrum.

@@ -13,9 +13,9 @@ from torch import Tensor
 from egop.batches import Batch, Batches
 from egop.binding import BoundBlock
 from egop.moments import Moments
-from egop.partition import Layer
 from egop.plan import call_it
 from egop.reparameterization import Reparameterization
+from egop.roles import Layer
 
 _NOT_SOUND = "the gradients' Gram matrix is not finite, or its decomposition failed"
 

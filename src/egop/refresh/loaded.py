@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from egop.binding import BoundBlock
 from egop.refresh.base import Refresher
-from egop.refresh.streaming import Streaming, is_renewable
+from egop.refresh.grams import is_renewable
+from egop.refresh.streaming import Streaming
 
 
 def warn_of_loaded(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from egop.linalg import identity
 from egop.moments import Moments, check_moments
 from egop.objective import plain_name
-from egop.partition import Layer, Partition, partition_parameters
+from egop.partition import Partition, partition_parameters
 from egop.plan import StructureChoice, check_structure, make_plan
 from egop.refresh.base import Rebasable, Refresh, Refresher, check_decay, check_positive
-from egop.refresh.streaming import Drifting, Streaming, is_renewable
+from egop.refresh.drifting import Drifting
+from egop.refresh.grams import is_renewable
+from egop.refresh.streaming import Streaming
 from egop.reparameterization import Reparameterization
+from egop.roles import Layer
 from egop.structures import Kronecker, Shared
 from egop.units import parse_bytes
 
@@ -39,7 +42,8 @@ class Online(Refresh):
         decay: of the running means.
         structure: when the optimizer has no basis to start with: a structure (``Kronecker``, ``Shared`` or ``Full``), a
             mapping of name patterns to structures, or ``"auto"``, for each weight the richer of ``Kronecker`` and
-            ``Shared`` that fits; embeddings, output heads and very wide layers are left.
+            ``Shared`` that fits; embeddings, output heads and very wide layers are left, and
+            ``optimizer.refresher.left`` says why.
         partition: which parameters form a block, likewise.
         memory: what all bases together may take, likewise.
         moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
@@ -64,6 +68,7 @@ class Online(Refresh):
     def begin(self, optimizer: Rebasable) -> Refresher:
         """What keeps count for one optimizer."""
         _check_renewable(self, optimizer)
+        _warn_of_guesses(self, optimizer)
         begin = functools.partial(_identities, config=self)
         return Streaming(begin, self.every, self.decay, self.moments, spread=self.spread)
 
@@ -101,6 +106,7 @@ class WhenDrifted(Refresh):
     def begin(self, optimizer: Rebasable) -> Refresher:
         """What keeps count for one optimizer."""
         _check_renewable(self, optimizer)
+        _warn_of_guesses(self, optimizer)
         settings: dict[str, Any] = {"every": self.check_every, "decay": self.decay, "moments": self.moments}
         return Drifting(self.tolerance, begin=functools.partial(_identities, config=self), **settings)
 
@@ -137,7 +143,7 @@ def _identities(
     changes = []
     for block, structure in plan.chosen.items():
         shapes = structure.basis_shapes(block).items()
-        changes.append(structure.change(block, {key: torch.eye(*shape, dtype=block.dtype) for key, shape in shapes}))
+        changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
         if not is_renewable(changes[-1]):
             raise ValueError(_not_renewable(config, changes[-1].kind))
     return Reparameterization(changes, left=plan.left)
@@ -173,6 +179,26 @@ def _check_renewable(config: Online | WhenDrifted, optimizer: Rebasable) -> None
     kinds = sorted({block.change.kind for block in optimizer.blocks})
     if kinds and not any(is_renewable(block.change) for block in optimizer.blocks):
         raise ValueError(_not_renewable(config, ", ".join(kinds)))
+
+
+def _warn_of_guesses(config: Online | WhenDrifted, optimizer: Rebasable) -> None:
+    """Warn where weights will be chosen by what they are, and that is not known."""
+    guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
+    if config.structure != "auto" or optimizer.blocks or not guessed:
+        return
+    rotated = [name for name, layer in guessed.items() if not layer.left]
+    left = [f"{name} ({layer.left})" for name, layer in guessed.items() if layer.left]
+    warnings.warn(
+        f"egop.{type(config).__name__} chooses by what each weight is, and without its module that was guessed by name "
+        f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(left)}. An embedding or an "
+        "output head that is rotated slows training down. Give the optimizer the model itself, or model=model beside "
+        "the parameters; or say what to rotate: structure={'name pattern': egop.Kronecker()}.",
+        stacklevel=4,  # the line that makes the optimizer
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
 
 
 def _not_renewable(config: Online | WhenDrifted, kinds: str) -> str:

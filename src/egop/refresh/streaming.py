@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -18,12 +17,12 @@ from egop.moments import Moments
 from egop.refresh import iteration
 from egop.refresh.base import Rebasable, Refresher
 from egop.refresh.first import announced, seconds
+from egop.refresh.grams import add, is_in_parts, is_renewable, is_trained, of_blocks, renewal_cost, zeros_for
 from egop.refresh.late import Outside, nothing_to_rotate, trained_names
 from egop.refresh.turns import turns_of
 from egop.reparameterization import Reparameterization
 from egop.replay import Aside, InPlace, Recorder, Replayed
-from egop.sharding import is_sharded, local, whole
-from egop.structures import ChangeOfBasis
+from egop.sharding import local, whole
 
 Place = tuple[Batch, slice]  # some neighbours in a batch
 _GRAM, _PHASE = "gram/", "phase"  # what is saved of a block: its matrices, and where it stands
@@ -61,6 +60,7 @@ class Streaming(Refresher):
     ) -> None:
         super().__init__()
         self.begin, self.every, self.decay, self.moments, self.spread = begin, every, decay, moments, spread
+        self.left: dict[str, str] = {}  # why weights have no basis, by name, where the refresh has chosen
         self.grams: dict[str, dict[str, Tensor]] = {}  # of every block that has had a gradient
         self._stacks: dict[Batch, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
         self.turns: dict[str, int] = {}  # for each block the step of a round in which it is renewed
@@ -70,7 +70,7 @@ class Streaming(Refresher):
         self._from_nothing: set[str] = set()  # blocks whose first gradient is to give their first basis
         self._stacked_of: Batches | None = None
         self._aside, recorder = Aside(), Recorder()
-        self._iterate, self._add = Replayed(iteration.renewed, recorder), InPlace(_add, recorder)
+        self._iterate, self._add = Replayed(iteration.renewed, recorder), InPlace(add, recorder)
         self._fresh: list[tuple[Batch, slice, dict[str, Tensor], Tensor]] = []  # new bases, and which of them are sound
 
     def before_step(self, optimizer: Rebasable) -> None:
@@ -121,7 +121,7 @@ class Streaming(Refresher):
                 optimizer.turn(batch, members, tensors, self.moments)
                 continue
             # Their moments are not to start anew, so here the host has to know which they are.
-            for right, run in groupby(enumerate(sound.tolist()), lambda pair: pair[1]):
+            for right, run in groupby(enumerate(of_blocks(sound)), lambda pair: pair[1]):
                 places = [index for index, _ in run]
                 own = slice(places[0], places[-1] + 1)
                 if right:
@@ -145,7 +145,7 @@ class Streaming(Refresher):
             for index, block in enumerate(batch.blocks):
                 name = block.name
                 phase = [name in self.grams, name in self._from_nothing, name in made, self.turns.get(name, -1)]
-                grams = self.grams.get(name) or _zeros_for(block.change)
+                grams = self.grams.get(name) or zeros_for(block.change)
                 found[name] = {f"{_GRAM}{key}": sums[key][index] if sums else gram for key, gram in grams.items()}
                 found[name][_PHASE] = torch.tensor(phase, device=block.device)
         return found
@@ -164,8 +164,8 @@ class Streaming(Refresher):
         grams, parts = {}, set()
         for block in wanted:
             own = {key: memories[block.name][f"{_GRAM}{key}"] for key in block.change.tensors}
-            shapes = {key: gram.shape for key, gram in _zeros_for(block.change).items()}
-            if any(_is_in_parts(gram, shapes[key]) for key, gram in own.items()):
+            shapes = {key: gram.shape for key, gram in zeros_for(block.change).items()}
+            if any(is_in_parts(gram, shapes[key]) for key, gram in own.items()):
                 parts.add(block.name)
             elif {key: gram.shape for key, gram in own.items()} != shapes:
                 raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
@@ -194,12 +194,13 @@ class Streaming(Refresher):
             "_stacked_of": None,
             "_aside": Aside(),
             "_iterate": Replayed(iteration.renewed, recorder),
-            "_add": InPlace(_add, recorder),
+            "_add": InPlace(add, recorder),
         }
 
     def _make_blocks(self, optimizer: Rebasable) -> None:
         """On the first step of an optimizer without a basis."""
         basis = self.begin(optimizer, None)
+        self.left = basis.left
         optimizer.rebase(basis, moments="reset")
         self._from_nothing = {block.name for block in optimizer.blocks}
         self._outside.decided(trained_names(optimizer), self._from_nothing)
@@ -211,7 +212,9 @@ class Streaming(Refresher):
         """For parameters that were not trained when the other blocks were made, or not there."""
         before = {block.name for block in optimizer.blocks}
         try:
-            if basis := self.begin(optimizer, late):
+            basis = self.begin(optimizer, late)
+            self.left |= basis.left
+            if basis:
                 optimizer.add_blocks(basis)
         except (MemoryError, ValueError) as error:  # no reason to end a training that is under way
             warnings.warn(
@@ -227,7 +230,7 @@ class Streaming(Refresher):
         for batch in optimizer.batches:
             if wanted := [index for index, block in enumerate(batch.blocks) if block.name in begun]:
                 stack = next(iter(self._stacked(batch).values()))
-                traces = batch.summed(stack.diagonal(dim1=-2, dim2=-1).sum(-1)).tolist()
+                traces = batch.summed(stack.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1)).tolist()
                 chosen += self._runs(batch, [index for index in wanted if traces[index] != 0])
         sound = self._decompose_first(chosen) if chosen else set()
         self.settle(optimizer)
@@ -248,7 +251,7 @@ class Streaming(Refresher):
             return {
                 block.name
                 for batch, members, _, sound in self._fresh
-                for block, right in zip(batch.blocks[members], sound.tolist(), strict=True)
+                for block, right in zip(batch.blocks[members], of_blocks(sound), strict=True)
                 if right
             }
 
@@ -272,7 +275,7 @@ class Streaming(Refresher):
             # The mean starts at the first gradient's own Gram matrix.
             decay = self.decay if known[place][0] else 0.0
             gradients = [stacked[place] for stacked in batch.gradients]
-            _add(
+            add(
                 [(batch.change.part(members), gradients, {key: stack[members] for key, stack in stacks.items()})], decay
             )
         if not all(known):
@@ -282,7 +285,7 @@ class Streaming(Refresher):
     def _stacked(self, batch: Batch) -> dict[str, Tensor]:
         """The Gram matrices of a batch's blocks, made when the batch is new."""
         if batch not in self._stacks:
-            stacks = _zeros_for(batch.change)
+            stacks = zeros_for(batch.change)
             shapes = {key: stack.shape[1:] for key, stack in stacks.items()}
             for index, block in enumerate(batch.blocks):
                 known = self.grams.get(block.name)
@@ -307,12 +310,12 @@ class Streaming(Refresher):
         if not self.spread and now:
             return
         if self._turns_of is not optimizer.batches:
-            costs = {block.name: _cost(batch) for batch in optimizer.batches for block in batch.blocks}
+            costs = {block.name: renewal_cost(batch) for batch in optimizer.batches for block in batch.blocks}
             self.turns = turns_of(costs, self.every, self.turns) if self.spread else dict.fromkeys(costs, 0)
             self._turns_of = optimizer.batches
         for batch in optimizer.batches:
             blocks = enumerate(batch.blocks)
-            due = [index for index, block in blocks if self.turns[block.name] == now and _is_trained(block)]
+            due = [index for index, block in blocks if self.turns[block.name] == now and is_trained(block)]
             yield from self._runs(batch, due)
 
     def _runs(self, batch: Batch, wanted: Iterable[int]) -> Iterator[Place]:
@@ -339,81 +342,13 @@ class Streaming(Refresher):
                     try:
                         tensors[key], right = method(total, old)
                     except torch.linalg.LinAlgError:
-                        tensors[key], right = old.clone(), torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
+                        tensors[key], right = old.clone(), gram.new_zeros(gram.shape[:-2], dtype=torch.bool)
                     # What is not finite would never leave a running mean again.
-                    torch.where(right[:, None, None], gram, torch.zeros_like(gram[:1, :1, :1]), out=gram)
+                    torch.where(right[..., None, None], gram, gram.new_zeros(()), out=gram)
                     sound.append(right)
                 right = torch.stack(sound).all(0)
                 for key, fresh in tensors.items() if len(tensors) > 1 else ():  # a block is renewed as a whole
                     old = batch.change.tensors[key][members]
-                    tensors[key] = torch.where(right[:, None, None], fresh, old)
+                    tensors[key] = torch.where(right[..., None, None], fresh, old)
                 self._fresh.append((batch, members, tensors, right))
         return beside
-
-
-class Drifting(Streaming):
-    """The same, but renewed from scratch, and only when the basis no longer diagonalises the Gram matrices.
-
-    Args:
-        tolerance: how large the part off the diagonal may be.
-        **settings: as for the other.
-    """
-
-    def __init__(self, tolerance: float, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.tolerance = tolerance
-
-    # All eigenvectors from the start: a basis with some of them would be taken for one that has drifted.
-    _first = staticmethod(iteration.from_scratch)
-    _seconds = staticmethod(functools.partial(seconds, wide=sys.maxsize, rank=0))
-
-    def after_step(self, optimizer: Rebasable) -> None:
-        """Renew all bases if one has drifted."""
-        self.steps += 1
-        if self.steps % self.every == 0 and self._drifted(optimizer):
-            self.renew(optimizer)
-
-    def _drifted(self, optimizer: Rebasable) -> bool:
-        parts = [
-            (
-                iteration.off_diagonal(batch.summed(gram[members]), batch.change.tensors[key][members])
-                <= self.tolerance
-            ).logical_not()
-            for batch, members in self._seen(optimizer)
-            for key, gram in self._stacked(batch).items()
-        ]
-        return bool(torch.cat(parts).any()) if parts else False
-
-
-def _add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:
-    """Take gradients into running means of Gram matrices."""
-    for change, gradients, stacks in parts:
-        rows = change.rows(gradients)
-        assert rows is not None
-        for key, stack in stacks.items():
-            stack.baddbmm_(rows[key].mT, rows[key], beta=decay, alpha=1 - decay)
-
-
-def _zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
-    """Gram matrices of no gradients at all, for a basis or stacked ones."""
-    return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}
-
-
-def _is_in_parts(gram: Tensor, shape: torch.Size) -> bool:
-    """Whether this is what each process has of a Gram matrix, one below the other, as egop.checkpoint saves it."""
-    return is_sharded(gram) and gram.shape != shape
-
-
-def is_renewable(change: ChangeOfBasis) -> bool:
-    """Whether a change of basis consists of eigenvectors of Gram matrices."""
-    return type(change).rows is not ChangeOfBasis.rows
-
-
-def _cost(batch: Batch) -> int:
-    """What the renewal of one of its blocks takes, roughly."""
-    return sum(tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values()) if is_renewable(batch.change) else 0
-
-
-def _is_trained(block: BoundBlock) -> bool:
-    """Whether a block is not frozen: one that is keeps its basis, too."""
-    return any(owner.requires_grad or owner.grad is not None for owner in block.owners)

@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from egop.partition import Block, Layer, partition_parameters
+from egop.partition import Block, partition_parameters
 from egop.plan import Plan, StructureChoice, make_plan
+from egop.roles import Layer
 from egop.structures import Full, Kronecker, Shared, Structure
 
 # How FSDP2, which divides tensors by rows, steps a part:
@@ -164,20 +165,19 @@ def _block(parameters: Mapping[str, Tensor], block: Block, structure: Structure,
     change = structure.change(block, tensors)
     own = sum(parameters[name].nbytes for name in block.parameters)
     coordinates = item * sum(math.prod(shape) for shape in change.coordinate_shapes())
-    sides = [rows for rows, _ in shapes.values()] if online else []
+    sides = [shape[-2] for shape in shapes.values()] if online else []
     memory = Memory(
         parameters=own,
         gradients=own,
         coordinates=coordinates,
         moments=2 * coordinates,
         bases=cost.bytes,
-        grams=item * sum(side**2 for side in sides),
+        grams=item * sum(math.prod(shape[:-1]) * shape[-2] for shape in shapes.values()) if online else 0,
         rest=0 if change.complete or not change.settings["keep_rest"] else item * block.size,
         copies=own if on_cpu else 0,
     )
-    # The weight of a transposed convolution has its outputs second: FSDP2 does not divide it by them.
-    by_rows = change.rowwise and not any(block.transposed)
-    work = sum(rows * columns**2 for rows, columns in shapes.values())
+    by_rows = change.rowwise and block.has_outputs_first  # FSDP2 divides by the first dimension
+    work = sum(math.prod(shape) * shape[-1] for shape in shapes.values())
     return Part(block.shapes, memory, cost.flops + 2 * block.size * sum(sides), "rows" if by_rows else "whole", work)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from egop.partition import layers_of
 from egop.plan import StructureChoice
 from egop.processes import owners_of
 from egop.refresh import Online
+from egop.roles import layers_of
 from egop.scaling.parts import Memory, Part, Traffic, adamw, frozen, muon, parts_of, plan_of, soap, total
 from egop.structures import Auxiliary, Full, Kronecker, Reduced, Shared, Structure
 from egop.units import counted, format_bytes, format_count, format_table

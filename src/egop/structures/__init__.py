@@ -33,6 +33,7 @@ def rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Ch
         shapes=tuple(torch.Size(shape) for shape in description["shapes"]),
         dtype=getattr(torch, description["dtype"]),
         transposed=tuple(description["transposed"]),
+        stacked=tuple(description.get("stacked", ())),  # came later than the format: older files have no stacks
     )
     return CHANGES[description["structure"]](block, tensors, description["settings"])
 

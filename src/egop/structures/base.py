@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from egop.linalg import OuterProducts
 from egop.partition import Block
 from egop.processes import Holding
 from egop.spectrum import Spectrum
@@ -43,7 +42,7 @@ class ChangeOfBasis(abc.ABC):
         self.tensors = dict(tensors)
         self.settings = dict(settings or {})
         for name, shape in self.basis_shapes(block, self.settings).items():
-            if self.tensors[name].shape[-2:] != shape:
+            if self.tensors[name].shape[-len(shape) :] != shape:
                 sizes = " and ".join(str(tuple(each)) for each in block.shapes)
                 raise ValueError(
                     f"Block '{block.name}' of shape {sizes} needs a {name} of shape {shape}, "
@@ -64,8 +63,8 @@ class ChangeOfBasis(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-        """The shapes of its tensors on a block: matrices with orthonormal columns, all of them."""
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors on a block: matrices with orthonormal columns, or stacks of such."""
 
     @abc.abstractmethod
     def structure(self) -> Structure:
@@ -149,6 +148,7 @@ class ChangeOfBasis(abc.ABC):
             "parameters": list(self.block.parameters),
             "shapes": [list(shape) for shape in self.block.shapes],
             "transposed": list(self.block.transposed),
+            "stacked": list(self.block.stacked),
             "dtype": str(self.block.dtype).removeprefix("torch."),
             "settings": self.settings,
         }
@@ -178,7 +178,8 @@ class ChangeOfBasis(abc.ABC):
         """What two changes of basis must share to be stacked."""
         parts = sorted((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in self.tensors.items())
         settings = tuple(sorted(self.settings.items()))
-        return type(self), self.block.shapes, self.block.transposed, self.block.dtype, settings, tuple(parts)
+        layout = self.block.shapes, self.block.transposed, self.block.stacked
+        return type(self), layout, self.block.dtype, settings, tuple(parts)
 
 
 class Cost(NamedTuple):
@@ -252,7 +253,7 @@ class Structure(abc.ABC):
         """The change of basis of a block with these tensors."""
         return self.change_type(block, tensors, self.settings())
 
-    def basis_shapes(self, block: Block) -> dict[str, tuple[int, int]]:
+    def basis_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
         """The shapes of its tensors on a block."""
         return self.change_type.basis_shapes(block, self.settings())
 
@@ -265,47 +266,3 @@ class Structure(abc.ABC):
         tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
         change = self.change(block, tensors)
         return Cost(bytes=change.nbytes, flops=change.cost_per_step)
-
-
-class EigenAccumulator(Accumulator):
-    """For structures whose basis is the eigenbasis of rows made from each gradient."""
-
-    def __init__(
-        self,
-        block: Block,
-        build: Callable[[Block, Mapping[str, Tensor]], ChangeOfBasis],
-        rows: Callable[[Sequence[Tensor], Block], Tensor],
-        products: OuterProducts,
-    ) -> None:
-        self.block, self.build, self.rows, self.products = block, build, rows, products
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        """Take in a stack of gradients."""
-        self.products.add(self.rows(gradients, self.block).detach().clone())
-
-    def merge(self, other: Self) -> None:
-        """Take in all that another accumulator has seen."""
-        self.products.merge(other.products)
-
-    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        """The spectrum and the change of basis."""
-        if self.products.count == 0:
-            raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
-        values, vectors = self.products.eigenbasis()
-        spectrum = Spectrum(values, density(vectors), self.products.count)
-        return spectrum, self.build(self.block, {"basis": vectors.to(self.block.dtype)})
-
-    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        """Those of the one matrix."""
-        return [self.products.eigenbasis()]
-
-    def summaries(self) -> Sequence[Summary]:
-        """The outer products."""
-        return [self.products]
-
-
-def density(vectors: Tensor) -> Tensor:
-    """β_k = ‖v_k‖₁² / d of each column, in float64."""
-    # Some columns at a time: the sum of all at once would take a float64 copy of them.
-    sums = [part.abs().sum(0, dtype=torch.float64) for part in vectors.split(64, dim=1)]
-    return torch.cat(sums).square() / len(vectors)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from egop.linalg import OuterProducts
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, EigenAccumulator, Structure
+from egop.structures.accumulators import EigenAccumulator
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 
 
@@ -31,7 +32,7 @@ class FullChange(ChangeOfBasis):
         return (torch.Size([self.block.size]),)
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {"basis": (block.size, block.size)}
 
     def structure(self) -> Structure:

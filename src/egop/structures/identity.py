@@ -35,7 +35,7 @@ class IdentityChange(ChangeOfBasis):
         return 0
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {}
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:

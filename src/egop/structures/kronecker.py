@@ -13,9 +13,18 @@ from torch import Tensor
 from egop.linalg import OuterProducts
 from egop.partition import Block
 from egop.spectrum import Spectrum
-from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary, density
+from egop.structures.accumulators import StackAccumulator, density
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
 from egop.structures.shared import ROWS_WANTED
-from egop.structures.views import Coordinates, as_matrix, as_tuple, check_matrix, from_matrix, matrix_shape
+from egop.structures.views import (
+    Coordinates,
+    as_matrix,
+    as_tuple,
+    check_matrix,
+    from_matrix,
+    matrix_shape,
+    stack_shape,
+)
 
 
 class KroneckerChange(ChangeOfBasis):
@@ -31,20 +40,19 @@ class KroneckerChange(ChangeOfBasis):
         return from_matrix(self.tensors["left"] @ matrix @ self.tensors["right"].mT, self.block)
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
-        return (torch.Size(matrix_shape(self.block)),)
+        return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-        rows, columns = matrix_shape(block)
-        return {"left": (rows, rows), "right": (columns, columns)}
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        stack, (rows, columns) = stack_shape(block), matrix_shape(block)
+        return {"left": (*stack, rows, rows), "right": (*stack, columns, columns)}
 
     def structure(self) -> Structure:
         return Kronecker()
 
     @property
     def cost_per_step(self) -> int:
-        rows, columns = matrix_shape(self.block)
-        return 4 * rows * columns * (rows + columns)
+        return 4 * self.block.size * sum(matrix_shape(self.block))
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         matrix = as_matrix(gradients, self.block)
@@ -59,7 +67,7 @@ class KroneckerChange(ChangeOfBasis):
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Structure):
-    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G."""
+    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G; for each of many experts its own."""
 
     change_type = KroneckerChange
     joint = False
@@ -71,7 +79,7 @@ class Kronecker(Structure):
         return math.ceil(ROWS_WANTED / min(matrix_shape(block)))
 
     def accumulator(self, block: Block) -> Accumulator:
-        return _KroneckerAccumulator(block)
+        return StackAccumulator(block, self) if any(block.stacked) else _KroneckerAccumulator(block)
 
 
 class _KroneckerAccumulator(Accumulator):

@@ -13,7 +13,8 @@ from torch import Tensor
 from egop.partition import Block
 from egop.sketch import RowSketch
 from egop.spectrum import Spectrum
-from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary, density
+from egop.structures.accumulators import density
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
 from egop.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 
 # Gradients are kept as they are up to this many bytes, then sketched.
@@ -43,7 +44,7 @@ class AuxiliaryChange(ChangeOfBasis):
         return torch.Size([self.settings["rank"]]), torch.Size([self.block.size])
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {"basis": (block.size, settings["rank"])}
 
     def structure(self) -> Structure:
@@ -71,7 +72,7 @@ class ReducedChange(ChangeOfBasis):
         return (torch.Size([self.settings["rank"]]),)
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return {"basis": (block.size, settings["rank"])}
 
     def structure(self) -> Structure:

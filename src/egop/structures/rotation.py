@@ -41,7 +41,7 @@ class RandomRotation(Structure):
     def change(self, block: Block, tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
         return self.like.change(block, tensors)
 
-    def basis_shapes(self, block: Block) -> dict[str, tuple[int, int]]:
+    def basis_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
         return self.like.basis_shapes(block)
 
     def accumulator(self, block: Block) -> Accumulator:
@@ -66,7 +66,7 @@ class _Random(Accumulator):
         seed = self.structure.seed * 1_000_003 + sum(ord(c) * 131**i for i, c in enumerate(self.block.name)) % 2**31
         generator = torch.Generator().manual_seed(seed)
         tensors = {
-            name: random_orthonormal(*shape, generator).to(self.block.dtype)
+            name: random_orthonormal(shape[-2], shape[-1], generator, shape[:-2]).to(self.block.dtype)
             for name, shape in self.structure.basis_shapes(self.block).items()
         }
         return None, self.structure.change(self.block, tensors)

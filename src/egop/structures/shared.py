@@ -12,8 +12,17 @@ from torch import Tensor
 
 from egop.linalg import OuterProducts
 from egop.partition import Block
-from egop.structures.base import Accumulator, ChangeOfBasis, EigenAccumulator, Structure
-from egop.structures.views import Coordinates, as_matrix, as_tuple, check_matrix, from_matrix, matrix_shape
+from egop.structures.accumulators import EigenAccumulator, StackAccumulator
+from egop.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.structures.views import (
+    Coordinates,
+    as_matrix,
+    as_tuple,
+    check_matrix,
+    from_matrix,
+    matrix_shape,
+    stack_shape,
+)
 
 # How many rows or kernels the paper's rule asks for in every layer.
 ROWS_WANTED = 1000
@@ -33,20 +42,19 @@ class SharedChange(ChangeOfBasis):
         return from_matrix(matrix @ self.tensors["basis"].mT, self.block)
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
-        return (torch.Size(matrix_shape(self.block)),)
+        return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
 
     @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         columns = matrix_shape(block)[1]
-        return {"basis": (columns, columns)}
+        return {"basis": (*stack_shape(block), columns, columns)}
 
     def structure(self) -> Structure:
         return Shared()
 
     @property
     def cost_per_step(self) -> int:
-        rows, columns = matrix_shape(self.block)
-        return 4 * rows * columns**2
+        return 4 * self.block.size * matrix_shape(self.block)[1]
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return {"basis": as_matrix(gradients, self.block)}
@@ -60,7 +68,7 @@ class SharedChange(ChangeOfBasis):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Structure):
-    """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel.
+    """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel; one for each of many experts.
 
     Every row's gradient is a sample, so few passes are enough: as many as give every layer 1000 of them.
     """
@@ -75,6 +83,8 @@ class Shared(Structure):
         return math.ceil(ROWS_WANTED / matrix_shape(block)[0])
 
     def accumulator(self, block: Block) -> Accumulator:
+        if any(block.stacked):
+            return StackAccumulator(block, self)
         return EigenAccumulator(block, self.change, _rows, OuterProducts(matrix_shape(block)[1]))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from egop.partition import Block
+from egop.roles import rows_and_columns
 
 Coordinates = tuple[Tensor, ...]
 
@@ -51,15 +52,17 @@ def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
     """A block's one tensor as a matrix: a row for each output (unit, channel, embedded token), over all its inputs.
 
     Weights of linear layers, convolutions and embeddings have their outputs first. Those of transposed convolutions are
-    stored (inputs, outputs / groups, kernel), the inputs group after group.
+    stored (inputs, outputs / groups, kernel), the inputs group after group. A stack (of experts) has a matrix in each
+    place of its first dimensions, which stay.
     """
     (tensor,) = as_tuple(tensors)
-    (shape,) = block.shapes
-    leading = tensor.shape[: tensor.dim() - len(shape)]
-    if tensor.shape[len(leading) :] != shape:
+    (shape,), (stacked,) = block.shapes, block.stacked
+    beyond = tensor.dim() - len(shape)
+    if tensor.shape[max(beyond, 0) :] != shape:
         flatten(tensor, block)  # says what is wrong
+    leading, own = tensor.shape[: beyond + stacked], shape[stacked:]
     if groups := block.transposed[0]:
-        tensor = tensor.reshape(*leading, groups, shape[0] // groups, *shape[1:]).transpose(
+        tensor = tensor.reshape(*leading, groups, own[0] // groups, *own[1:]).transpose(
             len(leading) + 1, len(leading) + 2
         )
     return tensor if tensor.dim() == len(leading) + 2 else tensor.reshape(*leading, *matrix_shape(block))
@@ -67,26 +70,30 @@ def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
 
 def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
     """The reverse of :func:`as_matrix`."""
-    (shape,) = block.shapes
-    leading = matrix.shape[:-2]
+    (shape,), (stacked,) = block.shapes, block.stacked
+    leading, own = matrix.shape[:-2], shape[stacked:]
     if groups := block.transposed[0]:
-        matrix = matrix.reshape(*leading, groups, shape[1], shape[0] // groups, *shape[2:]).transpose(
+        matrix = matrix.reshape(*leading, groups, own[1], own[0] // groups, *own[2:]).transpose(
             len(leading) + 1, len(leading) + 2
         )
-    return (matrix if matrix.shape == leading + shape else matrix.reshape(*leading, *shape),)
+    return (matrix if matrix.shape == leading + own else matrix.reshape(*leading, *own),)
 
 
 def matrix_shape(block: Block) -> tuple[int, int]:
     """The numbers of rows and columns of :func:`as_matrix`."""
-    (shape,) = block.shapes
-    if groups := block.transposed[0]:
-        return groups * shape[1], shape[0] // groups * math.prod(shape[2:])
-    return shape[0], math.prod(shape[1:])
+    (shape,), (stacked,), (groups,) = block.shapes, block.stacked, block.transposed
+    return rows_and_columns(shape[stacked:], groups)
+
+
+def stack_shape(block: Block) -> tuple[int, ...]:
+    """How many matrices there are, in the dimensions that count them; none for one matrix."""
+    (shape,), (stacked,) = block.shapes, block.stacked
+    return tuple(shape[:stacked])
 
 
 def check_matrix(block: Block, structure: str) -> None:
     """Raise an error for a block that is not one tensor of two or more dimensions."""
-    if len(block.shapes) != 1 or len(block.shapes[0]) < 2:
+    if len(block.shapes) != 1 or len(block.shapes[0]) - block.stacked[0] < 2:
         shapes = " and ".join(str(tuple(shape)) for shape in block.shapes)
         raise ValueError(
             f"egop.{structure} needs one tensor with rows, but block '{block.name}' has shape {shapes}. "

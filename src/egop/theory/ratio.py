@@ -9,7 +9,7 @@ from torch import Tensor
 
 from egop.linalg import eigenbasis
 from egop.spectrum import Spectrum
-from egop.structures.base import density
+from egop.structures.accumulators import density
 from egop.theory.checks import not_negative, positive, symmetric
 
 
