@@ -93,7 +93,7 @@ def test_a_text_with_anything_else_in_any_place_is_refused_or_about_names(path):
                 assert f"'{path}'" in str(error)  # noqa: PT017
             else:
                 loaded.add(next(key for key in reversed(at) if isinstance(key, str)))
-    assert loaded <= {"parameters", "samples", "stability", "left", "blocks", "shapes", "transposed"}
+    assert loaded <= {"parameters", "samples", "stability", "left", "blocks", "shapes", "transposed", "stacked"}
 
 
 @pytest.mark.parametrize(

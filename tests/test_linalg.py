@@ -272,7 +272,7 @@ def test_cholesky_qr_is_the_q_of_a_qr_decomposition(power, widths, monkeypatch):
     matrices = torch.stack([decaying(power, seed=seed) for seed in range(3)])
     found, expected = linalg.cholesky_qr(matrices), linalg.orthonormalized(matrices)
     for each in found:
-        assert linalg.orthonormality_error(each) < 1e-12
+        assert linalg.orthonormality_error(each) < 2e-12
     # The directions themselves are as uncertain as the condition number makes them.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13 * float(torch.linalg.cond(matrices).max()) + 1e-13)
 

@@ -127,14 +127,18 @@ def _block(description: Any) -> Block:
     parameters = strings(description["parameters"], f"the parameters of block '{name}'")
     shapes = [whole_numbers(shape, f"a shape of block '{name}'") for shape in description["shapes"]]
     groups = whole_numbers(description["transposed"], f"the groups of block '{name}'")
-    if not len(parameters) == len(shapes) == len(groups) > 0:
+    # The stacks came later than the format: older files have none.
+    stacks = whole_numbers(description.get("stacked", [0] * len(shapes)), f"the stacks of block '{name}'")
+    if not len(parameters) == len(shapes) == len(groups) == len(stacks) > 0:
         raise ValueError(f"block '{name}' does not have a shape for each parameter.")
-    for shape, group in zip(shapes, groups, strict=True):
-        if group and (len(shape) < 2 or shape[0] % group):
+    for shape, group, stack in zip(shapes, groups, stacks, strict=True):
+        if stack > max(0, len(shape) - 2):
+            raise ValueError(f"block '{name}' has a shape {shape} that is no stack in {stack} dimensions.")
+        if group and (len(shape) - stack < 2 or shape[stack] % group):
             raise ValueError(f"block '{name}' has a shape {shape} that {group} groups do not divide.")
     if (dtype := _DTYPES.get(str(description["dtype"]))) is None:
         raise ValueError(f"block '{name}' is of numbers that no basis has.")
-    return Block(name, tuple(parameters), tuple(map(torch.Size, shapes)), dtype, tuple(groups))
+    return Block(name, tuple(parameters), tuple(map(torch.Size, shapes)), dtype, tuple(groups), tuple(stacks))
 
 
 def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> ChangeOfBasis:
@@ -146,8 +150,10 @@ def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[st
     if structure.settings() != settings or set(tensors) != set(structure.basis_shapes(block)):
         raise ValueError(f"block '{block.name}' has other settings or tensors than {change.kind} has.")
     for key, tensor in tensors.items():
-        if tensor.dim() != 2 or tensor.dtype != block.dtype:
-            raise ValueError(f"the {key} of block '{block.name}' is not a matrix of {block.dtype}.")
+        if tensor.dim() != len(structure.basis_shapes(block)[key]) or tensor.dtype != block.dtype:
+            raise ValueError(
+                f"the {key} of block '{block.name}' is not a matrix, or a stack of them, of {block.dtype}."
+            )
         if not _error_of(tensor) < 1e-3:
             raise ValueError(f"the {key} of block '{block.name}' is not orthonormal.")
     return change
@@ -156,9 +162,9 @@ def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[st
 def _error_of(basis: Tensor) -> float:
     """How far Vᵀ V c is from a random c of length one. The room this takes is known from the file, not from a text."""
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(basis.shape[1], generator=generator, dtype=torch.float64)
+    vector = torch.randn(basis.shape[-1], 1, generator=generator, dtype=torch.float64)
     vector = (vector / torch.linalg.vector_norm(vector)).to(basis.dtype)
-    return float(torch.linalg.vector_norm(basis.mT @ (basis @ vector) - vector))
+    return float(torch.linalg.vector_norm(basis.mT @ (basis @ vector) - vector, dim=(-2, -1)).max())
 
 
 def _spectrum(block: Block, values: Tensor, density: Tensor, description: Mapping[str, Any]) -> Spectrum:

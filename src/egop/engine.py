@@ -105,7 +105,13 @@ class Engine:
     def add_group(self, blocks: list[BoundBlock]) -> None:
         """Take in the last parameter group, which these blocks are of."""
         self.blocks = self.blocks + blocks
-        self.inner.add_param_group(inner_group(self.param_groups[-1], blocks, self.pieces))
+        group = inner_group(self.param_groups[-1], blocks, self.pieces)
+        self.inner.add_param_group(group)
+        for tensor in group["params"]:  # some make their states when they are made themselves, and at no other time
+            if not self.inner.state.get(tensor) and any(
+                fresh := fresh_states(self.inner, [tensor], self.hyperparameters)
+            ):
+                self.inner.state[tensor] = fresh[0]
         self._batches = None
         self.note_bound()
 

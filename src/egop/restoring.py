@@ -220,7 +220,9 @@ def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any
     here = {index: dict(states[tensor]) for index, tensor in enumerate(tensors) if states.get(tensor)}
     if not here:
         return
+    fresh = dict(inner.state)  # some optimizers make states when they are made themselves
     inner.load_state_dict({"state": here, "param_groups": inner.state_dict()["param_groups"]})
+    inner.state.update({tensor: state for tensor, state in fresh.items() if tensor not in inner.state})
     for index, saved in here.items():
         own, tensor = inner.state[tensors[index]], tensors[index]
         for key, value in saved.items():

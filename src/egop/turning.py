@@ -74,8 +74,10 @@ def moved_states(
         for k, fresh in enumerate(rotated(stacked, *sides)):
             for key, value in fresh.items():
                 targets += [states[index][k][key] for index in places]
-                chosen = value if changed is None else _where(changed[places], value, stacked[k][key])
-                sources += chosen.unbind()
+                if changed is not None:
+                    own = changed if together else changed[places]
+                    value = _where(own, value, stacked[k][key])
+                sources += value.unbind()
     return targets, sources
 
 

@@ -158,6 +158,15 @@ def distance(model, other):
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
+def resumed(kind, model, other):
+    """Whether a run that was resumed by torch's tools is the same: bit for bit, or up to rounding.
+
+    Torch's tools carry the sum of what processes know of their rows, not the parts, so that any number of processes can
+    go on with it. (``egop.checkpoint`` carries the parts.)
+    """
+    return distance(model, other) < 1e-10 if kind.startswith("online") else same(model, other)
+
+
 def launched(rank, world):
     """Make a process of ``processes.run`` look as if torchrun had started it, which frameworks go by."""
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}

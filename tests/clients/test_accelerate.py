@@ -188,12 +188,12 @@ def fsdp2_checkpoints(rank, world, folder):
         accelerator, model, optimizer = prepared(kind, sharding(style))
         accelerator.load_state(f"{folder}/{style}-{kind}")
         steps(accelerator, model, optimizer, first=4, count=4)
-        found[f"{style}, {kind}"] = runs.same(training.weights(model), whole)
+        found[f"{style}, {kind}"] = runs.resumed(kind, training.weights(model), whole)
         forget()
     return found
 
 
-def test_a_saved_state_of_sharded_parameters_is_resumed_bit_for_bit(tmp_path):
+def test_a_saved_state_of_sharded_parameters_is_resumed(tmp_path):
     for found in run(fsdp2_checkpoints, 2, str(tmp_path)):
         assert len(found) == 4
         assert [name for name, right in found.items() if not right] == []

@@ -214,7 +214,7 @@ def on_two(rank, world, folder):
         resumed, own = sharded(kind)
         load_checkpoint(resumed, own, f"{folder}/{kind}")
         training.steps(resumed, own, first=HALF, count=HALF, **place)
-        holds[f"{kind}: resumed from the files"] = runs.same(training.weights(resumed), ends[kind])
+        holds[f"{kind}: resumed from the files"] = runs.resumed(kind, training.weights(resumed), ends[kind])
 
         resumed, own = sharded(kind)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -222,7 +222,7 @@ def on_two(rank, world, folder):
         set_model_state_dict(resumed, weights, options=options)
         set_optimizer_state_dict(resumed, own, state, options=options)
         training.steps(resumed, own, first=HALF, count=HALF, **place)
-        holds[f"{kind}: resumed from one process"] = runs.same(training.weights(resumed), ends[kind])
+        holds[f"{kind}: resumed from one process"] = runs.resumed(kind, training.weights(resumed), ends[kind])
     return {"holds": holds, "ends": ends}
 
 

@@ -9,10 +9,10 @@ import runs
 import torch
 
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)
+ScheduleFreeAdamW = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW
 pytest.importorskip("accelerate", reason=runs.MISSING)
 
 from language import MATRICES, gpt2, sentences
-from pytorch_optimizer import ScheduleFreeAdamW
 
 import egop
 from egop.clients import trainer_optimizer

@@ -109,10 +109,33 @@ def test_parameters_that_do_not_fit_are_refused_and_nothing_moves(what):
     )
 
 
-def test_an_objective_of_the_parameters_before_is_refused():
+def started_with_every(objective_of):
     model = MLP.build()
-    objective = egop.Objective(model, logistic, MLP.batches())
-    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Every(2, objective, samples=4))
+    refresh = egop.Every(2, objective_of(model), samples=4, structure=egop.Full())
+    return model, egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh)
+
+
+def test_an_objective_of_the_model_follows_it():
+    def whole(model):
+        return egop.Objective(model, logistic, MLP.batches())
+
+    straight = steps(*started_with_every(whole), 6)
+    model, optimizer = started_with_every(whole)
+    steps(model, optimizer, 3)
+    replace(model, optimizer)
+    assert identical(steps(model, optimizer, 3, first=3), straight)
+
+
+def test_an_objective_of_the_parameters_before_is_refused():
+    def of_tensors(model):
+        tensors = dict(model.named_parameters())
+        return egop.Objective.from_function(
+            lambda batch, **values: logistic(lambda x: torch.func.functional_call(model, values, (x,)), batch),
+            tensors,
+            MLP.batches(),
+        )
+
+    model, optimizer = started_with_every(of_tensors)
     steps(model, optimizer, 3)
     replace(model, optimizer)
     with pytest.raises(ValueError, match=r"The objective of egop\.Every has parameters of its own"):

@@ -209,6 +209,54 @@ def test_saving_leaves_the_training_as_it_is(layout):
     assert identical(*(train(each, case.batches(), STEPS) for each in (side, straight)))
 
 
+def test_moments_lie_in_memory_as_their_parameters_do(tmp_path):
+    """Fused kernels read both as one run of numbers: otherwise the moments of one weight would move another."""
+    inputs = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
+
+    def started():
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=0.1, fused=True)
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+        return cases.parameters_of(model)
+
+    model, optimizer = started()
+    steps(model, optimizer, 3)
+    egop.checkpoint.save(tmp_path / "here", model, optimizer)
+    other, loaded = started()
+    egop.checkpoint.load(tmp_path / "here", other, loaded)
+    assert loaded.inner.state[other.weight]["exp_avg"].stride() == other.weight.stride()
+    assert identical(steps(other, loaded, 3), steps(model, optimizer, 3))
+
+
+@pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
+def test_a_random_rotation_rounds_alike_after_a_resume(structure):
+    """It comes from a decomposition that lays its columns one after the other."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 7)
+    objective = egop.Objective(model, lambda model, x: model(x).square().mean(), [torch.randn(4, 5)])
+    basis = egop.estimate(objective, structure=egop.RandomRotation(like=structure), progress=False)
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=0.1)
+    other = copy.deepcopy(model)
+    loaded = egop.ReparameterizedOptimizer(other, torch.optim.AdamW, lr=0.1)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    for _ in range(5):
+        x = torch.randn(4, 5)
+        for each, own in ((model, optimizer), (other, loaded)):
+            own.zero_grad()
+            each(x).square().mean().backward()
+            own.step()
+    assert identical(cases.parameters_of(model), cases.parameters_of(other))
+
+
 if __name__ == "__main__":
     for interrupted in RESUMED:
         interrupted.second_half(Path(sys.argv[1]))

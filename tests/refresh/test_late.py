@@ -39,7 +39,7 @@ def step(model, optimizer, seed):
 
 def tensors_of(optimizer, name):
     """All that belongs to a block."""
-    optimizer.refresher.settle(optimizer)
+    assert optimizer.basis is not None  # which waits for a renewal that is under way
     block = next(block for block in optimizer.blocks if block.name == name)
     state = optimizer.inner.state[block.coordinates[0]]
     own = {"coordinates": block.coordinates[0].detach().clone(), **block.change.tensors, **state}

@@ -20,8 +20,8 @@ def add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tens
         rows = change.rows(gradients)
         assert rows is not None
         for key, stack in stacks.items():
-            one_by_one = rows[key].reshape(-1, *rows[key].shape[-2:])
-            stack.view(-1, *stack.shape[-2:]).baddbmm_(one_by_one.mT, one_by_one, beta=decay, alpha=1 - decay)
+            one_by_one = rows[key].flatten(0, -3)  # of every matrix of every block
+            stack.flatten(0, -3).baddbmm_(one_by_one.mT, one_by_one, beta=decay, alpha=1 - decay)
 
 
 def zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
