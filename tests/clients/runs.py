@@ -170,5 +170,6 @@ def resumed(kind, model, other):
 def launched(rank, world):
     """Make a process of ``processes.run`` look as if torchrun had started it, which frameworks go by."""
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29511, "TORCHELASTIC_RUN_ID": "test"}
+    port = 29511 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # tests run beside each other
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
     os.environ.update({name: str(value) for name, value in known.items()})
