@@ -172,4 +172,5 @@ def launched(rank, world):
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     port = 29511 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # tests run beside each other
     known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    known["CUDA_VISIBLE_DEVICES"] = ""  # as on a machine without a GPU: these processes could not share one
     os.environ.update({name: str(value) for name, value in known.items()})

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import egop
 
-SEQUENCES, LENGTH, PARTS = 1000, 8, 20
+SEQUENCES, LENGTH, PARTS = 1000, 6, 10
 
 
 class Net(nn.Module):
@@ -193,7 +193,7 @@ def test_a_resumed_copy_goes_on_bit_for_bit(part):
         other = copy.copy(run)
         other.model, other.optimizer = run.model, run.optimizer
         other.save_and_load()
-        for _ in range(3):
+        for _ in range(2):
             run.step()
             other.step()
         assert same(outcome(run), outcome(other)), (number, run.kind, run.structure, run.refresh, run.dtype, done)
