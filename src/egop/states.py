@@ -113,7 +113,8 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, deque):
         return deque((mapped(each, function) for each in value), maxlen=value.maxlen)
     if isinstance(value, list | tuple):
-        return type(value)(mapped(each, function) for each in value)
+        parts = [mapped(each, function) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
@@ -136,45 +137,42 @@ class Published:
         Raises:
             ValueError: for what cannot be changed so. Nothing is taken in then.
         """
-        changed = {
-            parameter: {key for key in kept.keys() | now.keys() if kept.get(key) is not now.get(key)}
-            for parameter, kept in self._kept.items()
-            for now in [self.states.get(parameter, {})]
-        }
-        writes = [(parameter, keys) for parameter, keys in changed.items() if keys]
-        for parameter, keys in writes:
-            for key in sorted(map(str, keys)):
-                self._check(parameter, key)
-        for parameter, keys in writes:
-            self._take(engine, parameter, keys)
+        writes = {parameter: self._written(parameter) for parameter in self._kept}
+        for parameter, keys in writes.items():
+            for key in sorted(str(key) for key in keys):
+                if key.startswith(OWN) and not key.startswith(COORDINATES) and key in self.states.get(parameter, {}):
+                    raise ValueError(
+                        f"optimizer.state has another '{key}' than before: a basis cannot be changed there. Use "
+                        "optimizer.rebase(basis), or load a whole state by optimizer.load_state_dict. Nothing of what "
+                        "was written has been taken."
+                    )
+        for parameter, keys in writes.items():
+            if keys:
+                self._take(engine, parameter, keys)
 
-    def _check(self, parameter: Tensor, key: str) -> None:
-        """Others than inner state and coordinates may be moved elsewhere and back, or dropped with all the rest."""
-        kept, now = self._kept[parameter].get(key), self.states.get(parameter, {}).get(key)
-        if not key.startswith(OWN) or key.startswith(COORDINATES) or now is None:
-            return
-        same = isinstance(kept, Tensor) and isinstance(now, Tensor) and local(now).shape == local(kept).shape
-        if not same or not torch.equal(local(now).to(local(kept)), local(kept)):
-            raise ValueError(
-                f"optimizer.state has another '{key}' than before: a basis cannot be changed there. Use "
-                "optimizer.rebase(basis), or load a whole state by optimizer.load_state_dict."
-            )
+    def _written(self, parameter: Tensor) -> set[Any]:
+        """The keys of an entry that have another value than before; one that was only copied or moved is the same."""
+        kept, now = self._kept[parameter], self.states.get(parameter, {})
+        return {key for key in kept.keys() | now.keys() if not _is_same(kept.get(key), now.get(key))}
 
     def _take(self, engine: Engine, parameter: Tensor, keys: set[Any]) -> None:
         block, now = engine.block_of(parameter), self.states.get(parameter, {})
         tensors = [engine.pieces.of(parameter)] if block is None else block.coordinates
-        if not any(not str(key).startswith(OWN) for key in now):  # all of it dropped
+        inner = {key for key in now if not str(key).startswith(OWN)}
+        if not inner:  # all of it dropped
             if any(engine.inner.state.get(tensor) for tensor in tensors):
                 fresh = fresh_states(engine.inner, tensors, engine.hyperparameters)
                 engine.inner.state.update(zip(tensors, fresh, strict=True))
             return
+        if not any(engine.inner.state.get(tensor) for tensor in tensors):
+            keys = keys | inner  # what was there in form only now counts
         for place, tensor in enumerate(tensors):
-            state = engine.inner.state[tensor]
             for key in keys:
                 if str(key) == f"{COORDINATES}{place}" and key in now:
                     with torch.no_grad():
                         tensor.copy_(local(now[key]))
                 elif not str(key).startswith(OWN) and (own := key_at(place, key)) is not None:
+                    state = engine.inner.state[tensor]
                     state.pop(own, None)
                     if key in now:
                         state[own] = _like_before(self._kept[parameter].get(key), now[key])
@@ -185,6 +183,15 @@ def key_at(place: int, key: Any) -> Any:
     if place > 0:
         return str(key).removeprefix(f"{place}/") if str(key).startswith(f"{place}/") else None
     return None if str(key).partition("/")[0].isdigit() and "/" in str(key) else key
+
+
+def _is_same(kept: Any, now: Any) -> bool:
+    if kept is now:
+        return True
+    if not isinstance(kept, Tensor) or not isinstance(now, Tensor):
+        return False
+    kept, now = local(kept), local(now)
+    return kept.shape == now.shape and torch.equal(now.to(kept), kept)
 
 
 def _like_before(kept: Any, value: Any) -> Any:
