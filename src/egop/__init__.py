@@ -1,5 +1,7 @@
 """Optimization in the right coordinates: run any torch optimizer in the EGOP eigenbasis."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from egop import checkpoint, theory
 from egop.constrained import BallConstrainedAdagrad
 from egop.diagnostics import BlockDiagnosis, Diagnosis, diagnose
@@ -24,7 +26,10 @@ from egop.structures import (
     Structure,
 )
 
-__version__ = "0.1.0"
+try:
+    __version__ = version("egop")
+except PackageNotFoundError:  # run from its sources, without having been installed
+    __version__ = "unknown"
 
 __all__ = [
     "Auxiliary",

@@ -16,6 +16,9 @@ from egop.processes import Holding
 from egop.spectrum import Spectrum
 from egop.structures.views import Coordinates, flatten, unflatten
 
+# How a saved basis finds its class again: every class that is defined is here, by its kind.
+CHANGES: dict[str, type[ChangeOfBasis]] = {}
+
 
 class ChangeOfBasis(abc.ABC):
     """The linear change of coordinates of one block.
@@ -36,6 +39,18 @@ class ChangeOfBasis(abc.ABC):
     complete: ClassVar[bool] = True
     # Whether it turns every row of a tensor by itself, so that some of the rows can be turned without the others.
     rowwise: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "kind" not in vars(cls):  # one that only shares something with others
+            return
+        known = CHANGES.setdefault(cls.kind, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(
+                f"{cls.__qualname__} has the kind '{cls.kind}', which is that of {known.__module__}."
+                f"{known.__qualname__}: a saved basis could not tell them apart. Give it another kind."
+            )
+        CHANGES[cls.kind] = cls  # defined again, as in a notebook
 
     def __init__(self, block: Block, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> None:
         self.block = block
