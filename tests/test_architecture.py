@@ -17,7 +17,7 @@ import egop
 
 PACKAGE = Path(egop.__file__).parent
 
-# The rooms of the design, from the ground up: each may use the ones before it. Some are still to be built.
+# The rooms of the design, from the ground up: each may use the ones before it.
 ROOMS = [
     "precision",
     "randomness",

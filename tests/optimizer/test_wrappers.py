@@ -1,4 +1,4 @@
-"""Wrappers that copy an optimizer's attributes into an object of a subclass, as Lightning and Fabric do, are it."""
+"""Wrappers that frameworks put around an optimizer, in the two ways in which they have been written."""
 
 import copy
 
@@ -11,16 +11,30 @@ from cases import MLP
 from explicit import basis_of, case_and_basis, identical, logistic
 
 
-class Wrapper:
-    """How Lightning and Fabric wrap an optimizer."""
+class Copying:
+    """As Lightning's up to 2.5: of a subclass of the optimizer's class, with a copy of its ``__dict__``."""
 
     def __init__(self, optimizer):
         self.__dict__ = {key: value for key, value in optimizer.__dict__.items() if key not in ("step", "__del__")}
-        self.__class__ = type("Wrapped" + type(optimizer).__name__, (Wrapper, type(optimizer)), {})
-        self._optimizer = optimizer
+        self.__class__ = type("Copying", (Copying, type(optimizer)), {})
+        self.original = optimizer
 
     def step(self, closure=None):
-        return self._optimizer.step(closure)
+        return self.original.step(closure)
+
+
+class Passing:
+    """As Lightning's from 2.6 on: likewise, with nothing of its own, so that what is missing is read there."""
+
+    def __init__(self, optimizer):
+        self.original = optimizer
+        self.__class__ = type("Passing", (Passing, type(optimizer)), {})
+
+    def step(self, closure=None):
+        return self.original.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self.original, name)
 
 
 def steps(model, optimizer, count, first=0):
@@ -57,15 +71,16 @@ def saved():
     return copy.deepcopy(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("kind", [Copying, Passing])
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("acts", ["wrapper", "original"])
 @pytest.mark.parametrize("before", [0, 2])
-def test_what_is_done_to_one_is_done_to_the_other(action, acts, before):
+def test_what_is_done_to_one_is_done_to_the_other(action, acts, before, kind):
     ends, untouched = [], None
     for wrapped in (True, False):
         options = {"refresh": egop.Online(every=50)} if action == "renew_basis" else {}
         model, optimizer = started(basis_of(MLP, structure=egop.RandomRotation()), **options)
-        wrapper = Wrapper(optimizer) if wrapped else optimizer
+        wrapper = kind(optimizer) if wrapped else optimizer
         steps(model, wrapper, max(before, 1) if action == "renew_basis" else before)
         untouched = untouched or steps(*copy.deepcopy((model, optimizer)), 4, first=2)
         ACTIONS[action](wrapper if acts == "wrapper" else optimizer)
@@ -76,13 +91,14 @@ def test_what_is_done_to_one_is_done_to_the_other(action, acts, before):
     assert identical(ends[0], untouched) == (action == "state" and before == 0)
 
 
-def test_a_group_that_is_added_through_a_wrapper_with_a_basis_moves():
+@pytest.mark.parametrize("kind", [Copying, Passing])
+def test_a_group_that_is_added_through_a_wrapper_with_a_basis_moves(kind):
     ends = []
     for wrapped in (True, False):
         model = MLP.build()
         first = [(name, each) for name, each in model.named_parameters() if name.startswith("0")]
         optimizer = egop.ReparameterizedOptimizer(first, torch.optim.AdamW, lr=0.01)
-        wrapper = Wrapper(optimizer) if wrapped else optimizer
+        wrapper = kind(optimizer) if wrapped else optimizer
         steps(model, wrapper, 2)
         basis = egop.Reparameterization([case_and_basis("blocks")[1]["2.weight"]])
         rest = [(name, each) for name, each in model.named_parameters() if name.startswith("2")]
