@@ -154,16 +154,16 @@ def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[st
             raise ValueError(
                 f"the {key} of block '{block.name}' is not a matrix, or a stack of them, of {block.dtype}."
             )
-        if not _error_of(tensor) < 1e-3:
+        if not orthonormality_error(tensor) < 1e-3:
             raise ValueError(f"the {key} of block '{block.name}' is not orthonormal.")
     return change
 
 
-def _error_of(basis: Tensor) -> float:
+def orthonormality_error(basis: Tensor) -> float:
     """How far Vᵀ V c is from a random c of length one. The room this takes is known from the file, not from a text."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(basis.shape[-1], 1, generator=generator, dtype=torch.float64)
-    vector = (vector / torch.linalg.vector_norm(vector)).to(basis.dtype)
+    vector = (vector / torch.linalg.vector_norm(vector)).to(basis)
     return float(torch.linalg.vector_norm(basis.mT @ (basis @ vector) - vector, dim=(-2, -1)).max())
 
 

@@ -243,7 +243,7 @@ def bind(
             if member is None:
                 raise ValueError(
                     f"Block '{name}' of the basis is for the parameter '{key}', which the optimizer was not given. "
-                    f"It has: {', '.join(found)}. Was the basis estimated for another model?"
+                    f"{_nearest(key, list(found))}"
                 )
             if member[1].shape != shape:
                 raise ValueError(
@@ -259,6 +259,15 @@ def bind(
             )
         blocks.append(BoundBlock(change, [member[1] for member in members if member]))
     return blocks
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    """What the optimizer has instead of a parameter of some name, and what that tells."""
+    near = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
+    if near:
+        return f"It has '{near[0]}': was the basis estimated for a part of the model, or for something it is a part of?"
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"It has: {listed}. Was the basis estimated for another model?"
 
 
 def _named(basis: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from egop.reparameterization import Reparameterization
 from egop.roles import Known, Layer
 from egop.sharding import Pieces
 
-Bound = tuple[list[Tensor], list[torch.dtype], list[torch.device]]  # parameters as they were bound
+
+@dataclass
+class Bound:
+    """Parameters as they were bound."""
+
+    names: list[str] = field(default_factory=list)
+    members: list[Tensor] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
 
 
 class Engine:
@@ -48,7 +57,7 @@ class Engine:
         self.pieces = Pieces()
         self._inner: Optimizer | None = None
         self._batches: Batches | None = None
-        self._bound: Bound = ([], [], [])
+        self.bound = Bound()
 
     @property
     def is_built(self) -> bool:
@@ -104,9 +113,9 @@ class Engine:
 
     def add_group(self, blocks: list[BoundBlock]) -> None:
         """Take in the last parameter group, which these blocks are of."""
-        self.blocks = self.blocks + blocks
         group = inner_group(self.param_groups[-1], blocks, self.pieces)
         self.inner.add_param_group(group)
+        self.blocks = self.blocks + blocks
         for tensor in group["params"]:  # some make their states when they are made themselves, and at no other time
             if not self.inner.state.get(tensor) and any(
                 fresh := fresh_states(self.inner, [tensor], self.hyperparameters)
@@ -117,32 +126,54 @@ class Engine:
 
     def note_bound(self) -> None:
         """The parameters are bound as they are now."""
-        members = self._members()
-        self._bound = members, [each.dtype for each in members], [each.device for each in members]
+        members = self.members()
+        names = [plain_name(name) for group in self.param_groups for name in group["param_names"]]
+        self.bound = Bound(names, members, [each.dtype for each in members], [each.device for each in members])
 
     @property
     def is_bound(self) -> bool:
         """Whether the parameters are still those that were bound, in their precision and where they were."""
-        members, (bound, dtypes, devices) = self._members(), self._bound
+        members, bound = self.members(), self.bound
         return (
-            len(members) == len(bound)
-            and all(map(operator.is_, members, bound))
-            and [each.dtype for each in members] == dtypes
-            and [each.device for each in members] == devices
+            len(members) == len(bound.members)
+            and all(map(operator.is_, members, bound.members))
+            and all(len(group["params"]) == len(group.get("param_names", ())) for group in self.param_groups)
+            and [each.dtype for each in members] == bound.dtypes
+            and [each.device for each in members] == bound.devices
         )
 
-    def bound(self) -> list[tuple[str, Tensor, torch.dtype]]:
-        """The parameters that were bound, with the names that the groups have in their places, and their precision."""
-        names = [name for group in self.param_groups for name in group["param_names"]]
-        if len({len(self._bound[0]), len(self._members()), len(names)}) > 1:
+    def names_now(self) -> list[str]:
+        """The names of the parameters that the groups have now: of one that was bound its own, else its place's."""
+        members, bound = self.members(), self.bound
+        if len(members) != len(bound.members):
             raise ValueError("Their number is another one: add parameters by optimizer.add_param_group.")
-        return list(zip(map(plain_name, names), *self._bound[:2], strict=True))
+        if len({id(each) for each in members}) < len(members):
+            raise ValueError("One of them is there twice.")
+        own = {id(each): name for each, name in zip(bound.members, bound.names, strict=True)}
+        taken = {own[id(each)] for each in members if id(each) in own}
+        names = [own.get(id(each), place) for each, place in zip(members, bound.names, strict=True)]
+        for each, name in zip(members, names, strict=True):
+            if id(each) not in own and name in taken:
+                raise ValueError(f"One is new where '{name}' was, which is still there: nobody knows what it is.")
+            if not each.is_leaf:
+                raise ValueError(f"'{name}' is not a leaf: it was computed from others.")
+        return names
+
+    def replaced(self) -> dict[Tensor, Tensor]:
+        """The parameters that stand where others were bound, by these."""
+        members = self.members()
+        if len(members) != len(self.bound.members):
+            return {}
+        known = {id(each) for each in self.bound.members}
+        pairs = zip(self.bound.members, members, strict=True)
+        return {old: new for old, new in pairs if old is not new and id(new) not in known}
 
     def block_of(self, parameter: Tensor) -> BoundBlock | None:
         """The block that a parameter is in."""
         return next((block for block in self.blocks if any(owner is parameter for owner in block.owners)), None)
 
-    def _members(self) -> list[Tensor]:
+    def members(self) -> list[Tensor]:
+        """The parameters that the groups have now."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     # --- a step ---
@@ -272,7 +303,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: batches are views of memory that the blocks of a copy do not share, and its model is another."""
         self.settle()
-        return self.__dict__ | {"_batches": None, "_bound": ([], [], []), "known": None}
+        return self.__dict__ | {"_batches": None, "bound": Bound(), "known": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

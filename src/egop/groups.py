@@ -26,6 +26,11 @@ def named_groups(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(params, nn.Module):
         params = params.named_parameters() if model is None else params.parameters()
+    if isinstance(params, type):
+        raise TypeError(
+            f"The parameters come first, got the class {params.__name__}: "
+            f"ReparameterizedOptimizer(model, {params.__name__}, ...)."
+        )
     if isinstance(params, (Tensor, Mapping)):
         raise TypeError(_names_wanted(params))
     groups = list(params)

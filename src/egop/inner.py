@@ -137,4 +137,8 @@ def fresh_states(
             tensor.grad = torch.zeros_like(tensor)
         with torch.random.fork_rng(devices=[]):
             fresh.step()
-    return [dict(fresh.state.get(tensor, {})) for tensor in stand_ins]
+    states = [dict(fresh.state.get(tensor, {})) for tensor in stand_ins]
+    for state in states if stepped else ():
+        if isinstance(state.get("step"), Tensor | int | float):
+            state["step"] = state["step"] * 0  # none has been taken
+    return states

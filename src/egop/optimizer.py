@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,23 @@ from egop.refresh import Refresh, Refresher
 from egop.refresh.base import check_refresh
 from egop.refresh.loaded import warn_of_loaded
 from egop.reparameterization import Reparameterization
-from egop.restoring import Restored, about_of, check_about, entries_of, restored
+from egop.restoring import Restored, about_of, check_about, entries_of, others_of, restored
 from egop.roles import Known, Layer, layers_of
 from egop.sharding import Pieces
 from egop.states import Entry, Published, exported
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_normal_mode(method: Method) -> Method:
+    """Frameworks save from inside ``torch.inference_mode``, where tensors are made that cannot be trained with."""
+
+    @functools.wraps(method)
+    def normally(*arguments: Any, **options: Any) -> Any:
+        with torch.inference_mode(False):
+            return method(*arguments, **options)
+
+    return cast(Method, normally)
 
 
 @dataclass
@@ -124,11 +138,12 @@ class ReparameterizedOptimizer(Optimizer):
         self._engine.param_groups[:] = groups  # in the list that everyone has who has this optimizer
 
     @property  # type: ignore[override]
+    @_in_normal_mode
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter: the inner optimizer's, coordinates, basis, and what the refresh remembers.
 
         Its tensors are those that are worked with. Another value for an entry of the inner optimizer's, or for
-        coordinates, is taken at the next step; a basis is changed by :meth:`rebase`.
+        coordinates, is taken at the next step; a basis is changed by :meth:`rebase`. After a step, ask for it again.
         """
         engine, passing = self._engine, self._passing
         if not engine.is_built:
@@ -144,9 +159,9 @@ class ReparameterizedOptimizer(Optimizer):
     @state.setter
     def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         if self._engine.is_built:
-            states = self.state
+            given, states = dict(state), self.state
             states.clear()
-            states.update(state)
+            states.update(given)
 
     @property
     def blocks(self) -> list[BoundBlock]:
@@ -154,6 +169,7 @@ class ReparameterizedOptimizer(Optimizer):
         return self._engine.blocks
 
     @property
+    @_in_normal_mode
     def basis(self) -> Reparameterization:
         """A copy of the change of basis of each block as it is now."""
         self._engine.settle()
@@ -184,6 +200,7 @@ class ReparameterizedOptimizer(Optimizer):
         """What each parameter is."""
         return self._engine.layers
 
+    @_in_normal_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis.
 
@@ -201,11 +218,15 @@ class ReparameterizedOptimizer(Optimizer):
         blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
         Reparameterization([block.change for block in engine.blocks + blocks])  # checks that no two share a name
         super().add_param_group(group)
+        try:
+            engine.add_group(blocks)
+        except BaseException:
+            del self.param_groups[-1], self.inner.param_groups[len(self.param_groups) :]
+            raise
         names = map(plain_name, group["param_names"])
         engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), engine.known)
         for block in blocks:
             block.drop_rest()
-        engine.add_group(blocks)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -223,6 +244,7 @@ class ReparameterizedOptimizer(Optimizer):
             self._engine.step()
         return loss
 
+    @_in_normal_mode
     @torch.no_grad()
     def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
         """Go on in another basis, from the same point.
@@ -237,6 +259,8 @@ class ReparameterizedOptimizer(Optimizer):
         """
         self._attend()
         self._engine.rebase(basis, moments=moments)
+        if self.refresher is not None:
+            self.refresher.rebased(list(basis))
 
     @property
     def train(self) -> Callable[[], None]:
@@ -255,6 +279,7 @@ class ReparameterizedOptimizer(Optimizer):
             raise AttributeError(f"{engine.optimizer_class.__name__} has no {name}()")
         return partial(self._switch, name)
 
+    @_in_normal_mode
     @torch.no_grad()
     def _switch(self, name: str) -> None:
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
@@ -263,6 +288,7 @@ class ReparameterizedOptimizer(Optimizer):
         with without_autocast():
             self._engine.switch(name)
 
+    @_in_normal_mode
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
         if self.refresher is None:
@@ -282,23 +308,36 @@ class ReparameterizedOptimizer(Optimizer):
 
     @torch.no_grad()
     def _bind_anew(self) -> None:
-        """Go on with the parameters that the groups have now, in the places of those before."""
+        """Go on with the parameters that the groups have now: those before, or others in their places."""
         engine = self._engine
         engine.settle()
+        kept = [group.get("param_names") for group in self.param_groups]
         try:
+            states = exported(engine, complete=True)
+            entries = {
+                name: states.pop(member) for name, member in zip(engine.bound.names, engine.bound.members, strict=True)
+            }
+            names = iter(engine.names_now())
+            for group in self.param_groups:
+                group["param_names"] = [next(names) for _ in group["params"]]
             check_real(self.param_groups)
-            entries = list(exported(engine, complete=True).values())
-            check_about([about_of(entry) for entry in entries], engine.param_groups, engine.optimizer_class)
-            parts = restored(engine, entries)
+            ordered = [entries[name] for group in self.param_groups for name in group["param_names"]]
+            check_about([about_of(entry) for entry in ordered], engine.param_groups, engine.optimizer_class)
+            parts = restored(engine, ordered, states)
             if engine.refresher is not None:
                 engine.refresher.check(engine)
-        except (TypeError, ValueError) as error:
+        except BaseException as error:
+            for group, own in zip(self.param_groups, kept, strict=True):
+                group.update({} if own is None else {"param_names": own})
+            if not isinstance(error, (TypeError, ValueError)):
+                raise
             raise ValueError(
                 "The parameters in param_groups are not those that the optimizer was made with, and it cannot go on "
                 f"with these. {error}"
             ) from error
         self._use(parts)
 
+    @_in_normal_mode
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates.
 
@@ -312,6 +351,7 @@ class ReparameterizedOptimizer(Optimizer):
         finally:
             self._passing.complete = None
 
+    @_in_normal_mode
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
@@ -331,6 +371,7 @@ class ReparameterizedOptimizer(Optimizer):
         twin.__dict__.update(self.__dict__)
         return twin
 
+    @_in_normal_mode
     def __getstate__(self) -> dict[str, Any]:
         self._attend()
         return {"defaults": self.defaults, "_engine": self._engine}
@@ -341,7 +382,8 @@ class ReparameterizedOptimizer(Optimizer):
             super().__setstate__(state | {"_passing": _Passing()})
             return
         parts = self._passing.arriving
-        assert parts is not None
+        if parts is None:
+            raise TypeError("A state is loaded by optimizer.load_state_dict(state_dict), not by __setstate__.")
         before = self._engine.blocks
         self.param_groups = state["param_groups"]
         self._use(parts)
@@ -360,7 +402,7 @@ def _parsed(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     assert isinstance(optimizer, ReparameterizedOptimizer)
     engine = optimizer._engine
     try:
-        parts = restored(engine, entries_of(state_dict, engine))
+        parts = restored(engine, entries_of(state_dict, engine), others_of(state_dict))
         groups = [
             own | {key: value for key, value in saved.items() if key != "param_names"}
             for own, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from egop.basis_files import orthonormality_error
 from egop.binding import BoundBlock
 from egop.engine import Engine
 from egop.objective import plain_name
@@ -89,7 +90,7 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
         version = state_dict["egop"].get("version", 1)
         raise ValueError(f"The state dict has version {version}; this egop reads {STATE_VERSION}.")
     state = state_dict.get("state", {})
-    if "param_groups" in state_dict and not any(ABOUT in entry for entry in state.values()):
+    if "param_groups" in state_dict and not any(isinstance(each, Mapping) and ABOUT in each for each in state.values()):
         raise ValueError(
             "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
             "coordinate system cannot be loaded: load the model's weights alone, and start with a new optimizer."
@@ -106,6 +107,15 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
             entries.append(entry)
     check_about([about_of(entry) for entry in entries], engine.param_groups, engine.optimizer_class)
     return entries
+
+
+def others_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state dict has that is of no parameter: some optimizers keep more than that in their states."""
+    members = {key for group in state_dict["param_groups"] for key in group["params"]}
+    found = {key: value for key, value in state_dict["state"].items() if key not in members}
+    if wrong := [key for key in found if not isinstance(key, str)]:
+        raise ValueError(f"The state dict is incomplete or damaged: it has state of {wrong}, which are no parameters.")
+    return found
 
 
 def _check_groups(saved: list[list[Any]], groups: list[dict[str, Any]]) -> None:
@@ -155,14 +165,25 @@ def check_about(
         )
 
 
-def restored(engine: Engine, entries: Sequence[Mapping[str, Any]]) -> Restored:
-    """The working parts that states stand for, over the parameters that the groups have now; nothing is changed."""
+def restored(engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mapping[Any, Any]) -> Restored:
+    """The working parts that states stand for, over the parameters that the groups have now; nothing is changed.
+
+    Args:
+        engine: of the optimizer.
+        entries: the state of each parameter.
+        others: what an inner optimizer keeps in its state that is of no parameter.
+    """
     parsed = [_Parsed.of(entry) for entry in entries]
     with_block = sorted((each for each in parsed if "block" in each.about), key=lambda each: int(each.about["place"]))
     changes = [
         rebuild(each.about["block"], {key: whole(tensor).clone() for key, tensor in each.some(BASIS).items()})
         for each in with_block
     ]
+    for change in changes:
+        for key, tensor in change.tensors.items():
+            if not orthonormality_error(tensor) < 1e-3:
+                where = f"the {key} of block '{change.block.name}'"
+                raise ValueError(f"The state dict is incomplete or damaged: {where} is not orthonormal.")
     blocks = engine.bind(Reparameterization(changes), engine.param_groups)
     for bound, told in zip(blocks, with_block, strict=True):
         _restore_block(bound, told)
@@ -180,6 +201,7 @@ def restored(engine: Engine, entries: Sequence[Mapping[str, Any]]) -> Restored:
                 states[coordinate] = _placed(each.inner(place), owner, cut=block.by_rows)
     cast = any(str(each.dtype) != told.about["dtype"] for each, told in zip(members, parsed, strict=True))
     _load_inner_state(inner, states, cast=cast)
+    inner.state.update(copy.deepcopy(dict(others)))
     memories = {block.name: each.some(REFRESH) for block, each in zip(blocks, with_block, strict=True)}
     with_refresh = any(each.about["refresh"] for each in parsed)
     refresher = copy.copy(engine.refresher)
@@ -230,7 +252,7 @@ def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any
                 own[key] = value  # torch makes other containers, a deque without its length
                 continue
             # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
-            if own[key].dtype != value.dtype and (value.dim() == 0 or not cast):
+            if own[key].dtype != value.dtype and not (cast and value.shape == tensor.shape):
                 own[key] = value.to(own[key].device)
             # Fused kernels take it that a state lies in memory as its parameter does.
             if own[key].shape == tensor.shape and own[key].stride() != tensor.stride():

@@ -31,7 +31,7 @@ BASIS, COORDINATES, REST, REFRESH = (f"{OWN}{kind}/" for kind in ("basis", "coor
 Entry = dict[str, Any]  # the state of one parameter
 
 
-def exported(engine: Engine, *, complete: bool) -> dict[Tensor, Entry]:
+def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
     """The state of every parameter; its tensors are the optimizer's own.
 
     A parameter that has not been stepped has a state as it will be then, and a note that it does not count: tools that
@@ -47,8 +47,9 @@ def exported(engine: Engine, *, complete: bool) -> dict[Tensor, Entry]:
     refresher = engine.refresher
     remembered = {} if refresher is None else refresher.memories(engine, complete=complete)
     counts = [0, 0, 0] if refresher is None else refresher.counts()
-    states: dict[Tensor, Entry] = {}
-    for name, parameter, dtype in engine.bound():
+    states: dict[Any, Entry] = {}
+    bound = engine.bound
+    for name, parameter, dtype in zip(bound.names, bound.members, bound.dtypes, strict=True):
         place, block = inside.get(id(parameter), (None, None))
         about = {"version": STATE_VERSION, "optimizer": engine.optimizer_class.__name__, "name": name}
         about |= {"shape": list(parameter.shape), "dtype": str(dtype), "refresh": refresher is not None}
@@ -56,8 +57,9 @@ def exported(engine: Engine, *, complete: bool) -> dict[Tensor, Entry]:
         if block is None:
             piece = engine.pieces.of(parameter)
             found, stepped = _inner_state(engine, [piece])
-            spread = engine.pieces.spreading(piece)
-            entry = {key: mapped(value, spread) for key, value in found[0].items()}
+            entry = dict(found[0])
+            if piece is not parameter:
+                entry = {key: mapped(value, engine.pieces.spreading(piece)) for key, value in entry.items()}
         elif block.owners[0] is parameter:
             entry, stepped = _of_block(engine, block, complete=complete)
             entry |= {f"{REFRESH}{key}": tensor for key, tensor in remembered.get(block.name, {}).items()}
@@ -65,18 +67,25 @@ def exported(engine: Engine, *, complete: bool) -> dict[Tensor, Entry]:
         entry[CLOCK] = torch.tensor([*counts, stepped], device=parameter.device)
         entry[ABOUT] = _as_bytes(about).to(parameter.device)
         states[parameter] = entry
-    return states
+    others = {key: value for key, value in engine.inner.state.items() if not isinstance(key, Tensor)}
+    return states | others
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _of_block(engine: Engine, block: BoundBlock, *, complete: bool) -> tuple[Entry, bool]:
+    # Copies for a state dict: who keeps one keeps digests with them, of the parameters that they stand for.
+    taken = torch.clone if complete else _as_it_is
     entry: Entry = {}
     states, stepped = _inner_state(engine, block.coordinates)
     for place, (coordinate, state) in enumerate(zip(block.coordinates, states, strict=True)):
         for key, value in state.items():
-            entry[_key(place, key)] = mapped(value, partial(block.spread, place))
-        entry[f"{COORDINATES}{place}"] = block.spread(place, coordinate.detach())
-    entry |= {f"{BASIS}{key}": tensor for key, tensor in block.change.tensors.items()}
-    entry |= {f"{REST}{place}": tensor for place, tensor in enumerate(block.rest or [])}
+            entry[_key(place, key)] = mapped(value, partial(block.spread, place)) if block.by_rows else value
+        entry[f"{COORDINATES}{place}"] = block.spread(place, taken(coordinate.detach()))
+    entry |= {f"{BASIS}{key}": taken(tensor) for key, tensor in block.change.tensors.items()}
+    entry |= {f"{REST}{place}": taken(tensor) for place, tensor in enumerate(block.rest or [])}
     # Torch's tools ask for what is in a state before they load one: the place is always there.
     digests = block.stand_for() if complete else [UNKNOWN] * len(block.owners)
     rows = [list(bytes.fromhex(digest)) for digest in digests]
@@ -127,9 +136,17 @@ class Published:
 
     def __init__(self, engine: Engine) -> None:
         self._kept = exported(engine, complete=False)
-        self.states: defaultdict[Tensor, Entry] = defaultdict(
-            dict, {parameter: dict(entry) for parameter, entry in self._kept.items()}
+        self.states: defaultdict[Any, Any] = defaultdict(
+            dict, {key: dict(entry) if isinstance(key, Tensor) else entry for key, entry in self._kept.items()}
         )
+        # Torch's counter of writes to a tensor, see :func:`egop.binding._look`.
+        self._versions = {
+            (parameter, key): value._version
+            for parameter, entry in self._kept.items()
+            if isinstance(parameter, Tensor)
+            for key, value in entry.items()
+            if str(key).startswith((BASIS, REFRESH)) and isinstance(value, Tensor)
+        }
 
     def take_in(self, engine: Engine) -> None:
         """Give the optimizer what was written: other moments or coordinates; none, to begin anew.
@@ -137,26 +154,59 @@ class Published:
         Raises:
             ValueError: for what cannot be changed so. Nothing is taken in then.
         """
-        writes = {parameter: self._written(parameter) for parameter in self._kept}
+        for parameter, new in engine.replaced().items():  # its state may have been given to the new one
+            if new in self.states and parameter not in self.states:
+                self.states[parameter] = self.states.pop(new)
+        parameters = [key for key in self._kept if isinstance(key, Tensor)]
+        writes = {parameter: self._written(parameter) for parameter in parameters}
         for parameter, keys in writes.items():
-            for key in sorted(str(key) for key in keys):
-                if key.startswith(OWN) and not key.startswith(COORDINATES) and key in self.states.get(parameter, {}):
-                    raise ValueError(
-                        f"optimizer.state has another '{key}' than before: a basis cannot be changed there. Use "
-                        "optimizer.rebase(basis), or load a whole state by optimizer.load_state_dict. Nothing of what "
-                        "was written has been taken."
-                    )
+            for key in keys:
+                self._check(engine, parameter, key)
+        for (parameter, key), version in self._versions.items():
+            if self._kept[parameter][key]._version != version:
+                raise ValueError(
+                    f"'{key}' in optimizer.state was written to in place, which leaves coordinates that mean something "
+                    "else. Load a state by optimizer.load_state_dict; a basis is changed by optimizer.rebase(basis)."
+                )
         for parameter, keys in writes.items():
             if keys:
                 self._take(engine, parameter, keys)
+        others = {key: value for key, value in self.states.items() if not isinstance(key, Tensor)}
+        for key in [key for key in engine.inner.state if not isinstance(key, Tensor) and key not in others]:
+            del engine.inner.state[key]
+        engine.inner.state.update(others)
 
     def _written(self, parameter: Tensor) -> set[Any]:
         """The keys of an entry that have another value than before; one that was only copied or moved is the same."""
         kept, now = self._kept[parameter], self.states.get(parameter, {})
+        if not isinstance(now, Mapping):
+            raise ValueError(f"optimizer.state[parameter] must be a dict, got {now!r:.80}.")
         return {key for key in kept.keys() | now.keys() if not _is_same(kept.get(key), now.get(key))}
+
+    def _check(self, engine: Engine, parameter: Tensor, key: Any) -> None:
+        """Raise an error for what cannot be written."""
+        kept, entry = self._kept[parameter].get(key), self.states.get(parameter, {})
+        block, refused = engine.block_of(parameter), "Nothing of what was written has been taken."
+        if key not in entry:
+            return
+        if str(key).startswith(OWN) and not str(key).startswith(COORDINATES):
+            raise ValueError(
+                f"optimizer.state has another '{key}' than before: a basis cannot be changed there. Use "
+                f"optimizer.rebase(basis), or load a whole state by optimizer.load_state_dict. {refused}"
+            )
+        if block is not None and block.owners[0] is not parameter:
+            raise ValueError(
+                f"optimizer.state has a '{key}' for a parameter of block '{block.name}', whose state is with its first "
+                f"parameter, '{block.change.block.parameters[0]}'. {refused}"
+            )
+        if isinstance(kept, Tensor) and (not isinstance(entry[key], Tensor) or entry[key].shape != kept.shape):
+            given = tuple(entry[key].shape) if isinstance(entry[key], Tensor) else type(entry[key]).__name__
+            raise ValueError(f"optimizer.state has a '{key}' of {given} where {tuple(kept.shape)} was. {refused}")
 
     def _take(self, engine: Engine, parameter: Tensor, keys: set[Any]) -> None:
         block, now = engine.block_of(parameter), self.states.get(parameter, {})
+        if block is not None and block.owners[0] is not parameter:
+            return  # its state is with the first one
         tensors = [engine.pieces.of(parameter)] if block is None else block.coordinates
         inner = {key for key in now if not str(key).startswith(OWN)}
         if not inner:  # all of it dropped

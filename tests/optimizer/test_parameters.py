@@ -193,3 +193,22 @@ def test_pickling_takes_every_basis_once():
     case, basis = case_and_basis("batched")
     sizes = [len(pickle.dumps(Wrapped(case.build(), each, SGD).optimizer)) for each in (basis, None)]
     assert sizes[0] - sizes[1] < 1.2 * sum(change.nbytes for change in basis.values()) + 6000
+
+
+def test_a_group_that_the_inner_optimizer_refuses_is_not_added():
+    class Picky(torch.optim.SGD):
+        def add_param_group(self, group):
+            if len(group["params"]) > 2:
+                raise ValueError("too many")
+            super().add_param_group(group)
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    named = list(model.named_parameters())
+    optimizer = egop.ReparameterizedOptimizer(named[:2], Picky, lr=0.1)
+    with pytest.raises(ValueError, match="too many"):
+        optimizer.add_param_group({"params": named[2:]})
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": named[2:4]})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    optimizer.step()

@@ -84,7 +84,63 @@ def test_a_model_that_was_cast_trains_on_in_its_new_precision(kind):
     assert 0 < distance(end, straight) < 1e-4
 
 
-@pytest.mark.parametrize("what", ["shape", "fewer", "another kind"])
+SQUARE = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("between_groups", [False, True])
+@pytest.mark.parametrize("kind", ["no basis", "online"])
+def test_parameters_that_change_places_keep_what_is_theirs(kind, between_groups):
+    def trained(swapped):
+        model = copy.deepcopy(SQUARE)
+        named = list(model.named_parameters())
+        parts = [named[:2], named[2:]] if between_groups else [named]
+        optimizer = egop.ReparameterizedOptimizer(
+            [{"params": part} for part in parts], torch.optim.AdamW, lr=0.01, model=model, **KINDS[kind]()
+        )
+        for step in range(6):
+            if step == 3 and swapped:
+                first, last = optimizer.param_groups[0]["params"], optimizer.param_groups[-1]["params"]
+                first[0], last[-2] = last[-2], first[0]
+            optimizer.zero_grad()
+            model(torch.linspace(-1, 1, 8).reshape(2, 4) + step).square().sum().backward()
+            optimizer.step()
+        return cases.parameters_of(model), optimizer
+
+    (straight, _), (swapped, optimizer) = trained(False), trained(True)
+    assert identical(straight, swapped)
+    assert optimizer.param_groups[0]["param_names"][0] == "2.weight"
+
+
+def test_a_state_that_is_given_to_the_new_parameter_is_its():
+    """As programs do that grow and prune points."""
+    straight = steps(*started("no basis"), 5)
+    model, optimizer = started("no basis")
+    steps(model, optimizer, 2)
+    old = model[0].weight
+    state = optimizer.state.pop(old)
+    model[0].weight = nn.Parameter(old.detach().clone())
+    optimizer.param_groups[0]["params"][0] = model[0].weight
+    optimizer.state[model[0].weight] = state
+    assert identical(steps(model, optimizer, 3, first=2), straight)
+
+
+def test_a_single_number_is_cast_too():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+    model = Scaled()
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.scale.square().backward()
+        optimizer.step()
+        model.double()
+    assert optimizer.inner.state[model.scale]["exp_avg"].dtype is torch.float64
+
+
+@pytest.mark.parametrize("what", ["twice", "computed", "shape", "fewer", "another kind"])
 def test_parameters_that_do_not_fit_are_refused_and_nothing_moves(what):
     model, optimizer = started("fixed")
     steps(model, optimizer, 2)
@@ -95,6 +151,10 @@ def test_parameters_that_do_not_fit_are_refused_and_nothing_moves(what):
         group["params"] = [nn.Parameter(torch.zeros(2, 2)), *kept[1:]]
     elif what == "fewer":
         group["params"] = kept[1:]
+    elif what == "twice":
+        group["params"] = [kept[0], kept[0], *kept[2:]]
+    elif what == "computed":
+        group["params"] = [kept[0] * 1, *kept[1:]]
     else:
         group["params"] = [nn.Parameter(torch.zeros(5, 6, dtype=torch.cfloat)), *kept[1:]]
     for parameter in model.parameters():

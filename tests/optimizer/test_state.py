@@ -218,7 +218,7 @@ def test_moments_that_are_written_before_the_first_step_count():
     for group in plain.inner.param_groups:
         for tensor in group["params"]:
             ones, zeros = torch.ones_like(tensor.detach()), torch.zeros_like(tensor.detach())
-            plain.inner.state[tensor] = {"step": torch.tensor(1.0), "exp_avg": ones, "exp_avg_sq": zeros}
+            plain.inner.state[tensor] = {"step": torch.tensor(0.0), "exp_avg": ones, "exp_avg_sq": zeros}
     assert identical(steps(model, optimizer, 3), steps(other, plain, 3))
 
 
@@ -243,6 +243,122 @@ def test_loading_shares_no_memory_with_what_was_loaded():
     straight = steps(*copy.deepcopy((other, loaded)), 3, first=2)
     steps(model, optimizer, 3)
     assert identical(steps(other, loaded, 3, first=2), straight)
+
+
+def test_a_state_dict_that_was_kept_stands_for_the_weights_it_was_kept_with():
+    """Its coordinates must not have moved on when the weights of that time are put back beside it."""
+    model, optimizer = started()
+    steps(model, optimizer, 2)
+    state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    steps(model, optimizer, 5, first=2)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    steps(model, optimizer, 1)
+    assert all(torch.allclose(value, weights[name], atol=1e-12) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["itself", "merged"])
+def test_a_state_that_is_assigned_to_itself_is_the_same(how):
+    straight = steps(*started(), 5)
+    model, optimizer = started()
+    steps(model, optimizer, 2)
+    if how == "itself":
+        optimizer.state = optimizer.state
+    else:
+        optimizer.state |= {}
+    assert identical(steps(model, optimizer, 3, first=2), straight)
+
+
+def jointly(**options):
+    model = MLP.build()
+    basis = basis_of(MLP, partition={"all": ["*"]}, structure=egop.Full())
+    return model, egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=0.01, **options)
+
+
+def test_copies_of_the_entries_of_a_block_of_several_parameters_change_nothing():
+    straight = steps(*jointly(), 5)
+    model, optimizer = jointly()
+    steps(model, optimizer, 2)
+    for parameter, entry in optimizer.state.items():
+        optimizer.state[parameter] = {key: value.clone() for key, value in entry.items()}
+    assert identical(steps(model, optimizer, 3, first=2), straight)
+
+
+WRITES = {
+    "coordinates of another shape": ("egop/coordinates/0", lambda: torch.zeros(1), r"of \(1,\) where \(30,\) was"),
+    "a moment of another shape": ("exp_avg", lambda: torch.zeros(2, 2), r"'exp_avg' of \(2, 2\) where \(30,\) was"),
+    "a moment that is none": ("exp_avg", lambda: "x", "'exp_avg' of str where"),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_cannot_be_written_is_refused_and_nothing_else_is_taken(what):
+    key, value, message = WRITES[what]
+    straight = steps(*started(), 5)
+    model, optimizer = started()
+    steps(model, optimizer, 2)
+    optimizer.state[model[2].weight]["exp_avg"] = torch.zeros(15).double()
+    optimizer.state[model[0].weight][key] = value()
+    with pytest.raises(ValueError, match=f"{message}.*Nothing of what was written"):
+        optimizer.step()
+    assert identical(steps(model, optimizer, 3, first=2), straight)
+
+
+def test_other_writes_that_cannot_be_kept_are_refused():
+    model, optimizer = jointly()
+    steps(model, optimizer, 2)
+    optimizer.state[model[2].bias]["mine"] = 3
+    with pytest.raises(ValueError, match=r"block 'all', whose state is with its first parameter, '0\.weight'"):
+        optimizer.step()
+    optimizer.state[model[0].weight] = "x"
+    with pytest.raises(ValueError, match="must be a dict, got 'x'"):
+        optimizer.step()
+    model = MLP.build()
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis_of(MLP), lr=0.01)
+    optimizer.state[model[0].weight]["egop/basis/basis"].mul_(2)
+    with pytest.raises(ValueError, match=r"'egop/basis/basis' in optimizer\.state was written to in place"):
+        steps(model, optimizer, 1)
+
+
+def test_what_is_of_no_parameter_is_kept_saved_and_loaded():
+    model, optimizer = started()
+    optimizer.state["mine"] = {"count": 3}
+    steps(model, optimizer, 2)
+    assert optimizer.state["mine"] == {"count": 3}
+    other, loaded = started()
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert loaded.state["mine"] == {"count": 3}
+    del loaded.state["mine"]
+    steps(other, loaded, 1)
+    assert "mine" not in loaded.state
+
+
+@pytest.mark.parametrize("look", [lambda each: each.state_dict(), lambda each: each.state, lambda each: each.basis])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_look_from_inside_inference_mode_changes_nothing(look, before):
+    """As when Lightning saves a checkpoint after a validation."""
+    straight = steps(*started("none", refresh="online"), 5)
+    model, optimizer = started("none", refresh="online")
+    steps(model, optimizer, before)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    with torch.inference_mode():
+        look(optimizer)
+    assert identical(steps(model, optimizer, 5 - before, first=before), straight)
+
+
+@pytest.mark.parametrize("refresh", ["online", "drifted"])
+def test_a_look_before_a_rebase_changes_nothing(refresh):
+    ends = []
+    for look in (True, False):
+        model, optimizer = started("none", refresh=refresh)
+        if look:
+            optimizer.state_dict()
+        optimizer.rebase(basis_of(MLP, structure=egop.Kronecker()), moments="reset")
+        ends.append(steps(model, optimizer, 5))
+        ends.append(optimizer.refresher.counts())
+    assert identical(ends[0], ends[2])
+    assert ends[1] == ends[3]
 
 
 # --- hooks ---

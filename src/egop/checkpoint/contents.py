@@ -162,7 +162,8 @@ def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[st
     engine = optimizer._engine
     here = exported(engine, complete=False)
     found = {}
-    for index, (parameter, own) in enumerate(here.items()):
+    for index, parameter in enumerate(engine.bound.members):
+        own = here[parameter]
         block, entry = engine.block_of(parameter), state["state"][index]
         entry.pop(STANDS_FOR, None)  # digests of the rows that one process has say nothing to others
         if block is not None and not block.rowwise:
@@ -208,7 +209,7 @@ def _plain(model: nn.Module, state: dict[str, Any], tensors: dict[str, Tensor]) 
     """What JSON can hold of a model and its optimizer's state; the tensors are added to a dictionary."""
     weights = model.state_dict()
     values = {"model": {plain: weights[name] for plain, name in _names(weights).items()}, "optimizer": state}
-    about = [about_of(entry) for entry in state["state"].values()]
+    about = [about_of(state["state"][key]) for group in state["param_groups"] for key in group["params"]]
     return {key: apart(value, tensors, key) for key, value in values.items()} | {"about": about}
 
 

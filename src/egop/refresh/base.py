@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +99,9 @@ class Refresher(abc.ABC):
 
     def prepare(self, optimizer: Rebasable) -> None:  # noqa: B027 - most have nothing to prepare
         """Make the blocks that the first step would make, so that it is known what a state consists of."""
+
+    def rebased(self, names: Collection[str]) -> None:  # noqa: B027 - most do not mind
+        """Someone has called ``optimizer.rebase`` with a basis for these blocks."""
 
     def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         """What it remembers of each block, by its name, as tensors; with :meth:`counts` all that is needed to go on.

@@ -17,10 +17,13 @@ class Outside:
 
     What is decided follows from the blocks, the roles and the settings, so a resumed training comes to the same; of all
     this only :attr:`made` needs to be saved.
+
+    Args:
+        made: the blocks that the refresh has made itself.
     """
 
-    def __init__(self) -> None:
-        self.made: set[str] = set()  # the blocks that the refresh has made itself
+    def __init__(self, made: Iterable[str] = ()) -> None:
+        self.made = set(made)
         self._left: set[str] = set()  # decided: these parameters stay in original coordinates
         self._open: list[tuple[str, Tensor]] = []
         self._of: tuple[Batches, int] | None = None  # what that list was made for
@@ -45,10 +48,6 @@ class Outside:
         self.made |= set(blocks)
         self._left |= set(names)
         self._of = None
-
-    def restart(self, made: Iterable[str] = ()) -> None:
-        """Ask about all of them again."""
-        self.made, self._left, self._of = set(made), set(), None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: the list is of the parameters of this optimizer."""

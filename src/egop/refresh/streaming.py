@@ -133,6 +133,12 @@ class Streaming(Refresher):
         if self.steps == 0 and not optimizer.blocks and not self._began:
             self._make_blocks(optimizer)
 
+    def rebased(self, names: Collection[str]) -> None:
+        """Blocks to which someone has given a basis need no first one; before the first step all blocks are theirs."""
+        self._from_nothing -= set(names)
+        if self.steps == 0:
+            self._outside = Outside()
+
     def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         """The Gram matrices of each block, and of what follows from the past only: whether they count and so on."""
         found: dict[str, dict[str, Tensor]] = {}
@@ -174,7 +180,7 @@ class Streaming(Refresher):
         super().load(counts, memories, blocks)
         self.grams, self._stacks, self._totals = grams, {}, set(grams) - parts
         self._from_nothing = {name for name, (_, begins, _, _) in phases.items() if begins}
-        self._outside.restart(name for name, (_, _, made, _) in phases.items() if made)
+        self._outside = Outside(name for name, (_, _, made, _) in phases.items() if made)
         self.turns, self._turns_of = {name: turn for name, (_, _, _, turn) in phases.items() if turn >= 0}, None
         self._began = False
 
@@ -182,7 +188,7 @@ class Streaming(Refresher):
         """Begin anew, without Gram matrices."""
         super().reset()
         self.grams, self._stacks, self._totals, self._from_nothing = {}, {}, set(), set()
-        self._outside.restart()
+        self._outside = Outside()
         self.turns, self._turns_of, self._began = {}, None, False
 
     def __getstate__(self) -> dict[str, Any]:
