@@ -161,6 +161,8 @@ class BoundBlock:
         Args:
             decoded: what the coordinates decode to, by the same product as in a step, since its rounding counts here.
         """
+        if any(parameter.device != own.device for parameter, own in zip(self.parameters, decoded, strict=True)):
+            return  # moved elsewhere: it is bound anew at the next step
         pairs = zip(self.parameters, self.whole(decoded), self._seen, strict=True)
         if not all((_rounds_to if seen == _LOADED else _is)(value, parameter) for parameter, value, seen in pairs):
             self.take(self.parameters)
@@ -194,7 +196,8 @@ class BoundBlock:
                 own.copy_(here)
         if self.rest is not None and rest is not None:
             self.rest = [saved.to(own, copy=True) for own, saved in zip(self.rest, rest, strict=True)]
-        self._seen = list(stand_for) if stand_for is not None else [_LOADED] * len(self.parameters)
+        digests = stand_for or [UNKNOWN] * len(self.parameters)
+        self._seen = [_LOADED if digest == UNKNOWN else digest for digest in digests]
 
     def distrust(self) -> None:
         """The coordinates may have changed without the parameters: the parameters are what holds."""

@@ -200,3 +200,30 @@ def test_an_objective_of_the_parameters_before_is_refused():
     replace(model, optimizer)
     with pytest.raises(ValueError, match=r"The objective of egop\.Every has parameters of its own"):
         steps(model, optimizer, 1)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_moved_elsewhere_trains_on_there(kind, dtype):
+    def trained(moves):
+        model, optimizer = started(kind)
+        model.to(dtype)
+        for step in range(8):
+            model.to(moves.get(step, next(model.parameters()).device))
+            optimizer.zero_grad()
+            x = torch.linspace(-1, 1, 12).reshape(2, 6).roll(step, 1)
+            model(x.to(model[0].weight)).square().sum().backward()
+            optimizer.step()
+        return {name: value.float().cpu() for name, value in cases.parameters_of(model).items()}
+
+    straight = trained({})
+    for moves in ({2: "cuda"}, {0: "cuda", 4: "cpu"}, {1: "cuda", 3: "cpu", 5: "cuda"}):
+        end = trained(moves)
+        if kind == "online":  # the first gradient leaves directions open, which rounding fills
+            assert all(value.isfinite().all() for value in end.values())
+        else:
+            assert distance(end, straight) < (1e-3 if dtype is torch.float32 else 2e-2), moves
