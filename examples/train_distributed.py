@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import egop
 from egop import checkpoint
-from egop.experiments.base import MissingDataError
-from egop.experiments.gpt import GPT
-from egop.experiments.text import Text, load
+from egop_lab.experiments.base import MissingDataError
+from egop_lab.experiments.gpt import GPT
+from egop_lab.experiments.text import Text, load
 
 WARM_UP = 50  # steps
 
