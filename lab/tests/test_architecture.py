@@ -28,7 +28,7 @@ EXCEPTIONS = {
     (
         "experiments/fashion_runs.py",
         "egop.sampling.sample_gradients",
-    ): "its basis is of a few classes' gradients, which no estimate gives",
+    ): "a spectrum from the gradients' inner products, whose basis would fill the memory",
     ("bench/sampling.py", "egop.sampling.sample_gradients"): "how fast gradients are sampled is what it measures",
     ("bench/sampling.py", "egop.sampling.Method"): "the type of an argument of the former",
 }

@@ -66,7 +66,9 @@ def one_line_errors(interrupted: str = "", also: tuple[type[Exception], ...] = (
         if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
             raise
         fail(_MISSING.format(name=error.name))
-    except (OSError, *also) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, *also)):
+            raise
         fail(str(error))
 
 
