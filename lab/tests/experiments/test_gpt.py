@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from egop import scaling
 from egop.estimate import blocks_of
 from egop.objective import Objective
 from egop.plan import make_plan
@@ -104,3 +105,11 @@ def test_what_cannot_be_is_refused():
         GPT(**SMALL | {"heads": 5})
     with pytest.raises(ValueError, match="9 tokens are more than the context of 8"):
         small()(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_the_shapes_that_are_planned_with_are_those_of_the_model_that_trains():
+    with torch.device("meta"):
+        planned, trained = scaling.gpt2(), GPT(vocabulary=50257, layers=12, width=768, heads=12, context=1024)
+        trained.head.weight = trained.tokens.weight
+    shapes = [{name: value.shape for name, value in model.named_parameters()} for model in (planned, trained)]
+    assert list(shapes[0].items()) == list(shapes[1].items())
