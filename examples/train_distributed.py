@@ -7,8 +7,8 @@ Plain AdamW:     ... --optimizer adamw
 One process:     python examples/train_distributed.py --out run
 
 It runs on GPUs (nccl) where there are some, else on CPUs (gloo). A checkpoint in --out is resumed from, on as many
-processes as there are then. Every batch is a function of the step, so a resumed run equals an undisturbed one. The model
-and what reads a text come from egop-lab.
+processes as there are then. Every batch is a function of the step, so a resumed run equals an undisturbed one. The
+model and what reads a text come from egop-lab.
 """
 
 import argparse
