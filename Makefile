@@ -1,4 +1,5 @@
-# Everything runs inside .venv, which is built once from pyproject.toml and constraints.txt.
+# Everything runs inside .venv, which is built once from the two pyproject.toml and constraints.txt: the
+# library and the lab, both as they stand here.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,10 +24,10 @@ help: ## list the targets
 
 demo: $(STAMP) ## the digits network in both coordinates: a table and a picture in egop-demo/ (options: ARGS="--epochs 20")
 	@echo "Starting the demo (about half a minute on two cores)"  # importing torch alone takes two seconds
-	@$(BIN)/egop demo $(ARGS)
+	@$(BIN)/egop-lab demo $(ARGS)
 
 bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (options: ARGS="--only steps")
-	@$(BIN)/egop bench $(ARGS)
+	@$(BIN)/egop-lab bench $(ARGS)
 
 test: lint $(CLIENTS) ## lint, then all tests on two processes (options: ARGS="-k optimizer")
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
@@ -37,11 +38,11 @@ lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/mypy
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) egop-demo egop-records egop-report egop-diagnosis egop-bench.json build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) egop-demo egop-records egop-report egop-diagnosis egop-bench.json build dist lab/dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src lab tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo 'egop needs Python 3.11 or newer; "$(PYTHON)" is' "$$($(PYTHON) --version 2>&1 || true)."; \
 	  echo 'Name another one: make PYTHON=/path/to/python3.11 ...'; exit 1; } >&2
@@ -49,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@echo "Making $(VENV) with $$($(PYTHON) --version) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev]' -e lab
 	@echo '$(CURDIR)' > $@
 
 $(CLIENTS): $(STAMP)

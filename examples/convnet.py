@@ -1,4 +1,4 @@
-"""A small convolution net on the 8 x 8 digits that ship with egop, in original and in EGOP coordinates.
+"""A small convolution net on the 8 x 8 digits that ship with egop-lab, in original and in EGOP coordinates.
 
 Train both:        python examples/convnet.py
 Will it help here? egop diagnose examples/convnet.py:factory --probe
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import egop
-from egop.experiments.data import Batches, digits
-from egop.experiments.models import cross_entropy
+from egop_lab.experiments.data import Batches, digits
+from egop_lab.experiments.models import cross_entropy
 
 STEPS = 200
 

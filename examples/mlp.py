@@ -1,4 +1,4 @@
-"""A small fully connected network on the digits that ship with egop, in original and in EGOP coordinates.
+"""A small fully connected network on the digits that ship with egop-lab, in original and in EGOP coordinates.
 
 Train both:        python examples/mlp.py
 Will it help here? egop diagnose examples/mlp.py:factory --probe
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import egop
-from egop.experiments.data import Batches, digits
-from egop.experiments.models import cross_entropy
+from egop_lab.experiments.data import Batches, digits
+from egop_lab.experiments.models import cross_entropy
 
 STEPS = 300
 

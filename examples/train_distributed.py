@@ -7,7 +7,8 @@ Plain AdamW:     ... --optimizer adamw
 One process:     python examples/train_distributed.py --out run
 
 It runs on GPUs (nccl) where there are some, else on CPUs (gloo). A checkpoint in --out is resumed from, on as many
-processes as there are then. Every batch is a function of the step, so a resumed run equals an undisturbed one.
+processes as there are then. Every batch is a function of the step, so a resumed run equals an undisturbed one. The
+model and what reads a text come from egop-lab.
 """
 
 import argparse
@@ -27,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import egop
 from egop import checkpoint
-from egop.experiments.base import MissingDataError
-from egop.experiments.gpt import GPT
-from egop.experiments.text import Text, load
+from egop_lab.experiments.base import MissingDataError
+from egop_lab.experiments.gpt import GPT
+from egop_lab.experiments.text import Text, load
 
 WARM_UP = 50  # steps
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
 import egop
-from egop.experiments.race import Race
-from egop.experiments.records import Curve, Run
+from egop.race import Race
+from egop.records import Curve, Run
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -65,14 +66,17 @@ ROOMS = [
     "diagnostics",
     "theory",
     "constrained",
-    "experiments",
-    "bench",
+    "records",
+    "pictures",
+    "training",
+    "factories",
+    "race",
     "scaling",
     "plotting",
     "pages",
     "report",
-    "reproduction",
     "diagnosis_run",
+    "commands",
     "cli",
 ]
 
@@ -139,13 +143,38 @@ def test_the_check_sees_an_import_that_goes_the_other_way(monkeypatch, tmp_path)
     test_imports_go_one_way(Path("cli.py"))
 
 
-def test_importing_the_library_does_not_import_what_only_experiments_need():
+def test_the_library_and_its_tests_do_not_import_the_lab():
+    files = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    names = {(path.name, name) for path in files for name in imported_names(path)}
+    assert ("test_architecture.py", "egop") in names
+    assert {(file, name) for file, name in names if name.partition(".")[0] == "egop_lab"} == set()
+
+
+def test_the_wheel_has_no_experiment_data_set_or_bench(tmp_path):
+    pytest.importorskip("hatchling", reason="what the wheel is built with is not installed")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=Path(__file__).parent.parent, capture_output=True, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("egop-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    own = {Path(*Path(name).parts[1:]) for name in names if name.startswith("egop/")}
+    assert set(FILES) | {Path("__init__.py"), Path("py.typed"), Path("report.css")} == own
+    assert {Path(name).parts[0].partition("-")[0] for name in names} == {"egop"}
+
+
+def test_there_is_nothing_but_code_and_a_style_sheet():
+    kinds = {path.suffix for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert kinds == {".py", ".css", ".typed"}
+    assert {"experiments", "bench", "data"} & {room_of(path) for path in FILES} == set()
+
+
+def test_importing_the_library_does_not_import_what_only_command_line_and_lab_need():
     script = "import sys, egop; print(*{name.partition('.')[0] for name in sys.modules})"
     shown = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     ).stdout
     assert "egop" in shown.split()
-    assert {"matplotlib", "typer", "rich", "pytest"} & set(shown.split()) == set()
+    unwanted = {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "cvxpy", "egop_lab"}
+    assert unwanted & set(shown.split()) == set()
 
 
 def test_importing_the_library_says_nothing():

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 import egop
 import pages
-from egop import cli, diagnosis_run
-from egop.experiments import race
+from egop import cli, diagnosis_run, race
 from signals import heed_ctrl_c
 
 GOOD = """

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from egop import plotting
-from egop.experiments.records import Curve, Run
+from egop.records import Curve, Run
 
 RUNS = [
     Run("Adam", "original", 0.1, Curve(loss=(2.0, 1.0, 0.5))),

@@ -12,7 +12,7 @@ import pytest
 import pages
 from egop import report
 from egop.diagnostics.values import COLUMNS
-from egop.experiments.records import Curve, Run
+from egop.records import Curve, Run
 
 SETTINGS = {"structure": "auto", "seed": 0}
 

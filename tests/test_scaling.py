@@ -10,9 +10,8 @@ from torch.nn import functional as F
 import egop
 from distributed.processes import run
 from egop.estimate import Gathering
-from egop.experiments import shapes
 from egop.roles import layers_of
-from egop.scaling import Memory, parts_of, plan_of, report, total
+from egop.scaling import Memory, parts_of, plan_of, report, shapes, total
 from egop.scaling.parts import adamw, muon, soap
 
 SIZES = {"resnet50": 25_557_032, "gpt2": 124_337_664, "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}

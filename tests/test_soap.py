@@ -70,7 +70,7 @@ def train(name, optimizer_of, initialise=False, after_first=None):
 
 @cache
 def soap(name, every, eps=1e-8):
-    kind = pytest.importorskip("pytorch_optimizer", reason="the other SOAP is in egop[experiments]").SOAP
+    kind = pytest.importorskip("pytorch_optimizer", reason="the other SOAP comes with egop-lab").SOAP
     arguments = {"betas": BETAS, "shampoo_beta": DECAY, "weight_decay": 0.0, "eps": eps}
     return train(
         name,

@@ -1,6 +1,6 @@
 """Optimization in the right coordinates: run any torch optimizer in the EGOP eigenbasis."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 from egop import checkpoint, theory
 from egop.constrained import BallConstrainedAdagrad
@@ -27,8 +27,8 @@ from egop.structures import (
 )
 
 try:
-    __version__ = version("egop")
-except PackageNotFoundError:  # run from its sources, without having been installed
+    __version__ = metadata.version("egop")
+except metadata.PackageNotFoundError:  # run from its sources, without having been installed
     __version__ = "unknown"
 
 __all__ = [

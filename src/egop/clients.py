@@ -11,6 +11,8 @@ from egop.optimizer import ReparameterizedOptimizer
 from egop.refresh import Refresh
 from egop.reparameterization import Reparameterization
 
+__all__ = ["TrainerOptimizer", "trainer_optimizer"]
+
 
 class TrainerOptimizer(ReparameterizedOptimizer):
     """The optimizer as Hugging Face's ``Trainer`` makes it: from groups of parameters without names.

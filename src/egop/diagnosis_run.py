@@ -11,8 +11,8 @@ import torch
 
 import egop
 from egop import report
-from egop.experiments.factories import FactoryError, first_line, load_objective, parse_rho, parse_structure
-from egop.experiments.race import Race, race
+from egop.factories import FactoryError, first_line, load_objective, parse_rho, parse_structure
+from egop.race import Race, race
 from egop.units import parse_bytes
 
 

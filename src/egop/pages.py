@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterable
 from importlib import resources
 
+__all__ = ["document", "text"]
+
 
 def document(title: str, body: Iterable[str]) -> str:
     """A whole page from its parts; empty ones are left out."""

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from egop.experiments.base import Panel, Picture
-from egop.experiments.records import Run, replacing
+from egop.pictures import Panel, Picture
+from egop.records import Run, replacing
 
 __all__ = [
     "COLORS",

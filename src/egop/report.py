@@ -10,10 +10,10 @@ from typing import Any
 from egop import __version__, plotting
 from egop.diagnostics import BlockDiagnosis, Diagnosis
 from egop.diagnostics.values import COLUMNS
-from egop.experiments.base import Panel, Series
-from egop.experiments.race import Race, end
-from egop.experiments.records import Run, replacing, write_json
 from egop.pages import document, text
+from egop.pictures import Panel, Series
+from egop.race import Race, end
+from egop.records import Run, replacing, write_json
 from egop.units import counted
 
 __all__ = ["page", "write"]

@@ -24,7 +24,6 @@ from training import STEPS, WRAPPERS, basis, batch, loss_of, network, optimizer_
 
 import egop
 from egop import checkpoint
-from egop.experiments.gpt import GPT
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent.parent / "examples" / "train_distributed.py"
@@ -60,7 +59,7 @@ def starts(said):
 
 def last(out, optimizer="egop"):
     """The weights and coordinates of the last checkpoint, on one process."""
-    model = GPT(**SIZES)
+    model = example().GPT(**SIZES)
     refresh = egop.Online() if optimizer == "egop" else None
     its_optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh)
     run = {"optimizer": optimizer} | SIZES

@@ -42,6 +42,7 @@ __all__ = [
     "CHANGES",
     "Accumulator",
     "Auxiliary",
+    "Block",
     "ChangeOfBasis",
     "Cost",
     "Full",

@@ -1,0 +1,65 @@
+"""How cost grows: twice the width, twice the depth, twice the samples."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import egop
+from egop_lab.bench import bases, networks
+from egop_lab.bench.machine import Setting, release
+from egop_lab.bench.methods import ADAMW, KRONECKER, KRONECKER_ONLINE, PERIOD, SHARED, SHARED_ONLINE, SOAP, available
+from egop_lab.bench.networks import Network
+from egop_lab.bench.steps import trials
+from egop_lab.bench.timing import interleaved, middle, reason
+
+Row = dict[str, Any]
+
+_METHODS = (ADAMW, SHARED, SHARED_ONLINE, KRONECKER, KRONECKER_ONLINE, SOAP)
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    """The growth part of the benchmark."""
+    widths = setting.pick(smoke=(8, 16), cpu=(256, 512, 1024), gpu=(512, 1024, 2048))
+    yield from _steps("width", {width: networks.perceptron((64, width, width, 10), 64) for width in widths}, setting)
+    depths, width = setting.pick(smoke=((1, 2), 8), cpu=((2, 4, 8), 256), gpu=((2, 4, 8), 512))
+    deeper = {depth: networks.perceptron((64, *[width] * (depth + 1), 10), 64) for depth in depths}
+    yield from _steps("depth", deeper, setting)
+    yield from _estimates(setting)
+
+
+def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[Row]:
+    """The seconds of a step alone, and how much longer it is than at half the size."""
+    last: dict[str, float] = {}
+    for size, network in sizes.items():
+        methods = [method for method in available(network)[0] if method.name in _METHODS]
+        ready, unready = trials(network, methods, setting.device, whole=False)
+        turns = {name: functools.partial(trial.alone, PERIOD) for name, trial in ready.items()}
+        found, failed = interleaved(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
+        now = {name: middle([turn.step for turn in own]) for name, own in found.items()}
+        for name, seconds in now.items():
+            row: Row = {"what": what, "size": size, "of": name, "seconds": seconds}
+            yield row | ({"growth": seconds / last[name]} if name in last else {})
+        for name, problem in (unready | failed).items():
+            yield {"what": what, "size": size, "of": name, "failed": problem}
+        last = now
+        del ready, turns
+        release(setting.device)
+
+
+def _estimates(setting: Setting) -> Iterator[Row]:
+    """The seconds of an estimate on the digits network, and how much longer it is than with half the samples."""
+    structures = {"Shared": egop.Shared(), "Full": egop.Full()}
+    network = networks.perceptron((6, 4, 3), 4) if setting.smoke else networks.digits()
+    for name, structure in structures.items():
+        last = None
+        for samples in setting.pick(smoke=(2, 4), cpu=(500, 1000, 2000), gpu=(1000, 2000, 4000)):
+            row: Row = {"what": "samples", "size": samples, "of": f"estimate, {name}"}
+            try:
+                row["seconds"] = bases.estimate(network, structure, samples, setting.device)[1]["seconds"]
+            except Exception as error:  # the other rows are still to come
+                yield row | {"failed": reason(error)}
+                continue
+            yield row | ({} if last is None else {"growth": row["seconds"] / last})
+            last = row["seconds"]

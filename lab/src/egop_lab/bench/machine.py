@@ -1,0 +1,145 @@
+"""The machine that is measured on: its name, its settings, and how fast it multiplies and copies."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from egop_lab.bench.timing import Marks
+from egop_lab.experiments.residual import fast
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine reaches in the best of cases, which makes the floor of a step.
+
+    Attributes:
+        flops: floating-point operations a second, of a large product in float32 at the precision that is set.
+        bytes: read or written a second, in a large copy.
+    """
+
+    flops: float
+    bytes: float
+
+    def seconds(self, flops: float, size: float) -> float:
+        """The least time for so many operations on so many bytes."""
+        return max(flops / self.flops, size / self.bytes)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to measure.
+
+    Attributes:
+        device: where.
+        smoke: tiny sizes, only to see that everything works.
+        rounds: how often each method has its turn; by default what the part of the benchmark says.
+        rates: what the machine reaches.
+    """
+
+    device: torch.device
+    smoke: bool
+    rounds: int | None
+    rates: Rates
+
+    @property
+    def gpu(self) -> bool:
+        """Whether this is a GPU."""
+        return self.device.type == "cuda"
+
+    def pick(self, *, smoke: T, cpu: T, gpu: T) -> T:
+        """One of three, by what is measured on."""
+        return smoke if self.smoke else gpu if self.gpu else cpu
+
+    def turns(self, usual: int) -> int:
+        """How many rounds there are."""
+        return self.rounds or (1 if self.smoke else usual)
+
+
+@contextlib.contextmanager
+def settled(device: torch.device) -> Iterator[None]:
+    """On a GPU, TF32 products and the fastest convolutions. No garbage is collected in the middle of a measurement."""
+    convolutions, collecting = torch.backends.cudnn.benchmark, gc.isenabled()
+    with fast(device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # of attention under vmap
+        torch.backends.cudnn.benchmark = device.type == "cuda"
+        gc.collect()
+        gc.freeze()  # what is there now need not be looked at again and again
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+            torch.backends.cudnn.benchmark = convolutions
+            if collecting:
+                gc.enable()
+
+
+def release(device: torch.device) -> None:
+    """Give back what the part before this one held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """What a reader has to know of the machine; called inside :func:`settled`."""
+    gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else _processor(),
+        "kind": device.type,
+        "threads": torch.get_num_threads(),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "versions": {name: _version(name) for name in ("egop", "torch", "numpy", "pytorch_optimizer")},
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if gpu else None,
+    }
+
+
+def measure(device: torch.device, *, smoke: bool) -> Rates:
+    """The best of some large products and copies."""
+    side, entries = (256, 2**20) if smoke else (8192, 2**28) if device.type == "cuda" else (2048, 2**26)
+    one, other = torch.randn(2, side, side, device=device)
+    source, target = torch.zeros(2, entries, device=device)
+    product = torch.empty_like(one)
+    return Rates(
+        flops=2 * side**3 / _best(lambda: torch.mm(one, other, out=product), device),
+        bytes=2 * source.nbytes / _best(lambda: target.copy_(source), device),
+    )
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    marks = Marks(device)
+    for _ in range(6):
+        marks.mark()
+        work()
+    marks.mark()
+    return min(marks.seconds())
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    with contextlib.suppress(ImportError):  # it may lie on the path without having been installed
+        return str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
+    return None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,133 @@
+"""The networks that are measured, with random batches: what they learn does not matter here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from egop_lab.experiments.gpt import GPT
+from egop_lab.experiments.models import digits_network
+from egop_lab.experiments.networks import ResidualNetwork
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network and the batches that it is trained on.
+
+    Attributes:
+        name: as shown.
+        build: makes it.
+        inputs: the shape of a batch; whole numbers below ``classes`` where the network reads tokens.
+        classes: how many outputs there are.
+        tokens: whether it reads tokens; it has an output for each of them then.
+        half: whether it computes in bfloat16 on a GPU, with its parameters in float32.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: tuple[int, ...]
+    classes: int = 10
+    tokens: bool = False
+    half: bool = False
+
+    def make(self, device: torch.device) -> nn.Module:
+        """The network on a device, always with the same weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self.build().to(device)
+        if self.images and device.type == "cuda":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    def batches(self, device: torch.device, count: int) -> list[Batch]:
+        """Random batches on a device, always the same ones."""
+        generator = torch.Generator().manual_seed(1)
+        found = []
+        for _ in range(count):
+            if self.tokens:
+                text = torch.randint(self.classes, (self.inputs[0], self.inputs[1] + 1), generator=generator)
+                inputs, targets = text[:, :-1], text[:, 1:]
+            else:
+                inputs = torch.randn(self.inputs, generator=generator)
+                targets = torch.randint(self.classes, self.inputs[:1], generator=generator)
+            inputs = inputs.to(device)
+            if self.images and device.type == "cuda":
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            found.append((inputs, targets.to(device)))
+        return found
+
+    @property
+    def images(self) -> bool:
+        """Whether it reads images."""
+        return len(self.inputs) == 4
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean cross-entropy of a batch."""
+        return loss_of(self.outputs(model, batch[0]), batch[1])
+
+    def outputs(self, model: nn.Module, inputs: Tensor, **options: Any) -> Tensor:
+        """What the network says, in float32."""
+        kind = inputs.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.half and kind == "cuda", **options):
+            return model(inputs).float()
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of a network's outputs."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def perceptron(widths: Sequence[int], batch: int, name: str | None = None) -> Network:
+    """Linear layers with ReLU between them."""
+
+    def build() -> nn.Module:
+        layers = [part for one, other in itertools.pairwise(widths) for part in (nn.Linear(one, other), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    return Network(name or f"MLP {'-'.join(map(str, widths))}", build, (batch, widths[0]), widths[-1])
+
+
+def digits(batch: int = 300) -> Network:
+    """The network of the digits experiment."""
+    return Network("digits MLP", digits_network, (batch, 64))
+
+
+def convolutions(batch: int, channels: int) -> Network:
+    """A small convolution net without batch norm, on 28 x 28 pixels."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(channels, 2 * channels, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(2 * channels * 49, 10),
+        )
+
+    return Network(f"convolution net, {channels} channels", build, (batch, 1, 28, 28))
+
+
+def gpt(layers: int, width: int, batch: int, context: int = 256, *, half: bool = True) -> Network:
+    """A GPT on bytes, with heads of 64."""
+
+    def build() -> nn.Module:
+        return GPT(layers=layers, width=width, heads=max(1, width // 64), context=context)
+
+    return Network(f"GPT {layers}x{width}", build, (batch, context), 256, tokens=True, half=half)
+
+
+def resnet(batch: int, pixels: int, width: int = 64, depths: Sequence[int] = (3, 4, 6, 3)) -> Network:
+    """ResNet-34 for ten classes, or a narrower one of the same depth."""
+    name = f"ResNet-{2 + 2 * sum(depths)}" + ("" if width == 64 else f", width {width}")
+    return Network(name, lambda: ResidualNetwork(depths, width, 10), (batch, 3, pixels, pixels), half=True)

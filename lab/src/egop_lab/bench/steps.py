@@ -1,0 +1,221 @@
+"""An optimizer's step alone and a whole training step, beside AdamW, SOAP and the floor of the basis products."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import egop
+from egop_lab.bench import networks
+from egop_lab.bench.machine import Rates, Setting, release
+from egop_lab.bench.methods import ADAMW, COMPILED, INSTALL, PERIOD, SOAP, Method, available
+from egop_lab.bench.networks import Network
+from egop_lab.bench.timing import Marks, interleaved, middle, spread
+
+Row = dict[str, Any]
+
+_BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, as in training
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One round of a method, in seconds: the mean step, the longest one, and the mean whole step with its gradient."""
+
+    step: float
+    longest: float
+    whole: float | None = None
+
+
+class Trial:
+    """A method at work on a network of its own.
+
+    Args:
+        network: the network.
+        method: the optimizer.
+        start: the model to train a copy of.
+        batches: what it is trained on.
+        gradients: the gradients of these batches, for steps without a backward pass.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        method: Method,
+        start: nn.Module,
+        batches: Sequence[networks.Batch],
+        gradients: Sequence[Sequence[Tensor]] = (),
+    ) -> None:
+        self.network, self.method, self.batches = network, method, batches
+        self.gradients = [[gradient.clone() for gradient in own] for own in gradients]  # some methods write to them
+        self.model = copy.deepcopy(start)
+        self.device = batches[0][0].device
+        self.optimizer = method.build(self.model, network)
+        self._parameters = list(self.model.parameters())
+
+    def warmed_up(self, *, whole: bool) -> Trial:
+        """The first steps set things up and make a first basis; on a GPU a renewal also loads what it needs."""
+        if self.gradients:
+            self.alone(self.method.period + 2 if self.device.type == "cuda" else 2)
+        if whole:
+            self.whole(2)
+        return self
+
+    def alone(self, steps: int) -> Turn:
+        """Steps with gradients that are there already."""
+        marks = Marks(self.device)
+        for index in range(steps):
+            for parameter, gradient in zip(self._parameters, self.gradients[index % len(self.gradients)], strict=True):
+                parameter.grad = gradient
+            marks.mark()
+            self.optimizer.step()
+            marks.mark()
+        own = marks.seconds()[::2]
+        return Turn(sum(own) / steps, max(own))
+
+    def whole(self, steps: int) -> Turn:
+        """Forward, backward and step."""
+        marks = Marks(self.device)
+        for index in range(steps):
+            marks.mark()
+            self.model.zero_grad()
+            self.network.loss(self.model, self.batches[index % len(self.batches)]).backward()
+            marks.mark()
+            self.optimizer.step()
+        marks.mark()
+        seconds = marks.seconds()
+        own = seconds[1::2]
+        return Turn(sum(own) / steps, max(own), sum(seconds) / steps)
+
+    def turn(self, steps: int) -> Turn:
+        """One round: on the CPU a whole step is the sum of its parts; on a GPU they overlap, and each is measured."""
+        steps = -(-steps // self.method.period) * self.method.period  # whole periods, each with one renewal
+        if self.device.type != "cuda":
+            return self.whole(steps)
+        alone = self.alone(steps)
+        return Turn(alone.step, alone.longest, self.whole(steps).whole)
+
+
+def gradients_of(network: Network, model: nn.Module, batches: Sequence[networks.Batch]) -> list[list[Tensor]]:
+    """The gradients of each batch."""
+    parameters = list(model.parameters())
+    return [list(torch.autograd.grad(network.loss(model, batch), parameters)) for batch in batches]
+
+
+def trials(
+    network: Network, methods: Sequence[Method], device: torch.device, *, whole: bool
+) -> tuple[dict[str, Trial], dict[str, str]]:
+    """All methods set up for a network, and why some could not be.
+
+    Args:
+        network: the network.
+        methods: the optimizers.
+        device: where.
+        whole: whether whole steps are to be measured, not only steps with gradients that are there already.
+    """
+    start = network.make(device)
+    batches = network.batches(device, _BATCHES)
+    gradients = [] if whole and device.type == "cpu" else gradients_of(network, start, batches)
+
+    def ready(method: Method) -> Trial:
+        return Trial(network, method, start, batches, gradients).warmed_up(whole=whole)
+
+    made, failed = interleaved({method.name: functools.partial(ready, method) for method in methods}, rounds=1)
+    return {name: trial for name, (trial,) in made.items()}, failed
+
+
+def measure(network: Network, methods: Sequence[Method], setting: Setting, steps: int, rounds: int) -> list[Row]:
+    """The rows of one network: each method's seconds, and what they are to AdamW's, SOAP's and the floor."""
+    ready, unready = trials(network, methods, setting.device, whole=True)
+    found, failed = interleaved(
+        {name: functools.partial(trial.turn, steps) for name, trial in ready.items()},
+        setting.turns(rounds),
+        limit=setting.pick(smoke=1.0, cpu=15.0, gpu=6.0),
+    )
+    rows = [_row(ready[name], turns, setting.rates) for name, turns in found.items()]
+    by_name = {row["method"]: row for row in rows}
+    for row in rows:
+        _compare(row, by_name)
+    problems = (unready | failed).items()
+    return rows + [{"network": network.name, "method": name, "failed": problem} for name, problem in problems]
+
+
+def _row(trial: Trial, turns: Sequence[Turn], rates: Rates) -> Row:
+    whole = [turn.whole for turn in turns if turn.whole is not None]
+    row: Row = {
+        "network": trial.network.name,
+        "batch": list(trial.network.inputs),
+        "parameters": sum(parameter.numel() for parameter in trial.model.parameters()),
+        "method": trial.method.name,
+        "renewed every": trial.method.period if trial.method.period > 1 else None,
+        "step": middle([turn.step for turn in turns]),
+        "step spread": spread(turn.step for turn in turns),
+        "longest step": middle([turn.longest for turn in turns]),
+        "whole": middle(whole),
+        "whole spread": spread(whole),
+    }
+    if isinstance(trial.optimizer, egop.ReparameterizedOptimizer):
+        row |= floor(trial.optimizer.basis, rates)
+    return row
+
+
+def floor(basis: egop.Reparameterization, rates: Rates) -> Row:
+    """The least time for the products of one encode and one decode of every block."""
+    needs = [(change.cost_per_step, _bytes_moved(change)) for change in basis.values()]
+    return {
+        "basis flops": sum(flops for flops, _ in needs),
+        "basis bytes moved": sum(size for _, size in needs),
+        "basis bytes": sum(change.nbytes for change in basis.values()),
+        "floor": sum(rates.seconds(flops, size) for flops, size in needs),
+    }
+
+
+def _bytes_moved(change: egop.ChangeOfBasis) -> int:
+    """Encode and decode each read the basis, read the block and write it; Auxiliary needs its basis twice for each."""
+    reads = 4 if change.kind == "Auxiliary" else 2
+    return reads * change.nbytes + 4 * change.block.size * change.block.dtype.itemsize
+
+
+def _compare(row: Row, rows: Mapping[str, Row]) -> None:
+    if ADAMW in rows:
+        row["step over AdamW"] = row["step"] / rows[ADAMW]["step"]
+        row["whole over AdamW"] = row["whole"] / rows[ADAMW]["whole"]
+    if row.get("floor"):
+        row["step over floor"] = row["step"] / row["floor"]
+    if SOAP in rows:
+        row["SOAP over step"] = rows[SOAP]["step"] / row["step"]
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    """The step part of the benchmark."""
+    cases = setting.pick(
+        smoke=[
+            (networks.perceptron((12, 16, 16, 4), 8), 1, 1),
+            (networks.resnet(2, 32, width=4, depths=(1, 1)), 1, 1),
+            (networks.gpt(1, 16, batch=2, context=8), 1, 1),
+        ],
+        cpu=[
+            (networks.perceptron((784, 1024, 1024, 10), 256), PERIOD, 3),
+            (networks.resnet(16, 96, width=32), PERIOD // 2, 2),
+            (networks.gpt(6, 384, batch=2), PERIOD // 2, 2),
+        ],
+        gpu=[  # many short rounds: the speed of the host, which whole steps depend on, changes from second to second
+            (networks.perceptron((784, 1024, 1024, 10), 512), PERIOD, 31),
+            (networks.resnet(128, 112), PERIOD, 15),
+            (networks.gpt(6, 384, batch=64), PERIOD, 31),
+            (networks.gpt(12, 768, batch=32), PERIOD, 9),
+        ],
+    )
+    for network, steps, rounds in cases:
+        methods, missing = available(network)
+        if missing:
+            yield {"network": network.name, "note": INSTALL}
+        if setting.gpu and not setting.smoke and network.name == "GPT 6x384":
+            methods += COMPILED
+        yield from measure(network, methods, setting, steps, rounds)
+        release(setting.device)

@@ -1,0 +1,60 @@
+"""The digits sweep: many runs as one tensor programme against one run at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import egop
+from egop_lab.bench.machine import Setting
+from egop_lab.bench.methods import some_basis
+from egop_lab.bench.timing import interleaved, middle, spread
+from egop_lab.experiments import batched
+from egop_lab.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem, network, train_alone
+from egop_lab.experiments.tuning import doublings
+
+Row = dict[str, Any]
+
+_TOGETHER, _PLAIN, _ALONE = "together", "one at a time", "one at a time, in the batched programme"
+
+
+def run(setting: Setting) -> Iterator[Row]:
+    """The sweep part of the benchmark: seconds a run and epoch, of training steps alone (and one look at the end)."""
+    rates = doublings(1e-3, 1)[: 2 if setting.smoke else None]
+    trials = setting.pick(smoke=2, cpu=5, gpu=50)
+    epochs = setting.pick(smoke=1, cpu=4, gpu=20)
+    for coordinates in ("original", "EGOP"):
+        turned = coordinates == "EGOP"
+        turns = {
+            _TOGETHER: _batched(range(trials), rates, epochs, turned, setting),
+            _ALONE: _batched([0], rates[:1], epochs, turned, setting),
+        }
+        if not turned:
+            turns[_PLAIN] = lambda: train_alone(0, "Adam", rates[0], epochs, setting.device).seconds / epochs
+        found, failed = interleaved(turns, setting.turns(3))
+        row: Row = {"coordinates": coordinates, "runs": trials * len(rates)}
+        for name, seconds in found.items():
+            row |= {name: middle(seconds), f"{name} spread": spread(seconds)}
+        if failed:
+            row["failed"] = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
+        singles = [row[name] for name in (_PLAIN, _ALONE) if name in row]
+        if singles and _TOGETHER in row:
+            row["speed-up"] = min(singles) / row[_TOGETHER]  # over the faster way of one run at a time
+        yield row
+
+
+def _batched(
+    seeds: Sequence[int], rates: Sequence[float], epochs: int, turned: bool, setting: Setting
+) -> Callable[[], float]:
+    problem = DigitsProblem(list(seeds), setting.device)
+    basis = None
+    if turned:
+        same = some_basis(network(0).to(setting.device), egop.Full())  # which one it is does not change the time
+        basis = batched.Basis.stack([same] * len(seeds))
+
+    def turn() -> float:
+        steps = epochs * STEPS_PER_EPOCH
+        _, seconds = batched.train(problem, "Adam", rates, steps, basis=basis, record_every=steps)
+        return seconds / epochs / len(seeds) / len(rates)
+
+    return turn

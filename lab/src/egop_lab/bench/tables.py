@@ -1,0 +1,137 @@
+"""The rows as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from egop_lab.words import format_bytes, format_table
+
+Row = Mapping[str, Any]
+Format = Callable[[Any], str]
+
+
+def duration(seconds: float) -> str:
+    """``0.00123`` as ``"1.23 ms"``."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}x" if value < 100 else f"{value:.0f}x"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}/s" if value >= 10 else f"{value:.2g}/s"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+# For each part of the benchmark its title and its columns: heading, key, how a value is written.
+COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
+    "sampling": (
+        "Gradient samples a second",
+        [
+            ("network", "network", str),
+            ("rho", "rho", str),
+            ("loop", "loop", _rate),
+            ("vmapped", "vmap", _rate),
+            ("ratio", "vmap over loop", _ratio),
+        ],
+    ),
+    "bases": (
+        "Time and memory to a basis",
+        [
+            ("network", "network", str),
+            ("structure", "structure", str),
+            ("samples", "samples", str),
+            ("time", "seconds", duration),
+            ("sampling", "sampling", _share),
+            ("accumulation", "accumulation", _share),
+            ("decomposition", "decomposition", _share),
+            ("basis", "basis bytes", format_bytes),
+            ("peak", "peak bytes", format_bytes),
+        ],
+    ),
+    "steps": (
+        "Optimizer step and whole training step",
+        [
+            ("network", "network", str),
+            ("method", "method", str),
+            ("step", "step", duration),
+            ("/ AdamW", "step over AdamW", _ratio),
+            ("longest", "longest step", duration),
+            ("floor", "floor", duration),
+            ("/ floor", "step over floor", _ratio),
+            ("SOAP /", "SOAP over step", _ratio),
+            ("whole", "whole", duration),
+            ("/ AdamW", "whole over AdamW", _ratio),
+        ],
+    ),
+    "epoch": (
+        "A whole epoch",
+        [
+            ("network", "network", str),
+            ("form", "form", str),
+            ("method", "method", str),
+            ("epoch", "epoch", duration),
+            ("/ AdamW", "epoch over AdamW", _ratio),
+        ],
+    ),
+    "growth": (
+        "How cost grows",
+        [
+            ("twice the", "what", str),
+            ("of", "of", str),
+            ("size", "size", str),
+            ("time", "seconds", duration),
+            ("growth", "growth", _ratio),
+        ],
+    ),
+    "sweep": (
+        "The digits sweep: seconds a run and epoch",
+        [
+            ("coordinates", "coordinates", str),
+            ("runs", "runs", str),
+            ("together", "together", duration),
+            ("one at a time", "one at a time", duration),
+            ("(batched code)", "one at a time, in the batched programme", duration),
+            ("speed-up", "speed-up", _ratio),
+        ],
+    ),
+}
+
+
+def table(part: str, rows: Sequence[Row]) -> str:
+    """The rows of one part, and below them what failed or was left out."""
+    title, columns = COLUMNS[part]
+    shown = [row for row in rows if "note" not in row]
+    cells = [
+        ["" if row.get(key) is None else write(row[key]) for _, key, write in columns]
+        for row in shown
+        if "failed" not in row or len(_numbers(row, columns)) > 0
+    ]
+    names = [key for _, key, write in columns if write is str]
+    lines = [title, "", format_table([heading for heading, _, _ in columns], cells)] if cells else [title]
+    for row in shown:
+        if "failed" in row:
+            lines.append(f"failed: {', '.join(str(row[name]) for name in names if name in row)}: {row['failed']}")
+    return "\n".join([*lines, *dict.fromkeys(row["note"] for row in rows if "note" in row)])
+
+
+def _numbers(row: Row, columns: Sequence[tuple[str, str, Format]]) -> list[str]:
+    return [key for _, key, write in columns if write is not str and row.get(key) is not None]
+
+
+def verdicts(judged: Sequence[Row]) -> str:
+    """The targets: what was wanted, what was measured."""
+    lines = ["Targets", ""]
+    for row in judged:
+        measured = "" if row["measured"] is None else f"measured {row['measured']:.3g}, "
+        lines.append(f"{row['words']}, {row['target']}: {measured}{row['verdict']}")
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""What the numbers are meant to be, as data, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from egop_lab.bench import epoch, methods
+
+Parts = Mapping[str, Sequence[Mapping[str, Any]]]  # rows by part of the benchmark
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on one ratio.
+
+    Attributes:
+        id: a short name.
+        words: what is measured.
+        sense: which side of the bound is the good one.
+        bound: the bound.
+        kind: on which kind of device it is meant; None for both.
+        find: the ratio, from the rows; None when it was not measured.
+    """
+
+    id: str
+    words: str
+    sense: Literal["at most", "at least"]
+    bound: float
+    kind: Literal["cpu", "cuda"] | None
+    find: Callable[[Parts], float | None]
+
+    def judged(self, parts: Parts, kind: str) -> dict[str, Any]:
+        """The target beside what was measured."""
+        measured = self.find(parts) if self.kind in (None, kind) else None
+        row = {"id": self.id, "words": self.words, "target": f"{self.sense} {self.bound:g}", "measured": measured}
+        if measured is None:
+            other = self.kind not in (None, kind)
+            return row | {"verdict": f"not measured{f' (needs {_DEVICES[self.kind]})' if other else ''}"}
+        met = measured <= self.bound if self.sense == "at most" else measured >= self.bound
+        return row | {"verdict": "met" if met else "missed"}
+
+
+_DEVICES = {"cpu": "a CPU", "cuda": "a GPU", None: "nothing"}
+
+
+def _value(part: str, key: str, **wanted: str) -> Callable[[Parts], float | None]:
+    def find(parts: Parts) -> float | None:
+        for row in parts.get(part, ()):
+            if all(row.get(name) == value for name, value in wanted.items()):
+                return row.get(key)
+        return None
+
+    return find
+
+
+def _sampling(kind: Literal["cpu", "cuda"], bound: float, where: str) -> Target:
+    find = _value("sampling", "vmap over loop", network="digits MLP", rho="Initialization")
+    return Target(f"sampling-{kind}", f"vmapped over loop sampling, digits MLP, {where}", "at least", bound, kind, find)
+
+
+def _whole(id: str, words: str, bound: float, method: str) -> Target:
+    find = _value("steps", "whole over AdamW", network="GPT 6x384", method=method)
+    return Target(id, f"whole training step over AdamW, GPT 6x384, GPU, {words}", "at most", bound, "cuda", find)
+
+
+def _epoch(id: str, words: str, bound: float, method: str, form: str) -> Target:
+    find = _value("epoch", "epoch over AdamW", network="ResNet-34", form=form, method=method)
+    return Target(id, f"whole epoch over AdamW, ResNet-34, GPU, {words} ({form})", "at most", bound, "cuda", find)
+
+
+def _soap() -> Iterator[Target]:
+    """Against SOAP on every network that is measured."""
+    networks: list[tuple[str, Literal["cpu", "cuda"] | None]] = [
+        ("MLP 784-1024-1024-10", None),
+        ("ResNet-34, width 32", "cpu"),
+        ("ResNet-34", "cuda"),
+        ("GPT 6x384", None),
+        ("GPT 12x768", "cuda"),
+    ]
+    for structure, bound, method in (
+        ("Shared", 3.0, methods.SHARED_ONLINE),
+        ("Kronecker", 2.0, methods.KRONECKER_ONLINE),
+    ):
+        for network, kind in networks:
+            find = _value("steps", "SOAP over step", network=network, method=method)
+            words = f"SOAP's step over {structure}'s at the same cadence, {network}"
+            yield Target(f"soap-{structure.lower()}", words, "at least", bound, kind, find)
+
+
+TARGETS: list[Target] = [
+    _sampling("cpu", 3, "2 CPU cores"),
+    _sampling("cuda", 30, "GPU"),
+    _whole("gpt-online", "Shared online", 1.15, methods.SHARED_ONLINE),
+    _whole("gpt-fixed", "Shared fixed", 1.08, methods.SHARED),
+    *(_epoch("resnet-fixed", "Shared fixed", 1.10, epoch.FIXED, form) for form in (epoch.EAGER, epoch.GRAPH)),
+    *(_epoch("resnet-renewed", "Shared each epoch", 1.20, epoch.RENEWED, form) for form in (epoch.EAGER, epoch.GRAPH)),
+    *_soap(),
+    Target(
+        "floor",
+        "step over the floor of its basis products, GPT 12x768, GPU, Shared fixed",
+        "at most",
+        2,
+        "cuda",
+        _value("steps", "step over floor", network="GPT 12x768", method=methods.SHARED),
+    ),
+    *(
+        Target(
+            "sweep",
+            f"digits sweep, one run at a time over all together, 2 CPU cores, {coordinates} coordinates",
+            "at least",
+            10,
+            "cpu",
+            _value("sweep", "speed-up", coordinates=coordinates),
+        )
+        for coordinates in ("original", "EGOP")
+    ),
+]
+
+
+def judge(parts: Parts, kind: str) -> list[dict[str, Any]]:
+    """Every target beside what was measured on this kind of device."""
+    return [target.judged(parts, kind) for target in TARGETS]

@@ -1,0 +1,181 @@
+"""The command line, ``egop-lab``. What only a command needs is imported inside it, so that first words come quickly."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from egop.commands import application, device_of, fail, one_line_errors, typer
+from egop_lab import __version__
+from egop_lab.experiments.records import RecordError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from egop_lab.experiments.demo import Demo
+
+app = application("egop-lab", __version__, "The paper's experiments and benchmarks: optimizers in EGOP coordinates.")
+
+
+def main() -> None:
+    """What the console script ``egop-lab`` calls."""
+    app(prog_name="egop-lab")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for demo.svg and demo.json.")] = Path("egop-demo"),
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training set in each run.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the start, the batches and the sampled gradients.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
+) -> None:
+    """Train the paper's digits network in original and in EGOP coordinates, and compare."""
+    with one_line_errors():
+        passes = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+        typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, {passes} a run, six runs.")
+        import torch
+        from rich.console import Console
+
+        from egop import plotting
+        from egop.records import write_json
+        from egop_lab.experiments import demo as experiment
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        found = experiment.run(epochs=epochs, seed=seed, show=lambda basis: typer.echo(f"\n{basis}\n"))
+        closing = experiment.summary(found)
+        console = Console()
+        console.print()
+        console.print(_table(found))
+        console.print(f"The basis took {found.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
+        plotting.save(plotting.loss_and_spectra(found.runs, found.spectra), out / "demo.svg")
+        write_json(out / "demo.json", {**asdict(found), "summary": closing})
+        typer.echo(f"\nSaved {out / 'demo.svg'} (the picture) and {out / 'demo.json'} (the numbers).")
+
+
+def _table(found: Demo) -> Table:
+    from rich.table import Table
+
+    from egop_lab.words import counted
+
+    table = Table(title=f"After {counted(found.epochs, 'epoch')}, from equivalent starts", title_justify="left")
+    table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
+    table.caption_justify = "left"
+    table.add_column("optimizer")
+    table.add_column("coordinates")
+    for heading in ("lr", "final loss", "test\naccuracy", "epochs to\nsame loss", "seconds"):
+        table.add_column(heading, justify="right")
+    for original, reparameterized in found.pairs():
+        for run in (original, reparameterized):
+            curve = run.curve
+            reached = curve.epochs_to(original.curve.final)
+            table.add_row(
+                run.optimizer,
+                run.coordinates,
+                f"{run.lr:g}",
+                "diverged" if curve.diverged else f"{curve.final:.2e}",
+                f"{curve.metrics['test accuracy'][-1]:.1%}",
+                "not reached" if reached is None else str(reached),
+                f"{curve.seconds:.1f}",
+                end_section=run is reparameterized,
+            )
+    return table
+
+
+@app.command()
+def reproduce(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Which experiments; none lists them.")
+    ] = None,
+    all_of_them: Annotated[bool, typer.Option("--all", help="All experiments.")] = False,
+    preset: Annotated[str, typer.Option(help="quick (small sizes, few trials) or full (the paper's).")] = "quick",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets that do not ship with the package.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes for runs that cannot be batched.")] = 2,
+    time_budget: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which no new long run starts.")
+    ] = None,
+) -> None:
+    """Run the paper's experiments and judge its claims; what is finished is never done again."""
+    with one_line_errors("The same command goes on from there.", also=(RecordError,)):
+        from egop_lab.experiments.registry import IDS, experiment
+
+        if all_of_them and ids:
+            fail(f"Name experiments ({', '.join(ids)}) or give --all, not both.", status=2)
+        wanted = list(IDS) if all_of_them else list(ids or [])
+        if unknown := [id for id in wanted if id not in IDS]:
+            fail(f"There is no experiment {', '.join(unknown)}. There are: {', '.join(IDS)}.", status=2)
+        if preset not in ("quick", "full"):
+            fail(f"Invalid preset value: {preset}. Must be quick or full.", status=2)
+        if data is not None and not data.exists():
+            fail(f"There is no {data}: --data must name a folder or a file that is there.", status=2)
+        if not wanted:
+            for id in IDS:
+                typer.echo(f"{id:22}{experiment(id).title}")
+            typer.echo("\nRun some with: egop-lab reproduce ID ..., or all with: egop-lab reproduce --all")
+            return
+        from egop_lab.experiments.base import Context
+        from egop_lab.experiments.reproduce import reproduce as run
+
+        context = Context(
+            preset,  # type: ignore[arg-type]  # checked above
+            device_of(device),
+            data=None if data is None else str(data),
+            workers=workers,
+            time_budget=time_budget,
+        )
+        outcomes = run(wanted, records, context, say=typer.echo)
+        typer.echo(f"\nRecords are in {records}. For the report: egop-lab report --records {records}")
+        if any(outcome.problem for outcome in outcomes):
+            raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("egop-report"),
+) -> None:
+    """Make a page of everything that has been reproduced: figures, claims, numbers, verdicts."""
+    with one_line_errors(also=(RecordError,)):
+        from egop_lab import reproduction
+
+        if not any(records.glob("*.jsonl")):
+            fail(f"There are no records in {records}. Make some with: egop-lab reproduce --all", status=2)
+        found = reproduction.sections(records)
+        reproduction.write_markdown(found, out / "reproduction.md")
+        reproduction.write_html(found, out / "reproduction.html")
+        typer.echo(f"{reproduction.counts(found)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
+
+
+@app.command()
+def bench(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help="One of the parts; several times for several. All by default."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The JSON file; it is replaced.")] = Path("egop-bench.json"),
+    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each method; by default what suits it.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: only to see that everything works.")] = False,
+) -> None:
+    """Measure what a basis and a step cost, beside AdamW, SOAP, Shampoo and Muon."""
+    with one_line_errors(f"Finished rows are in {out}, which is written after every one."):
+        typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
+        import torch
+
+        from egop_lab.bench.run import PARTS, failures, run
+        from egop_lab.words import counted
+
+        if unknown := [part for part in only or [] if part not in PARTS]:
+            fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)
+        chosen = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
+        typer.echo(f"\nSaved {out}.")
+        if found := failures(kept):
+            fail(f"{counted(len(found), 'row')} failed, see above.")
+
+
+if __name__ == "__main__":
+    main()

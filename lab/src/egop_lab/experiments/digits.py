@@ -1,0 +1,160 @@
+"""Digits: the paper's opening figure, a small ReLU network in both coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from egop.pictures import Panel, Picture
+from egop_lab.experiments import batched
+from egop_lab.experiments.base import Context, Experiment, Judged, Preset, compare, median, verdict
+from egop_lab.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem
+from egop_lab.experiments.records import Record, Store
+from egop_lab.experiments.sweeps import (
+    EGOP,
+    ORIGINAL,
+    TUNING,
+    Sweep,
+    best_rate,
+    curve_series,
+    rate_series,
+    run_sweep,
+    same_in_both,
+)
+from egop_lab.experiments.tuning import doublings
+
+# Every so many epochs the loss is kept.
+_STRIDE = {"quick": 1, "full": 5}
+
+
+class DigitsExperiment(Experiment):
+    """EGOP Adam and Adagrad against their originals, SGD and SGD with momentum."""
+
+    id: ClassVar[str] = "digits"
+    title: ClassVar[str] = "A ReLU network on the UCI digits"
+    version: ClassVar[int] = 2
+    figures: ClassVar[str] = "Figure 1 (right); supplementary: loss and accuracy by learning rate"
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        full = preset == "full"
+        rates = {
+            "Adam": doublings(1e-3, 1) if full else [0.01, 0.02, 0.04, 0.08],
+            "Adagrad": doublings(1e-2, 1) if full else [0.04, 0.08, 0.1, 0.2],
+            "SGD": doublings(1e-2, 10) if full else [0.1, 0.4, 1.0],
+            "SGD+momentum": doublings(1e-3, 1) if full else [0.01, 0.04, 0.1],
+        }
+        trials = 50 if full else 3
+        return {"trials": trials, "tuning trials": 20 if full else 3, "epochs": 200 if full else 30, "rates": rates}
+
+    def run(self, store: Store, context: Context) -> None:
+        settings = self.settings(context.preset)
+        on_gpu = context.device.type == "cuda"
+        at_once = 50 if on_gpu else 5
+        common = {
+            "rates": settings["rates"],
+            "steps": settings["epochs"] * STEPS_PER_EPOCH,
+            "record_every": STEPS_PER_EPOCH,
+            "at_once": at_once,
+            "extra": {},
+        }
+        tuning = Sweep(seeds=range(TUNING, TUNING + settings["tuning trials"]), coordinates=[ORIGINAL], **common)
+        reported = Sweep(seeds=range(settings["trials"]), coordinates=[ORIGINAL, EGOP], **common)
+        for sweep in (tuning, reported):
+            run_sweep(
+                self,
+                sweep,
+                store,
+                context,
+                problem=lambda seeds: DigitsProblem(seeds, context.device, context.workers if on_gpu else 1),
+                basis=lambda problem, kind: batched.Basis.stack(problem.bases()) if kind == EGOP else None,
+                compact=_compact,
+            )
+
+    def chosen(self, store: Store, preset: Preset, optimizer: str) -> float:
+        """The rate of the highest median best validation accuracy in original coordinates, on the tuning trials."""
+        runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
+        return best_rate([run for run in runs if run.config["seed"] >= TUNING], _inaccuracy)
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        found = []
+        rivals = [self._final(store, preset, name, ORIGINAL) for name in ("SGD", "SGD+momentum")]
+        for optimizer in ("Adam", "Adagrad"):
+            original, turned = (self._final(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
+            lower = f"EGOP {optimizer} ends at a lower training loss than {optimizer}."
+            found.append(compare(f"digits/{optimizer}-lower", lower, ("EGOP", turned), (optimizer, original)))
+            against = f"EGOP {optimizer} ends lower than SGD and SGD with momentum."
+            best = ("the better of SGD and SGD+momentum", min(rivals))
+            found.append(compare(f"digits/{optimizer}-below-sgd", against, ("EGOP", turned), best))
+            found.append(self._robust(store, preset, optimizer))
+            found.append(self._accurate(store, preset, optimizer))
+        for optimizer in ("SGD", "SGD+momentum"):
+            original_runs, turned_runs = (self._reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
+            found.append(same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05))
+        return found
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        methods = [(name, kind) for name in self.settings(preset)["rates"] for kind in (ORIGINAL, EGOP)]
+        epochs = range(0, self.settings(preset)["epochs"] + 1, _STRIDE[preset])
+        losses = [curve_series(self._reported(store, preset, *method), "loss", *method, epochs) for method in methods]
+        sweeps, accuracies = [], []
+        for optimizer, kind in methods:
+            runs = self._trials(store, preset, optimizer, kind)
+            chosen = self.chosen(store, preset, optimizer)
+            sweeps.append(rate_series(runs, lambda result: result["loss"][-1], optimizer, kind, chosen))
+            accuracies.append(rate_series(runs, lambda result: result["test accuracy"], optimizer, kind, chosen))
+        return [
+            Picture(
+                "digits",
+                "Training loss by epoch at the learning rate chosen for the original coordinates; final training loss "
+                "and test accuracy by learning rate. Medians and quartiles over trials.",
+                [
+                    Panel("Training loss", "epoch", "loss", losses),
+                    Panel("Final training loss", "learning rate", "loss", sweeps, xscale="log"),
+                    Panel("Final test accuracy", "learning rate", "accuracy", accuracies, "log", "linear"),
+                ],
+            )
+        ]
+
+    def _trials(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
+        runs = self.records(store, preset, optimizer=optimizer, coordinates=coordinates)
+        return [run for run in runs if run.config["seed"] < TUNING]
+
+    def _reported(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
+        rate = self.chosen(store, preset, optimizer)
+        return [run for run in self._trials(store, preset, optimizer, coordinates) if run.config["lr"] == rate]
+
+    def _final(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> float:
+        return median([run.result["loss"][-1] for run in self._reported(store, preset, optimizer, coordinates)])
+
+    def _robust(self, store: Store, preset: Preset, optimizer: str) -> Judged:
+        finals: dict[str, dict[float, list[float]]] = {ORIGINAL: {}, EGOP: {}}
+        for kind, by in finals.items():
+            for run in self._trials(store, preset, optimizer, kind):
+                by.setdefault(run.config["lr"], []).append(run.result["loss"][-1])
+        better = [rate for rate, values in finals[EGOP].items() if median(values) < median(finals[ORIGINAL][rate])]
+        share = len(better) / len(finals[EGOP])
+        words = f"The gain of EGOP {optimizer} is robust to the learning rate."
+        found = f"Lower at {len(better)} of {len(finals[EGOP])} learning rates."
+        return Judged(f"digits/{optimizer}-robust", words, verdict(share > 0.75), found)
+
+    def _accurate(self, store: Store, preset: Preset, optimizer: str) -> Judged:
+        original, turned = (
+            median([run.result["test accuracy"] for run in self._reported(store, preset, optimizer, kind)])
+            for kind in (ORIGINAL, EGOP)
+        )
+        words = f"Test accuracy of EGOP {optimizer} is as good or better."
+        found = f"EGOP: {turned:.2%}; original: {original:.2%}."
+        return Judged(f"digits/{optimizer}-accuracy", words, verdict(turned >= original), found)
+
+
+def _inaccuracy(result: Mapping[str, Any]) -> float:
+    return -float(result["best validation accuracy"])
+
+
+def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """What figures and claims need of a run: of thousands of runs, whole curves would be tens of megabytes."""
+    return {
+        "loss": result["loss"][:: _STRIDE[config["preset"]]],
+        "best validation accuracy": max(result["validation accuracy"]),
+        "test accuracy": result["test accuracy"][-1],
+    }

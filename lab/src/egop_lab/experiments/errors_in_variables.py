@@ -1,0 +1,238 @@
+"""Errors in variables: from a Hessian that is a Kronecker product to one that is far from it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egop import theory
+from egop.pictures import Panel, Picture, Series
+from egop_lab.experiments import baselines, batched
+from egop_lab.experiments.base import Context, Judged, Preset, finished, median, quartiles, verdict
+from egop_lab.experiments.instances import RANDOM, Trials, with_decay
+from egop_lab.experiments.records import Record, Store
+from egop_lab.experiments.sweeps import EGOP, ORIGINAL
+from egop_lab.experiments.tuned import Case, Method, TunedExperiment, run_alone
+
+EGOP_ADAM = Method("Adam", EGOP)
+_SOAPS = (Method("SOAP"), Method("SOAP (0.95)"))
+_SHAMPOO = Method("Shampoo")
+
+# Losses below this share of the first one are rounding: the floor of float64.
+_FLOOR = 1e-28
+
+
+class MaskedRegression(Trials):
+    """½‖A(M∘W) − Y‖² with Y = A(M∘W*): each trial has its own A, M and W*; the start is zero."""
+
+    def __init__(self, seeds: Sequence[int], *, nu: float, size: int, decay: float, samples: int) -> None:
+        self.seeds, self.nu, self.size, self.decay, self.samples = list(seeds), nu, size, decay, samples
+        made = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
+        self.data, self.mask, self.targets = (torch.stack(each)[:, None] for each in zip(*made, strict=True))
+
+    def alone(self, seed: int) -> Self:
+        return type(self)([seed], nu=self.nu, size=self.size, decay=self.decay, samples=self.samples)
+
+    def start(self) -> batched.Point:
+        return {"W": torch.zeros(len(self.seeds), self.size, self.size, dtype=torch.float64)}
+
+    def losses(self, point: batched.Point, batch: Any) -> Tensor:
+        return 0.5 * (self.data @ (self.mask * point["W"]) - self.targets).square().sum((-2, -1))
+
+    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
+        return {"loss": self.losses(point, 0)}
+
+    def hessian(self, trial: int) -> Tensor:
+        """diag(m) (AᵀA ⊗ I) diag(m), in torch's order of the entries of W."""
+        data, mask = self.data[trial, 0], self.mask[trial, 0].flatten()
+        return mask[:, None] * torch.kron(data.mT @ data, torch.eye(self.size, dtype=data.dtype)) * mask
+
+    def _instance(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        data = with_decay(self.size, self.size, self.decay, generator)
+        noise, truth = (
+            torch.randn(self.size, self.size, generator=generator, dtype=torch.float64) for _ in ("mask", "truth")
+        )
+        mask = 1 + self.nu * noise
+        return data, mask, data @ (mask * truth)
+
+
+def run_baseline(config: Mapping[str, Any]) -> Record:
+    """One run of SOAP, Shampoo or GaLore."""
+    return run_alone(ErrorsInVariablesExperiment(), config)
+
+
+class ErrorsInVariablesExperiment(TunedExperiment):
+    """EGOP against SOAP and Shampoo, which renew their bases every step, as the Kronecker structure is lost."""
+
+    id: ClassVar[str] = "errors-in-variables"
+    title: ClassVar[str] = "Regression with errors in variables"
+    figures: ClassVar[str] = "Figure on errors in variables (SOAP, Shampoo, EGOP Adam by Kronecker residual)"
+    cosine: ClassVar[bool] = True
+    process = staticmethod(run_baseline)
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        full = preset == "full"
+        optimizers = ["Adam", "Adagrad", "SOAP", "SOAP (0.95)", "Shampoo", *(["GaLore"] if full else [])]
+        return {
+            "trials": 5 if full else 3,
+            "tuning trials": 5 if full else 2,
+            "steps": 1000,
+            "record every": 10,
+            "record tuning every": 1000,
+            "nu": [0.0, 0.1, 0.25, 0.5, 0.75, 1.0] if full else [0.0, 0.5, 1.0],
+            "size": 10,
+            "decay": 2.0,
+            "samples": 1000,
+            "exponents": {
+                name: [-4, 4] if full else [-2, 2 if name in baselines.BASELINES else 3] for name in optimizers
+            },
+            "baselines": {name: baselines.describe(name) for name in optimizers if name in baselines.BASELINES},
+        }
+
+    def cases(self, preset: Preset) -> list[Case]:
+        settings = self.settings(preset)
+        common = {name: settings[name] for name in ("size", "decay", "samples")}
+        return [{"nu": nu, **common} for nu in settings["nu"]]
+
+    def methods(self, preset: Preset) -> list[Method]:
+        kinds = [ORIGINAL, EGOP, RANDOM] if preset == "full" else [ORIGINAL, EGOP]
+        coordinatewise = [Method(name, kind) for name in ("Adam", "Adagrad") for kind in kinds]
+        return coordinatewise + [Method(name) for name in self.settings(preset)["baselines"]]
+
+    def trials(self, case: Case, seeds: Sequence[int]) -> MaskedRegression:
+        return MaskedRegression(seeds, **{name: case[name] for name in ("nu", "size", "decay", "samples")})
+
+    def score(self, result: Mapping[str, Any]) -> float:
+        """The final loss; below the floor of rounding all are equally good."""
+        return max(float(result["loss"][-1]), _FLOOR * float(result["loss"][0]))
+
+    def run(self, store: Store, context: Context) -> None:
+        super().run(store, context)
+        for case in self.cases(context.preset):
+            left = store.missing(self._residual_configs(context.preset, case))
+            for config in left:
+                began = time.perf_counter()
+                size = case["size"]
+                hessian = self.trials(case, [config["seed"]]).hessian(0)
+                found = {"residual": theory.kronecker_residual(hessian, size, size)}
+                store.add(finished(config, found, time.perf_counter() - began))
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        cases = self.cases(preset)
+        enough = len(cases) > 1
+        final = {
+            (case["nu"], method): self._final(store, preset, case, method)
+            for case in cases
+            for method in (EGOP_ADAM, *_SOAPS, _SHAMPOO)
+        }
+        residuals = {case["nu"]: self.residual(store, preset, case) for case in cases}
+        soap = {nu: min(final[nu, method] for method in _SOAPS) for nu in residuals}  # the better of its two settings
+        shampoo = {nu: final[nu, _SHAMPOO] for nu in residuals}
+        found = []
+        for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
+            words = f"{name} converges worse as the Hessian's Kronecker residual grows."
+            ordered = sorted(residuals, key=lambda nu: residuals[nu])
+            numbers = "; ".join(f"residual {residuals[nu]:.2f}: {losses[nu]:.2g}" for nu in ordered)
+            worse = losses[ordered[-1]] > 10 * losses[ordered[0]]
+            decided = verdict(worse) if enough else "cannot be judged"
+            found.append(Judged(f"{self.id}/{name}-degrades", words, decided, f"Final loss at {numbers}."))
+        found.append(self._linear(store, preset))
+        for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
+            words = f"{name} does not beat EGOP Adam for ν ≥ 0.5, although it renews its basis every step."
+            far = [nu for nu in residuals if nu >= 0.5]
+            numbers = "; ".join(f"ν = {nu:g}: EGOP Adam {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
+            better = verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"
+            found.append(
+                Judged(f"{self.id}/{name}-no-better", words, better, f"Final losses, {name} second: {numbers}.")
+            )
+        return found
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        cases, methods = self.cases(preset), self.methods(preset)
+        by_step = [
+            Panel(str(method), "step", "loss", [self._by_step(store, preset, case, method) for case in cases])
+            for method in methods
+        ]
+        residuals = [self.residual(store, preset, case) for case in cases]
+        against = [self._against(store, preset, method, residuals) for method in methods]
+        sweeps = [
+            Panel(
+                f"ν = {case['nu']:g}",
+                "learning rate",
+                "final loss, tuning trials",
+                [self.sweep(store, preset, case, method) for method in methods],
+                xscale="log",
+            )
+            for case in cases
+        ]
+        return [
+            Picture(
+                self.id,
+                "Loss by step for masks of growing noise ν, at each method's best learning rate for that ν, and the "
+                "final loss over the Kronecker residual of the Hessian (median over trials). SOAP and Shampoo renew "
+                "their bases every step, EGOP has one from before training.",
+                [*by_step, Panel("Final loss", "Kronecker residual", "loss", against)],
+            ),
+            Picture(f"{self.id}-rates", "The search for learning rates; stars mark the chosen ones.", sweeps),
+        ]
+
+    def residual(self, store: Store, preset: Preset, case: Case) -> float:
+        """The median Kronecker residual of the reported trials."""
+        runs = [store.get(config) for config in self._residual_configs(preset, case)]
+        if None in runs:
+            raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; residuals are missing.")
+        return median([run.result["residual"] for run in runs if run is not None])
+
+    def _residual_configs(self, preset: Preset, case: Case) -> list[dict[str, Any]]:
+        seeds = range(self.settings(preset)["trials"])
+        return [self.config(preset, part="Kronecker residual", **case, seed=seed) for seed in seeds]
+
+    def _final(self, store: Store, preset: Preset, case: Case, method: Method) -> float:
+        return median([run.result["loss"][-1] for run in self.reported(store, preset, case, method)])
+
+    def _by_step(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
+        curve = self.curve(store, preset, case, method, "loss")
+        label = f"ν = {case['nu']:g}, residual {self.residual(store, preset, case):.2f}"
+        return Series(label, curve.x, curve.median, curve.low, curve.high, f"ν = {case['nu']:g}", curve.egop)
+
+    def _against(self, store: Store, preset: Preset, method: Method, residuals: Sequence[float]) -> Series:
+        rows = [
+            quartiles([[run.result["loss"][-1]] for run in self.reported(store, preset, case, method)])
+            for case in self.cases(preset)
+        ]
+        low, middle, high = ([row[part][0] for row in rows] for part in range(3))
+        egop = method.coordinates == EGOP
+        return Series(str(method), residuals, middle, low, high, method.optimizer if egop else str(method), egop)
+
+    def _linear(self, store: Store, preset: Preset) -> Judged:
+        """Linear convergence is a straight line on a logarithmic axis that goes down far, whatever ν is."""
+        words = "EGOP Adam converges linearly for every ν."
+        shapes = {}
+        for case in self.cases(preset):
+            curve = self.curve(store, preset, case, EGOP_ADAM, "loss")
+            shapes[case["nu"]] = straightness(curve.median, self.settings(preset)["record every"])
+        numbers = "; ".join(
+            f"ν = {nu:g}: {fall:.1f} decades in {steps} steps, R² of a straight line {square:.2f}"
+            for nu, (fall, steps, square) in shapes.items()
+        )
+        straight = all(fall >= 10 and square >= 0.9 for fall, _, square in shapes.values())
+        return Judged(f"{self.id}/EGOP-Adam-linear", words, verdict(straight), f"{numbers}.")
+
+
+def straightness(curve: Sequence[float], every: int) -> tuple[float, int, float]:
+    """Decades that a curve falls until the floor of rounding, the steps it takes, and R² of log loss over steps."""
+    if not all(math.isfinite(value) for value in curve) or curve[0] <= 0:
+        return 0.0, 0, 0.0
+    floor = _FLOOR * curve[0]
+    end = next((index for index, value in enumerate(curve) if value <= floor), len(curve) - 1)
+    logs = np.log10(np.maximum(curve[: end + 1], floor))
+    fall = float(logs[0] - logs[-1])
+    spread = logs.std()
+    square = float(np.corrcoef(np.arange(end + 1), logs)[0, 1] ** 2) if end > 0 and spread > 0 else 0.0
+    return fall, end * every, square

@@ -1,0 +1,260 @@
+"""Fashion-MNIST: auxiliary variables of several ranks, where the first layer is too large for a full basis."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from egop.pictures import Panel, Picture, Series
+from egop_lab.experiments import fashion_claims as claims
+from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, first_below, median, quartiles
+from egop_lab.experiments.digits_spectrum import decay
+from egop_lab.experiments.fashion_batched import Curves, train_together
+from egop_lab.experiments.fashion_claims import Found, Method
+from egop_lab.experiments.fashion_runs import Runs
+from egop_lab.experiments.records import Record, Store
+from egop_lab.experiments.sweeps import TUNING
+
+_FIRST_DECAY = 0.01  # at which the learning rate is searched first: AdamW's own
+
+SEARCHES = {
+    "lines": f"(all rates with a weight decay of {_FIRST_DECAY:g}, then all weight decays with the best of them)",
+    "grid": "(every combination, as in the paper; added when the results of the lines were known)",
+}
+
+
+class FashionMnistExperiment(Experiment):
+    """AdamW in original coordinates and with auxiliary variables; rank 0 stands for original coordinates.
+
+    A further row, of which the paper claims nothing, has the leading directions alone: low-rank descent.
+    """
+
+    id: ClassVar[str] = "fashion-mnist"
+    title: ClassVar[str] = "A ReLU network on Fashion-MNIST, auxiliary variables"
+    figures: ClassVar[str] = "Fashion-MNIST: loss and spectrum; supplementary: accuracy and wall-clock time"
+    gpu: ClassVar[bool] = True
+    version: ClassVar[int] = 2
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        timing = "single runs of the library's optimizer, nothing else running; batched ones gave the curves"
+        if preset == "full":
+            return {
+                "images": 60_000,
+                "ranks": [50, 200, 1000, 2000],
+                "leading directions alone": 1000,
+                "epochs": 100,
+                "trials": 3,
+                "spectrum samples": 7951,
+                "tuning epochs": 30,
+                "rates": [1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1],
+                "weight decays": [0, 1e-5, 1e-4, 1e-3, 1e-2, 5e-2, 1e-1, 2e-1, 5e-1],
+                "searches": SEARCHES,
+                "timed epochs": 10,
+                "timing": timing,
+            }
+        return {
+            "images": 6000,
+            "ranks": [50, 200],
+            "leading directions alone": 200,
+            "epochs": 10,
+            "trials": 1,
+            "spectrum samples": 796,
+            "tuning epochs": 3,
+            "rates": [5e-3, 1e-2, 5e-2, 1e-1],
+            "weight decays": [0, 1e-2, 1e-1],
+            "searches": {"lines": SEARCHES["lines"]},
+            "timed epochs": 2,
+            "timing": timing,
+        }
+
+    def run(self, store: Store, context: Context) -> None:
+        self.train(store, context)
+        self.time(store, context)
+
+    def train(self, store: Store, context: Context) -> None:
+        """All but the timing."""
+        spectrum = self._spectrum_config(context.preset)
+        runs: Runs | None = None  # the data are needed only where something is left to do
+        if spectrum not in store:
+            runs = self._runs(context)
+            began = time.perf_counter()
+            store.add(finished(spectrum, runs.spectrum(spectrum), time.perf_counter() - began, context.device))
+        for method in self._methods(context.preset):
+            for search in self.settings(context.preset)["searches"]:
+                for configs in self._tuning(store, context.preset, method, search):
+                    if left := store.missing(configs):
+                        runs = runs or self._runs(context)
+                        self._add(left, runs, store, _compact)
+                if left := store.missing(self._reported_configs(store, context.preset, method, search)):
+                    runs = runs or self._runs(context)
+                    self._add(left, runs, store, lambda curves: curves)
+
+    def time(self, store: Store, context: Context) -> None:
+        """Single runs, for their seconds; to be called when nothing else is running."""
+        configs = {method: self._timed(store, context.preset, method) for method in self._methods(context.preset)}
+        if not (left := store.missing(configs.values())):
+            return
+        runs = self._runs(context)
+        # What is set up when first called, with a basis that is not used again.
+        runs.timed(next(config for config in configs.values() if config["rank"]) | {"seed": TUNING})
+        for config in left:
+            began = time.perf_counter()
+            store.add(finished(config, runs.timed(config), time.perf_counter() - began, context.device))
+
+    def chosen(self, store: Store, preset: Preset, method: Method, search: str) -> tuple[float, float]:
+        """Learning rate and weight decay of a method's highest validation accuracy in a search; ties: the smaller."""
+        (*_, configs) = self._tuning(store, preset, method, search)
+        return _best([record for config in configs if (record := store.get(config)) is not None])
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        first, *others = self.settings(preset)["searches"]
+        if not others:
+            return self._judged(store, preset, first)
+        return [  # the same claims, judged by the runs of either search
+            replace(one, words=f"{one.words.removesuffix('.')} (search: {search}).")
+            for search in (first, *others)
+            for one in self._judged(store, preset, search)
+        ]
+
+    def _judged(self, store: Store, preset: Preset, search: str) -> list[Judged]:
+        by_method = self._found(store, preset, search)
+        found = {method.rank: each for method, each in by_method.items() if not method.reduced}
+        curves = {rank: quartiles(each.curves("loss"))[1] for rank, each in found.items()}
+        target = min(curves[0])
+        epochs = {rank: first_below(curve, target) for rank, curve in curves.items()}
+        return [
+            *(claims.beats(rank, epochs) for rank in found if rank),
+            claims.grows(epochs),
+            *(claims.accurate(rank, found) for rank in found if rank),
+            claims.wall_clock(found, judged=preset == "full"),
+        ]
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        return [each for search in self.settings(preset)["searches"] for each in self._pictures(store, preset, search)]
+
+    def _pictures(self, store: Store, preset: Preset, search: str) -> list[Picture]:
+        found = self._found(store, preset, search)
+        losses = [_curve(method, each, "loss") for method, each in found.items()]
+        accuracies = [
+            _curve(method, each, "validation accuracy", chosen=median(each.converged()))
+            for method, each in found.items()
+        ]
+        (record,) = self.records(store, preset, kind="spectrum")
+        index = record.result["index"]
+        spectrum = Series("first layer", index, decay(record.result, index), method="spectrum")
+        bars = []
+        for words, part in (("training", False), ("training and estimation", True)):
+            times = [quartiles([[seconds] for seconds in each.seconds(part)]) for each in found.values()]
+            low, middle, high = ([time[i][0] for time in times] for i in range(3))
+            bars.append(Series(words, [str(method) for method in found], middle, low, high, words, part))
+        return [
+            Picture(
+                f"fashion-mnist-{search}",
+                f"Training loss by epoch, each method with its own learning rate and weight decay (search: {search}); "
+                f"λₖ/λ₁ of the first layer's EGOP matrix, estimated from {record.result['samples']} gradients.",
+                [
+                    Panel("Training loss", "epoch", "loss", losses),
+                    Panel("Eigenvalues, first layer", "k", "λₖ/λ₁", [spectrum]),
+                ],
+            ),
+            Picture(
+                f"fashion-mnist-{search}-time",
+                f"Validation accuracy by epoch (search: {search}), starred at 99.5 % of a method's own best; seconds "
+                "until then.",
+                [
+                    Panel("Validation accuracy", "epoch", "accuracy", accuracies, yscale="linear"),
+                    Panel("Time to 99.5 % of best accuracy", "", "seconds", bars, yscale="linear", kind="bar"),
+                ],
+            ),
+        ]
+
+    def _methods(self, preset: Preset) -> list[Method]:
+        settings = self.settings(preset)
+        return [*map(Method, (0, *settings["ranks"])), Method(settings["leading directions alone"], reduced=True)]
+
+    def _found(self, store: Store, preset: Preset, search: str) -> dict[Method, Found]:
+        found = {}
+        for method in self._methods(preset):
+            runs, time = self._reported(store, preset, method, search), store.get(self._timed(store, preset, method))
+            if time is None or not runs:
+                raise LookupError(f"{self.id}: {method} has runs left")
+            found[method] = Found(runs, time.result["seconds per epoch"], time.result["estimation seconds"])
+        return found
+
+    def _runs(self, context: Context) -> Runs:
+        return Runs(self.settings(context.preset)["images"], context)
+
+    def _add(
+        self,
+        configs: Sequence[Mapping[str, Any]],
+        runs: Runs,
+        store: Store,
+        kept: Callable[[Curves], Mapping[str, Any]],
+    ) -> None:
+        found, seconds = train_together(runs, configs)
+        device = runs.context.device
+        pairs = zip(configs, found, strict=True)
+        store.add(*(finished(config, kept(curves), seconds / len(configs), device) for config, curves in pairs))
+
+    def _tuning(self, store: Store, preset: Preset, method: Method, search: str) -> Iterable[list[dict[str, Any]]]:
+        """The search of a method, stage by stage: the next one may depend on what the one before has found."""
+        settings = self.settings(preset)
+        rates, decays = settings["rates"], settings["weight decays"]
+        if search == "grid":
+            yield [self._tuning_config(preset, method, lr, decay) for lr in rates for decay in decays]
+            return
+        yield (line := [self._tuning_config(preset, method, lr, _FIRST_DECAY) for lr in rates])
+        lr, _ = _best([record for config in line if (record := store.get(config)) is not None])
+        yield line + [self._tuning_config(preset, method, lr, decay) for decay in decays if decay != _FIRST_DECAY]
+
+    def _tuning_config(self, preset: Preset, method: Method, lr: float, weight_decay: float) -> dict[str, Any]:
+        return self._config(preset, method, lr, weight_decay, self.settings(preset)["tuning epochs"], TUNING)
+
+    def _reported_configs(self, store: Store, preset: Preset, method: Method, search: str) -> list[dict[str, Any]]:
+        settings = self.settings(preset)
+        chosen = self.chosen(store, preset, method, search)
+        return [self._config(preset, method, *chosen, settings["epochs"], seed) for seed in range(settings["trials"])]
+
+    def _reported(self, store: Store, preset: Preset, method: Method, search: str) -> list[Record]:
+        records = [store.get(config) for config in self._reported_configs(store, preset, method, search)]
+        return [record for record in records if record is not None]
+
+    def _config(
+        self, preset: Preset, method: Method, lr: float, weight_decay: float, epochs: int, seed: int
+    ) -> dict[str, Any]:
+        own: dict[str, Any] = {"rank": method.rank, **({"reduced": True} if method.reduced else {})}
+        own |= {"lr": lr, "weight_decay": weight_decay, "epochs": epochs, "seed": seed}
+        return self.config(preset, kind="run", images=self.settings(preset)["images"], **own)
+
+    def _timed(self, store: Store, preset: Preset, method: Method) -> dict[str, Any]:
+        """What is timed: its seconds do not depend on how learning rate and weight decay were found."""
+        chosen, epochs = self.chosen(store, preset, method, "lines"), self.settings(preset)["timed epochs"]
+        return self._config(preset, method, *chosen, epochs, 0) | {"kind": "timing"}
+
+    def _spectrum_config(self, preset: Preset) -> dict[str, Any]:
+        settings = self.settings(preset)
+        own = {"images": settings["images"], "samples": settings["spectrum samples"], "seed": 0}
+        return self.config(preset, kind="spectrum", **own)
+
+
+def _best(records: Sequence[Record]) -> tuple[float, float]:
+    """Learning rate and weight decay of the highest validation accuracy; of equal ones the smaller."""
+    if not records:
+        raise LookupError("the search for learning rate and weight decay has runs left")
+    places = sorted(((r.config["lr"], r.config["weight_decay"]), r.result["best validation accuracy"]) for r in records)
+    best: tuple[float, float] = min(places, key=lambda place: -place[1] if math.isfinite(place[1]) else math.inf)[0]
+    return best
+
+
+def _compact(curves: Curves) -> dict[str, float]:
+    """What is kept of a run of the search."""
+    return {"best validation accuracy": max(curves["validation accuracy"]), "final": curves["loss"][-1]}
+
+
+def _curve(method: Method, found: Found, name: str, chosen: float | None = None) -> Series:
+    low, middle, high = quartiles(found.curves(name))
+    label = str(method)
+    return Series(label, list(range(len(middle))), middle, low, high, label, method.rank > 0, chosen)

@@ -1,0 +1,13 @@
+"""Matrices with orthonormal columns, to make problems of."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["random_orthonormal"]
+
+
+def random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal columns in a random direction (uniform by Haar measure), in float64."""
+    normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
+    vectors, triangle = torch.linalg.qr(normal)
+    return vectors * triangle.diagonal().sign()

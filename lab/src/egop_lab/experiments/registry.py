@@ -1,0 +1,34 @@
+"""The experiments by id, in the order of the paper."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from egop_lab.experiments.base import Experiment
+
+# Imported when asked for, so that one that lacks a package does not keep the others from running.
+_PLACES = {
+    "trajectories": "trajectories:TrajectoriesExperiment",
+    "digits": "digits:DigitsExperiment",
+    "digits-spectrum": "digits_spectrum:DigitsSpectrumExperiment",
+    "digits-density": "digits_density:DigitsDensityExperiment",
+    "layer-spectra": "layer_spectra:LayerSpectraExperiment",
+    "linear-networks": "linear_networks:LinearNetworksExperiment",
+    "errors-in-variables": "errors_in_variables:ErrorsInVariablesExperiment",
+    "matrix-factorization": "matrix_factorization:MatrixFactorizationExperiment",
+    "convex": "convex:ConvexExperiment",
+    "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
+    "resnet": "resnet:ResnetExperiment",
+    "language-model": "language_model:LanguageModelExperiment",
+}
+
+IDS: tuple[str, ...] = tuple(_PLACES)
+
+
+def experiment(id: str) -> Experiment:
+    """The experiment of an id."""
+    if id not in _PLACES:
+        raise KeyError(f"There is no experiment '{id}'. There are: {', '.join(IDS)}.")
+    module, name = _PLACES[id].split(":")
+    found: Experiment = getattr(import_module(f"egop_lab.experiments.{module}"), name)()
+    return found

@@ -1,0 +1,78 @@
+"""Runs experiments one after the other; what is missing or fails is said, and the others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from egop_lab.experiments.base import Context, Experiment, Judged, MissingDataError, Preset
+from egop_lab.experiments.records import Store
+from egop_lab.experiments.registry import experiment
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one experiment went.
+
+    Attributes:
+        id: of the experiment.
+        judged: its claims with verdicts; empty when it could not run.
+        seconds: that this call spent on it.
+        problem: why it could not run, in one line.
+    """
+
+    id: str
+    judged: tuple[Judged, ...] = ()
+    seconds: float = 0.0
+    problem: str | None = None
+
+
+def store_of(folder: Path, id: str) -> Store:
+    """The records of an experiment."""
+    return Store(folder / f"{id}.jsonl")
+
+
+def reproduce(ids: Sequence[str], folder: Path, context: Context, say: Callable[[str], None] = print) -> list[Outcome]:
+    """Run experiments, as far as their records do not show them done, and judge their claims.
+
+    Args:
+        ids: which ones.
+        folder: where the records are kept.
+        context: preset, device, data.
+        say: shows a line to the user.
+    """
+    chosen = {id: experiment(id) for id in ids}  # an unknown id is an error before anything runs
+    outcomes = []
+    for id, one in chosen.items():
+        say(f"{id}: {one.title} ({context.preset} preset)")
+        once = cache(lambda line: say(f"  {line}"))  # an experiment may load its data more than once
+        outcomes.append(_run(one, store_of(folder, id), replace(context, say=once)))
+        outcome = outcomes[-1]
+        if outcome.problem:
+            say(f"  left out: {outcome.problem}")
+        for judged in outcome.judged:
+            say(f"  {judged.verdict}: {judged.words} {judged.found}")
+    return outcomes
+
+
+def _run(one: Experiment, store: Store, context: Context) -> Outcome:
+    began = time.perf_counter()
+    try:
+        one.run(store, context)
+    except MissingDataError as error:
+        return Outcome(one.id, problem=str(error))
+    seconds = time.perf_counter() - began
+    try:
+        return Outcome(one.id, tuple(one.judge(store, context.preset)), seconds)
+    except LookupError as error:  # a time budget ended before all runs were done
+        return Outcome(one.id, seconds=seconds, problem=f"not all of its runs are done yet ({error}); run it again")
+
+
+def judged_presets(id: str, folder: Path) -> list[Preset]:
+    """The presets of an experiment for which there are records, the full one first."""
+    one, store = experiment(id), store_of(folder, id)
+    presets: tuple[Preset, ...] = ("full", "quick")
+    return [preset for preset in presets if one.records(store, preset)]

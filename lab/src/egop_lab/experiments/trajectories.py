@@ -1,0 +1,265 @@
+"""Trajectories: the paper's opening picture, Adagrad in the plane in both coordinates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from egop.pictures import Panel, Picture, Series
+from egop_lab.experiments import batched
+from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, median, verdict
+from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
+from egop_lab.experiments.records import Record, Store
+from egop_lab.experiments.sweeps import (
+    EGOP,
+    ORIGINAL,
+    Sweep,
+    by_rate,
+    curve_series,
+    rate_series,
+    run_sweep,
+    same_in_both,
+)
+from egop_lab.experiments.tuned import Method, small
+
+_PARTS = ("first", "second")
+_ALIGNED = 10.0  # degrees
+_APART = 0.1  # of the distance from the start to the minimum
+
+
+class Plane(ConvexTrials):
+    """Log-sum-exp in two dimensions; the paper's start lies far out, here on a circle."""
+
+    def __init__(self, seeds: Sequence[int], *, n: int, decay: float, samples: int, radius: float) -> None:
+        super().__init__(seeds, objective=LOG_SUM_EXP, n=n, d=2, decay=decay, samples=samples)
+        self.own = {"n": n, "decay": decay, "samples": samples, "radius": radius}
+        self.minimum = torch.linalg.lstsq(self.data, self.targets[..., None]).solution[..., 0]
+        self.first = radius * self.first / self.first.norm(dim=-1, keepdim=True)
+
+    def alone(self, seed: int) -> Self:
+        return type(self)([seed], **self.own)  # type: ignore[arg-type]
+
+    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
+        places = {f"{name} coordinate": point["theta"][..., index] for index, name in enumerate(_PARTS)}
+        return {"loss": super().evaluate(point)["loss"], **places}
+
+    def hessian(self, trial: int) -> Tensor:
+        """At the minimum, where all residuals are zero."""
+        return 2 / len(self.targets[trial]) * self.data[trial].mT @ self.data[trial]
+
+    def level_set(self, trial: int, height: float, points: int) -> Tensor:
+        """Where the loss is so far above its minimum, (points, 2): by bisection along rays from the minimum."""
+        angles = torch.linspace(0, 2 * math.pi, points, dtype=torch.float64)
+        rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
+        low, high = torch.zeros_like(angles), torch.full_like(angles, 1e4)
+        one = self.alone(self.seeds[trial])
+        for _ in range(80):
+            middle = (low + high) / 2
+            inside = super(Plane, one).evaluate({"theta": (self.minimum[trial] + middle[:, None] * rays)[None]})
+            below = inside["loss"][0] < height
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return self.minimum[trial] + low[:, None] * rays
+
+
+def tilt(hessian: Tensor, basis: Tensor) -> float:
+    """The angle in degrees between the direction of largest curvature and the nearest axis, 0 to 45."""
+    leading = torch.linalg.eigh(hessian).eigenvectors[:, -1]
+    return math.degrees(math.acos(min(1.0, float((basis.mT @ leading).abs().max()))))
+
+
+class TrajectoriesExperiment(Experiment):
+    """Adagrad from equivalent starts; SGD as a control, which has to take the same way in both."""
+
+    id: ClassVar[str] = "trajectories"
+    title: ClassVar[str] = "Adagrad in the plane"
+    figures: ClassVar[str] = "Figure 1 (left)"
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        return {
+            "trials": 5,
+            "steps": 1000,
+            "learning rate": 30.0,
+            "rates": [1.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 100.0],
+            "SGD rate": 0.1,
+            # The paper names neither M (its convex experiments have 5d) nor the start.
+            "problem": {"n": 100, "decay": 1.5, "samples": 10, "radius": 40.0},
+            # As the paper, which chose an instance whose axes are clearly not aligned and a start that shows it.
+            "shown seed": 11,
+        }
+
+    def run(self, store: Store, context: Context) -> None:
+        with small(context) as context:
+            self._run(store, context)
+
+    def _run(self, store: Store, context: Context) -> None:
+        settings = self.settings(context.preset)
+        sizes = settings["problem"]
+        for rates, every in self._sweeps(context.preset):
+            sweep = Sweep(
+                rates=rates,
+                seeds=self._seeds(context.preset),
+                coordinates=[ORIGINAL, EGOP],
+                steps=settings["steps"],
+                record_every=every,
+                at_once=len(self._seeds(context.preset)),
+                extra={**sizes, "record every": every},
+            )
+            run_sweep(
+                self,
+                sweep,
+                store,
+                context,
+                problem=lambda seeds: Plane(seeds, **sizes),
+                basis=lambda problem, kind: problem.basis(kind),
+            )
+        for config in store.missing(self._geometry_configs(context.preset)):
+            began = time.perf_counter()
+            plane = Plane([config["seed"]], **sizes)
+            bases = plane.basis(EGOP)
+            assert bases is not None
+            basis, hessian = bases.blocks[0][1][0], plane.hessian(0)
+            start, least = plane.start()["theta"][0], plane.minimum[0]
+            first = plane.evaluate({"theta": start[None, None]})["loss"].item()
+            found = {
+                "basis": basis.tolist(),
+                "minimum": least.tolist(),
+                "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
+                "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
+            }
+            store.add(finished(config, found, time.perf_counter() - began))
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        settings = self.settings(preset)
+        apart = [self._apart(store, preset, seed) for seed in self._seeds(preset)]
+        words = "From equivalent starts Adagrad takes different ways in the two coordinates."
+        found = (
+            f"Largest distance of the two ways, relative to the distance from start to minimum: median "
+            f"{median(apart):.2g}, smallest {min(apart):.2g} of {len(apart)} instances."
+        )
+        tilts = [self._geometry(store, preset, seed).result["tilt"] for seed in self._seeds(preset)]
+        original, turned = (median([each[kind] for each in tilts]) for kind in (ORIGINAL, EGOP))
+        numbers = (
+            f"Median angle of the steepest direction to the nearest axis: EGOP {turned:.2g}°, original {original:.2g}°."
+        )
+        aligned = verdict(turned < min(original, _ALIGNED))
+        one, other = (self._runs(store, preset, "SGD", kind, settings["SGD rate"]) for kind in (ORIGINAL, EGOP))
+        return [
+            Judged(f"{self.id}/differ", words, verdict(median(apart) > _APART), found),
+            Judged(
+                f"{self.id}/aligned", "In EGOP coordinates the main directions lie along the axes.", aligned, numbers
+            ),
+            self._solved(store, preset),
+            same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
+        ]
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        settings = self.settings(preset)
+        seed, rate = settings["shown seed"], settings["learning rate"]
+        planes = []
+        for kind, title in ((ORIGINAL, "Original coordinates"), (EGOP, "EGOP coordinates")):
+            lines = [self._levels(store, preset, seed, kind)]
+            lines += [self._way(store, preset, seed, taken, kind) for taken in (ORIGINAL, EGOP)]
+            planes.append(Panel(title, "first coordinate", "second coordinate", lines, yscale="linear", aspect="equal"))
+        methods = [Method("Adagrad", kind) for kind in (ORIGINAL, EGOP)]
+        losses, sweeps = [], []
+        for method in methods:
+            runs = self._runs(store, preset, method.optimizer, method.coordinates, rate)
+            losses.append(curve_series(runs, "loss", method.optimizer, method.coordinates))
+            tried = [
+                run
+                for each in settings["rates"]
+                for run in self._runs(store, preset, method.optimizer, method.coordinates, each, swept=True)
+            ]
+            sweeps.append(rate_series(tried, _final, method.optimizer, method.coordinates, rate))
+        return [
+            Picture(
+                self.id,
+                f"Adagrad with learning rate {rate:g} on a log-sum-exp objective in the plane: one instance in the two "
+                "coordinates, with level sets; the loss above its minimum by step, and after the last step by learning "
+                f"rate, medians and quartiles over {len(self._seeds(preset))} instances.",
+                [
+                    *planes,
+                    Panel("Loss", "step", "loss above minimum", losses),
+                    Panel("Final loss", "learning rate", "loss above minimum", sweeps, xscale="log"),
+                ],
+            )
+        ]
+
+    def _solved(self, store: Store, preset: Preset) -> Judged:
+        rates = [rate for rate in self.settings(preset)["rates"] if 30 <= rate <= 90]
+        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, swept=True)]
+        medians = {rate: middle for rate, (_, middle, _) in by_rate(runs, _final).items()}
+        words = (
+            "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
+        )
+        found = f"Median final loss above the minimum: {min(medians.values()):.2g} to {max(medians.values()):.2g}."
+        return Judged(f"{self.id}/solved", words, verdict(max(medians.values()) < 1e-10), found)
+
+    def _seeds(self, preset: Preset) -> list[int]:
+        settings = self.settings(preset)
+        return [*range(settings["trials"]), settings["shown seed"]]
+
+    def _sweeps(self, preset: Preset) -> list[tuple[dict[str, list[float]], int]]:
+        """The rates to run and how often their runs are recorded: each step where the way is drawn."""
+        settings = self.settings(preset)
+        return [
+            ({"Adagrad": [settings["learning rate"]]}, 1),
+            ({"SGD": [settings["SGD rate"]]}, 10),
+            ({"Adagrad": settings["rates"]}, settings["steps"]),
+        ]
+
+    def _runs(
+        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, *, swept: bool = False
+    ) -> list[Record]:
+        settings = self.settings(preset)
+        every = settings["steps"] if swept else 10 if optimizer == "SGD" else 1
+        wanted = {"optimizer": optimizer, "coordinates": kind, "lr": rate, "steps": settings["steps"]}
+        return self.records(store, preset, **wanted, **settings["problem"], **{"record every": every})
+
+    def _geometry_configs(self, preset: Preset) -> list[dict[str, Any]]:
+        sizes = self.settings(preset)["problem"]
+        return [self.config(preset, part="geometry", **sizes, seed=seed) for seed in self._seeds(preset)]
+
+    def _geometry(self, store: Store, preset: Preset, seed: int) -> Record:
+        found = store.get(self.config(preset, part="geometry", **self.settings(preset)["problem"], seed=seed))
+        if found is None:
+            raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; seed {seed} is missing.")
+        return found
+
+    def _path(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
+        """The way taken in some coordinates, in original coordinates, (steps + 1, 2)."""
+        runs = self._runs(store, preset, "Adagrad", kind, self.settings(preset)["learning rate"])
+        run = next(run for run in runs if run.config["seed"] == seed)
+        return torch.tensor([run.result[f"{name} coordinate"] for name in _PARTS], dtype=torch.float64).mT
+
+    def _apart(self, store: Store, preset: Preset, seed: int) -> float:
+        original, turned = (self._path(store, preset, seed, kind) for kind in (ORIGINAL, EGOP))
+        least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64)
+        return float((original - turned).norm(dim=-1).max() / (original[0] - least).norm())
+
+    def _turn(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
+        if kind == ORIGINAL:
+            return torch.eye(2, dtype=torch.float64)
+        return torch.tensor(self._geometry(store, preset, seed).result["basis"], dtype=torch.float64)
+
+    def _way(self, store: Store, preset: Preset, seed: int, taken: str, shown: str) -> Series:
+        path = self._path(store, preset, seed, taken) @ self._turn(store, preset, seed, shown)
+        label = "Adagrad" if taken == ORIGINAL else "Adagrad, EGOP"
+        return Series(label, path[:, 0].tolist(), path[:, 1].tolist(), method="Adagrad", egop=taken == EGOP)
+
+    def _levels(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
+        """All level sets as one line with gaps."""
+        gap = torch.full((1, 2), math.nan, dtype=torch.float64)
+        sets = self._geometry(store, preset, seed).result["level sets"]
+        rings = torch.cat([part for ring in sets for part in (torch.tensor(ring, dtype=torch.float64), gap)])
+        rings = rings @ self._turn(store, preset, seed, shown)
+        return Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), method="SGD")
+
+
+def _final(result: Any) -> float:
+    return max(float(result["loss"][-1]), 1e-32)

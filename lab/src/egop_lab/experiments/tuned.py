@@ -1,0 +1,265 @@
+"""Experiments that compare tuned methods: two-stage search on tuning trials, then fresh trials at the rates found.
+
+All of it is small and in float64, so it runs on the CPU whatever the device: coordinate-wise methods batched, the
+others over processes. Which rate was chosen is never stored: it follows from the records of the tuning trials.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from egop.pictures import Series
+from egop_lab.experiments import baselines, batched
+from egop_lab.experiments.base import Context, Experiment, Preset, finished, in_processes, median
+from egop_lab.experiments.instances import RANDOM, Trials
+from egop_lab.experiments.records import Record, Store
+from egop_lab.experiments.sweeps import ORIGINAL, TUNING, Sweep, curve_series, rate_series, run_sweep
+from egop_lab.experiments.tuning import two_stage
+
+Case = Mapping[str, Any]
+Score = Callable[[Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer in a kind of coordinates."""
+
+    optimizer: str
+    coordinates: str = ORIGINAL
+
+    def __str__(self) -> str:
+        return self.optimizer if self.coordinates == ORIGINAL else f"{self.coordinates} {self.optimizer}"
+
+
+@dataclass(frozen=True)
+class _Task:
+    case: Case
+    method: Method
+    rates: Sequence[float]
+    seeds: Sequence[int]
+    record_every: int
+
+
+class TunedExperiment(Experiment):
+    """Methods on trials of one or more cases, each method tuned for each case.
+
+    The settings have ``trials``, ``tuning trials``, ``steps``, ``record every``, ``record tuning every`` and
+    ``exponents``: of the smallest and largest power of ten to try, for each optimizer.
+    """
+
+    cosine: ClassVar[bool] = False  # anneal the learning rates to zero, step by step
+
+    @staticmethod
+    def process(config: Mapping[str, Any]) -> Record:
+        """A run that cannot be batched; a function of a module, so that other processes find it."""
+        raise RuntimeError(f"No method of this experiment runs in a process of its own: {config}.")
+
+    @abc.abstractmethod
+    def cases(self, preset: Preset) -> list[Case]:
+        """The kinds of problems: whatever of the settings decides how they are made."""
+
+    @abc.abstractmethod
+    def methods(self, preset: Preset) -> list[Method]:
+        """What is compared."""
+
+    @abc.abstractmethod
+    def trials(self, case: Case, seeds: Sequence[int]) -> Trials:
+        """The problems of several seeds."""
+
+    def score(self, result: Mapping[str, Any]) -> float:
+        """What a learning rate is chosen by, median over the tuning trials; the smaller the better."""
+        return float(result["loss"][-1])
+
+    def tuned_as(self, method: Method) -> Method:
+        """The method whose learning rates a method is given; itself unless the two are known to be the same."""
+        return method
+
+    def scores(self) -> list[Score]:
+        """What learning rates are searched by, each search giving one that is reported."""
+        return [self.score]
+
+    def run(self, store: Store, context: Context) -> None:
+        with small(context) as context:
+            self._run(store, context)
+
+    def _run(self, store: Store, context: Context) -> None:
+        settings = self.settings(context.preset)
+        pairs = [(case, method) for case in self.cases(context.preset) for method in self.methods(context.preset)]
+        while tasks := [task for pair in pairs for task in self._tuning_left(store, context.preset, *pair)]:
+            self._do(tasks, store, context, "tuning")
+        fresh = range(settings["trials"])
+        reported = [
+            _Task(case, method, self._rates(store, context.preset, case, method), fresh, settings["record every"])
+            for case, method in pairs
+        ]
+        self._do(reported, store, context, "trials")
+
+    def chosen(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> float:
+        """The learning rate that the two-stage search by a score gives on the tuning trials."""
+        best, left = self._search(store, preset, case, self.tuned_as(method), score or self.score)
+        if left:
+            raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} is not tuned yet.")
+        return best
+
+    def at_edge(self, store: Store, preset: Preset, case: Case, method: Method) -> str:
+        """A remark for methods whose chosen rate is the smallest or largest that was tried; else nothing."""
+        method = self.tuned_as(method)
+        ends = [10.0**exponent for exponent in self.settings(preset)["exponents"][method.optimizer]]
+        chosen = self.chosen(store, preset, case, method)
+        return f" ({method}: best at the end of the grid, {chosen:g})" if chosen in ends else ""
+
+    def tuning(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
+        """All runs of the search for a learning rate."""
+        seen: list[Record] = []
+        self._search(store, preset, case, method, self.score, seen)
+        return seen
+
+    def reported(
+        self, store: Store, preset: Preset, case: Case, method: Method, rate: float | None = None
+    ) -> list[Record]:
+        """The runs on fresh trials, at the chosen rate unless another one is named."""
+        settings = self.settings(preset)
+        rate = self.chosen(store, preset, case, method) if rate is None else rate
+        task = _Task(case, method, [rate], range(settings["trials"]), settings["record every"])
+        runs = [store.get(config) for config in self._configs(preset, task, rate)]
+        found = [run for run in runs if run is not None]
+        if len(found) < len(runs):
+            raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} has trials left.")
+        return found
+
+    def curve(
+        self, store: Store, preset: Preset, case: Case, method: Method, name: str, rate: float | None = None
+    ) -> Series:
+        """A recorded curve of the reported trials by step."""
+        settings = self.settings(preset)
+        every, last = settings["record every"], settings["steps"]
+        places = [min(step, last) for step in range(0, last + every, every)]
+        runs = self.reported(store, preset, case, method, rate)
+        return _styled(curve_series(runs, name, method.optimizer, method.coordinates, places), method)
+
+    def sweep(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> Series:
+        """What the search saw: its score (or another one) over learning rates, the chosen one marked."""
+        chosen = self.chosen(store, preset, case, method)
+        runs = self.tuning(store, preset, case, method)
+        return _styled(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
+
+    def _search(
+        self,
+        store: Store,
+        preset: Preset,
+        case: Case,
+        method: Method,
+        score: Score,
+        seen: list[Record] | None = None,
+    ) -> tuple[float, _Task | None]:
+        """How far the search has come: the best rate so far, and what is to be run before it can go on."""
+        settings = self.settings(preset)
+        seeds = range(TUNING, TUNING + settings["tuning trials"])
+        task = _Task(case, method, [], seeds, settings["record tuning every"])
+        left: list[float] = []
+
+        def evaluate(rates: Sequence[float]) -> dict[float, float]:
+            configs = {rate: self._configs(preset, task, rate) for rate in rates}
+            left.extend(rate for rate in rates if store.missing(configs[rate]))
+            if left:  # a stage is judged as a whole: what a killed run left must not decide where to look next
+                return dict.fromkeys(rates, math.inf)
+            runs = {rate: [run for config in configs[rate] if (run := store.get(config))] for rate in rates}
+            if seen is not None:
+                seen.extend(run for found in runs.values() for run in found)
+            return {rate: median([score(run.result) for run in found]) for rate, found in runs.items()}
+
+        best, _ = two_stage(evaluate, *settings["exponents"][method.optimizer])
+        return best, replace(task, rates=left) if left else None
+
+    def _tuning_left(self, store: Store, preset: Preset, case: Case, method: Method) -> Iterable[_Task]:
+        if self.tuned_as(method) != method:
+            return []
+        searches = [self._search(store, preset, case, method, score)[1] for score in self.scores()]
+        left = [task for task in searches if task is not None]
+        rates = sorted({rate for task in left for rate in task.rates})  # searches share what both of them want
+        return [replace(left[0], rates=rates)] if left else []
+
+    def _rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:
+        return sorted({self.chosen(store, preset, case, method, score) for score in self.scores()})
+
+    def _do(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
+        """Do what the store does not have yet."""
+        for task in tasks:
+            if task.method.optimizer in baselines.BASELINES:
+                continue
+            run_sweep(
+                self,
+                Sweep(
+                    rates={task.method.optimizer: task.rates},
+                    seeds=task.seeds,
+                    coordinates=[task.method.coordinates],
+                    steps=self.settings(context.preset)["steps"],
+                    record_every=task.record_every,
+                    at_once=len(task.seeds),
+                    extra=self._extra(task),
+                ),
+                store,
+                context,
+                problem=lambda seeds, case=task.case: self.trials(case, seeds),  # type: ignore[misc]
+                basis=lambda problem, kind: problem.basis(kind),
+                schedule=batched.cosine(self.settings(context.preset)["steps"]) if self.cosine else None,
+                schedule_every=1,
+            )
+        configs = [
+            config
+            for task in tasks
+            if task.method.optimizer in baselines.BASELINES
+            for rate in task.rates
+            for config in self._configs(context.preset, task, rate)
+        ]
+        if configs:
+            in_processes(type(self).process, store.missing(configs), store, context, f"{self.id}, {what}")
+
+    def _extra(self, task: _Task) -> dict[str, Any]:
+        extra = {**task.case, "record every": task.record_every}
+        name = task.method.optimizer
+        return {**extra, "call": baselines.describe(name)} if name in baselines.BASELINES else extra
+
+    def _configs(self, preset: Preset, task: _Task, rate: float) -> list[dict[str, Any]]:
+        own = {"optimizer": task.method.optimizer, "coordinates": task.method.coordinates, "lr": rate}
+        steps = self.settings(preset)["steps"]
+        return [self.config(preset, **own, steps=steps, **self._extra(task), seed=seed) for seed in task.seeds]
+
+
+@contextmanager
+def small(context: Context) -> Iterator[Context]:
+    """The CPU and one thread, for tensors that are too small to be shared out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield replace(context, device=torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_alone(experiment: TunedExperiment, config: Mapping[str, Any]) -> Record:
+    """One run of a baseline, as its configuration says."""
+    problem = experiment.trials(config, [config["seed"]])
+    found, seconds = baselines.train(
+        problem,
+        config["optimizer"],
+        config["lr"],
+        config["steps"],
+        record_every=config["record every"],
+        cosine=experiment.cosine,
+    )
+    return finished(config, found, seconds)
+
+
+def _styled(series: Series, method: Method) -> Series:
+    """Random rotations are a control: their own colour, and not dashed."""
+    if method.coordinates != RANDOM:
+        return series
+    return replace(series, method=str(method), egop=False)

@@ -1,0 +1,97 @@
+import numpy as np
+import pytest
+import torch
+
+from egop_lab.experiments import layer_spectra
+from egop_lab.experiments.base import Context, MissingDataError
+from egop_lab.experiments.data import FashionMNIST, Split
+from egop_lab.experiments.digits_spectrum import subsampled
+from egop_lab.experiments.layer_spectra import LayerSpectraExperiment
+from egop_lab.experiments.records import Record, Store
+from fakes import verdicts
+
+
+def layer(size, decades):
+    values = 10.0 ** (-decades * np.arange(size) / size)
+    return {**subsampled(list(values), leading=50), "stable rank": float(np.sqrt(values).sum())}
+
+
+def judged(tmp_path, digits=(8, 2), fashion=(8, 2)):
+    experiment, store = LayerSpectraExperiment(), Store(tmp_path / "records.jsonl")
+    sizes = {"digits": (2048, 320), "fashion": (3920, 80)}
+    for config in experiment._configs("quick"):
+        data = config["data"]
+        decades = digits if data == "digits" else fashion
+        pair = [layer(size, each) for size, each in zip(sizes[data], decades, strict=True)]
+        store.add(Record(config, dict(zip(("0.weight", "2.weight"), pair, strict=True))))
+    return verdicts(experiment, store)
+
+
+def test_claims_hold_where_the_first_layer_decays_faster(tmp_path):
+    assert judged(tmp_path) == {"digits": "holds", "fashion": "holds", "similar": "holds"}
+
+
+@pytest.mark.parametrize(
+    ("decades", "failing"),
+    [
+        ({"digits": (2, 8), "fashion": (2, 8)}, {"digits", "fashion"}),
+        ({"fashion": (8, 9)}, {"fashion"}),
+        ({"fashion": (4, 2)}, {"similar"}),
+    ],
+)
+def test_each_claim_fails_where_the_spectra_say_so(tmp_path, decades, failing):
+    found = judged(tmp_path, **decades)
+    assert {claim for claim, verdict in found.items() if verdict == "does not hold"} == failing
+
+
+class Toy(LayerSpectraExperiment):
+    def settings(self, preset):
+        return super().settings(preset) | {"samples per dimension": 0.01}
+
+
+def clothes(folder):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(400) % 10
+    split = Split(torch.rand(400, 784, generator=generator), labels)
+    return FashionMNIST(split, split, split)
+
+
+def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
+    small = torch.nn.Sequential(torch.nn.Linear(196, 2), torch.nn.ReLU(), torch.nn.Linear(2, 4))
+    problem = layer_spectra._problem
+    monkeypatch.setattr(layer_spectra, "fashion_mnist", clothes)
+    monkeypatch.setattr(
+        layer_spectra,
+        "_problem",
+        lambda data, context: (small, problem(data, context)[1]) if data == "fashion" else problem(data, context),
+    )
+    store, said = Store(tmp_path / "records.jsonl"), []
+    Toy().run(store, Context(progress=False, say=said.append))
+    assert [line.partition(": ")[0] for line in said] == ["images"]
+    assert [record.config["data"] for record in store] == ["digits", "fashion"]
+    sizes = [[layer["dimension"] for layer in record.result.values()] for record in store]
+    assert sizes == [[2048, 320], [392, 8]]
+    assert {claim.id for claim in Toy().judge(store, "quick")} == {
+        "layer-spectra/digits",
+        "layer-spectra/fashion",
+        "layer-spectra/similar",
+    }
+    (picture,) = Toy().pictures(store, "quick")
+    assert [panel.title.split(", ")[1] for panel in picture.panels] == ["first layer", "second layer"] * 2
+
+
+def test_without_fashion_mnist_the_digits_are_kept_and_judged(tmp_path, monkeypatch):
+    def missing(folder):
+        raise MissingDataError("not there")
+
+    monkeypatch.setattr(layer_spectra, "fashion_mnist", missing)
+    monkeypatch.setattr(
+        layer_spectra,
+        "measure",
+        lambda *_: {name: layer(320, decades) for name, decades in (("0.weight", 8), ("2.weight", 2))},
+    )
+    store = Store(tmp_path / "records.jsonl")
+    with pytest.raises(MissingDataError):
+        Toy().run(store, Context(progress=False))
+    assert [record.config["data"] for record in store] == ["digits"]
+    assert verdicts(Toy(), store) == {"digits": "holds"}

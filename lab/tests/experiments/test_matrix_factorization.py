@@ -1,0 +1,150 @@
+import math
+
+import pytest
+import torch
+
+from egop_lab.experiments import tuned
+from egop_lab.experiments.base import Context
+from egop_lab.experiments.matrix_factorization import SPEED, Factorization, MatrixFactorizationExperiment, crossing
+from egop_lab.experiments.records import Store
+from egop_lab.experiments.sweeps import EGOP
+from egop_lab.experiments.tuned import Method
+from fakes import faked, in_this_process, verdicts
+
+SIZES = {"n": 6, "rank": 2, "condition": 2.0, "decay": 0.5, "noise": 0.01, "samples": 60}
+
+
+def test_the_instances_are_the_papers():
+    problem = Factorization([0, 7], **SIZES)
+    assert torch.linalg.svdvals(problem.data[1]).tolist() == pytest.approx([k**-0.5 for k in range(1, 7)])
+    assert torch.linalg.svdvals(problem.truth[1]).tolist() == pytest.approx([1, 0.5, 0, 0, 0, 0], abs=1e-12)
+    noise = problem.targets - problem.data @ problem.truth
+    assert 0.005 < noise.std().item() < 0.02
+
+
+def test_the_start_is_the_spectral_one():
+    problem = Factorization([3], **SIZES)
+    start = problem.start()
+    U, values, Vh = torch.linalg.svd(torch.linalg.inv(problem.data[0]) @ problem.targets[0])
+    product = start["L"][0] @ start["R"][0].mT
+    assert torch.allclose(product, U[:, :2] * values[:2] @ Vh[:2])
+    assert torch.allclose(start["L"][0].mT @ start["L"][0], start["R"][0].mT @ start["R"][0])  # balanced
+
+
+def test_the_optimum_is_attained_and_not_undercut():
+    problem = Factorization([3], **SIZES)
+    U, values, Vh = torch.linalg.svd(problem.targets[0])
+    best = {"L": (torch.linalg.inv(problem.data[0]) @ (U[:, :2] * values[:2]))[None, None], "R": Vh[:2].mT[None, None]}
+    assert problem.losses(best, 0).item() == pytest.approx(problem.least.item(), rel=1e-12)
+    assert problem.evaluate(best)["excess"].item() < 1e-12
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        near = {name: value + 1e-3 * torch.randn(value.shape, generator=generator) for name, value in best.items()}
+        assert problem.losses(near, 0).item() > problem.least.item()
+
+
+def test_there_is_a_basis_for_each_factor():
+    basis = Factorization([0, 1], **SIZES).basis(EGOP)
+    assert [names for names, _ in basis.blocks] == [("L",), ("R",)]
+    assert [tuple(v.shape) for _, v in basis.blocks] == [(2, 12, 12)] * 2
+
+
+class Toy(MatrixFactorizationExperiment):
+    def settings(self, preset):
+        settings = super().settings(preset)
+        small = {"trials": 2, "tuning trials": 1, "steps": 20, "record every": 10, "record tuning every": 10}
+        return {**settings, **small, "sizes": SIZES, "exponents": {key: [-2, -1] for key in settings["exponents"]}}
+
+
+def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
+    pytest.importorskip("pytorch_optimizer")
+    monkeypatch.setattr(tuned, "in_processes", in_this_process)
+    store = Store(tmp_path / "records.jsonl")
+    Toy().run(store, Context(progress=False))
+    (picture,) = Toy().pictures(store, "quick")
+    assert [panel.title for panel in picture.panels] == [
+        "Loss", "Reconstruction", "Learning rates",
+        "Loss, fastest rates", "Reconstruction, fastest rates", "Steps needed",
+    ]  # fmt: skip
+    assert [line.label for line in picture.panels[0].series] == [
+        "Adam", "Adam, EGOP", "Adagrad", "Adagrad, EGOP", "SOAP", "SOAP (0.95)", "Shampoo",
+    ]  # fmt: skip
+    assert list(picture.panels[0].series[0].x) == [0, 10, 20]
+    assert len(verdicts(Toy(), store)) == 8
+
+
+def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
+    pytest.importorskip("pytorch_optimizer")
+    monkeypatch.setattr(tuned, "in_processes", in_this_process)
+    store = Store(tmp_path / "records.jsonl")
+    Toy().run(store, Context(preset="full", progress=False))
+    labels = [line.label for line in Toy().pictures(store, "full")[0].panels[0].series]
+    assert {"GaLore", "Adam, random rotation", "Adagrad, random rotation"} < set(labels)
+    assert len(verdicts(Toy(), store, "full")) == 8
+
+
+def outcome(decades):
+    """Relative distances to the optimum that fall by so many decades; the reconstruction error goes with them."""
+
+    def result(config):
+        count = config["steps"] // config["record every"] + 1
+        fall = decades(Method(config["optimizer"], config["coordinates"]), config["lr"])
+        excess = [10.0 ** (-fall * place / (count - 1)) for place in range(count)]
+        return {"excess": [max(value, 1e-16) for value in excess], "error": [0.1 + value for value in excess]}
+
+    return result
+
+
+def test_the_claims_hold_where_the_records_say_so(tmp_path):
+    found = verdicts(
+        *faked(
+            MatrixFactorizationExperiment,
+            outcome(lambda method, rate: 12 if method.coordinates == EGOP else 3),
+            tmp_path,
+        )
+    )
+    assert set(found.values()) == {"holds"}
+    assert len(found) == 8
+
+
+def test_the_claims_fail_where_the_records_say_so(tmp_path):
+    found = verdicts(
+        *faked(
+            MatrixFactorizationExperiment,
+            outcome(lambda method, rate: 3 if method.coordinates == EGOP else 12),
+            tmp_path,
+        )
+    )
+    assert set(found.values()) == {"does not hold"}
+
+
+def test_a_difference_that_is_rounding_is_no_lower_loss(tmp_path):
+    def all_at_the_optimum(method, rate):
+        return 14 if method.coordinates == EGOP else 13
+
+    experiment, store = faked(MatrixFactorizationExperiment, outcome(all_at_the_optimum), tmp_path)
+    judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}
+    assert judged["Adam-lower"].verdict == judged["Adam-closer"].verdict == "does not hold"
+    assert "Both have found the optimum." in judged["Adam-lower"].found
+    assert judged["Adam-faster"].verdict == "holds"
+
+
+def test_the_fastest_rate_is_chosen_apart_from_the_one_of_the_lowest_loss(tmp_path):
+    def fast_or_deep(config):
+        count = config["steps"] // config["record every"] + 1
+        at_once = 0.5 * SPEED if config["lr"] >= 0.01 else 1.0
+        last = 1e-8 if config["lr"] >= 0.01 else 1e-12
+        return {"excess": [1.0, *[at_once] * (count - 2), last], "error": [0.1] * count}
+
+    experiment, store = faked(MatrixFactorizationExperiment, fast_or_deep, tmp_path)
+    case = experiment.cases("quick")[0]
+    assert experiment.chosen(store, "quick", case, Method("Adam")) < 0.01
+    assert experiment.fastest(store, "quick", Method("Adam")) >= 0.01
+    assert len(experiment.reported(store, "quick", case, Method("Adam"), 0.01)) == 3
+
+
+def test_steps_to_a_threshold():
+    assert crossing([1.0, 1e-2, 1e-4], 1e-3) == pytest.approx(1.5)
+    assert crossing([1.0, 1e-2, 0.0], 1e-9) == pytest.approx(1.5)
+    assert crossing([1.0, 1e-2], 1e-3) == math.inf
+    assert crossing([1e-4, 1.0], 1e-3) == 0

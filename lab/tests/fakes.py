@@ -1,0 +1,29 @@
+"""Experiments with made-up results: how claims come out when the records say so."""
+
+from egop_lab.experiments.base import Context
+from egop_lab.experiments.records import Record, Store
+
+
+def faked(experiment, outcome, path, preset="quick"):
+    """An experiment of tuned methods and a store with all its records; ``outcome(config)`` is the result of a run."""
+
+    class Faked(experiment):
+        def _do(self, tasks, store, context, what):
+            for task in tasks:
+                for rate in task.rates:
+                    configs = store.missing(self._configs(context.preset, task, rate))
+                    store.add(*(Record(config, outcome(config)) for config in configs))
+
+    made, store = Faked(), Store(path / "records.jsonl")
+    made.run(store, Context(preset=preset, progress=False))
+    return made, store
+
+
+def verdicts(experiment, store, preset="quick"):
+    return {judged.id.partition("/")[2]: judged.verdict for judged in experiment.judge(store, preset)}
+
+
+def in_this_process(function, configs, store, context, description):
+    """Stands in for the pool of processes, whose start takes longer than a toy run."""
+    for config in configs:
+        store.add(function(config))

@@ -1,0 +1,98 @@
+"""The lab stands on public names of egop: those it exports, and those of its public modules."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import egop
+import egop_lab
+
+PACKAGE = Path(egop_lab.__file__).parent
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+# Named as public in docs/architecture.md; of each, what its __all__ offers.
+MODULES = {
+    f"egop.{name}"
+    for name in (
+        *("checkpoint", "theory", "clients", "structures", "refresh"),
+        *("plotting", "pages", "pictures", "records", "training", "commands"),
+    )
+}
+# What else is used, and why.
+EXCEPTIONS = {
+    (
+        "experiments/fashion_runs.py",
+        "egop.sampling.sample_gradients",
+    ): "a spectrum from the gradients' inner products, whose basis would fill the memory",
+    ("bench/sampling.py", "egop.sampling.sample_gradients"): "how fast gradients are sampled is what it measures",
+    ("bench/sampling.py", "egop.sampling.Method"): "the type of an argument of the former",
+}
+
+
+def is_public(name):
+    module, _, last = name.rpartition(".")
+    if name == "egop" or name in MODULES:
+        return True
+    if module == "egop":
+        return last in egop.__all__ or last == "__version__"
+    return module in MODULES and last in importlib.import_module(module).__all__
+
+
+def used(source):
+    """The names of egop that a file imports, and those that it looks up by dots: ``egop.sampling.draw``."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "egop")
+        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "egop":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "egop":
+            yield f"egop.{node.attr}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_public_names_only(path):
+    found = {name for name in used((PACKAGE / path).read_text()) if not is_public(name)}
+    assert found == {name for file, name in EXCEPTIONS if file == path.as_posix()}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from egop.units import counted", "egop.units.counted"),
+        ("def f():\n    import egop.linalg", "egop.linalg"),
+        ("import egop\negop.engine.Engine", "egop.engine"),
+        ("from egop.records import json", "egop.records.json"),
+        ("from egop import sampling", "egop.sampling"),
+    ],
+)
+def test_the_check_sees_what_is_not_public(source, name):
+    assert [each for each in used(source) if not is_public(each)] == [name]
+
+
+def test_the_public_modules_are_described_and_say_what_they_offer():
+    described = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (sentence,) = [each for each in described.split("\n\n") if each.startswith("Public modules")]
+    for module in MODULES:
+        assert f"`{module}`" in sentence
+        assert importlib.import_module(module).__all__
+
+
+def test_every_room_is_described():
+    table = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = {path.parts[0] for path in FILES} - {"__init__.py"}
+    assert [room for room in sorted(rooms) if f"`{room}`" not in table and f"`{room}/`" not in table] == []
+
+
+def test_both_distributions_have_one_version():
+    folder = Path(__file__).parents[2]
+    versions = {
+        tomllib.loads((folder / name).read_text())["project"]["version"]
+        for name in ("pyproject.toml", "lab/pyproject.toml")
+    }
+    assert len(versions) == 1

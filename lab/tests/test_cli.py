@@ -1,0 +1,152 @@
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import egop_lab
+from egop_lab import cli
+from egop_lab.bench import run as bench
+from egop_lab.experiments import demo
+from signals import heed_ctrl_c
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "egop_lab.cli", *arguments], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--out", str(tmp_path / "made")])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "seed 0, 1 epoch a run" in lines[0]
+    for heading in ("optimizer", "coordinates", "final loss", "accuracy", "same loss", "seconds"):
+        assert any(heading in line for line in lines), heading
+    for name in ("Adam", "Adagrad", "SGD"):
+        assert sum(f"│ {name} " in line for line in lines) == 2
+    assert "0.weight" in result.output
+    assert "SGD is the same in both coordinates" in " ".join(result.output.split())
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["demo.json", "demo.svg"]
+    numbers = json.loads((tmp_path / "made" / "demo.json").read_text())
+    assert [len(run["curve"]["loss"]) for run in numbers["runs"]] == [2] * 6
+    assert numbers["summary"].endswith("not how often.")
+
+
+def test_the_default_number_of_epochs_is_the_one_the_learning_rates_were_chosen_for():
+    assert inspect.signature(cli.demo).parameters["epochs"].default == demo.EPOCHS
+
+
+def test_help_lists_the_commands():
+    result = command("--help")
+    assert result.returncode == 0
+    assert [word for word in ("demo", "reproduce", "report", "bench") if word not in result.stdout] == []
+
+
+def test_the_version_is_the_one_of_the_lab():
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"egop-lab {egop_lab.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["demo", "--epochs", "0"], "--epochs"),
+        (["demo", "--epochs", "many"], "--epochs"),
+        (["demo", "--nothing"], "--nothing"),
+        (["demo", "--threads", "0"], "--threads"),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["nothing"], "nothing"),
+    ],
+)
+def test_bad_options_exit_with_2_and_name_the_option(arguments, expected, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert expected in result.output
+
+
+def test_an_out_that_is_a_file_exits_with_2(tmp_path):
+    (tmp_path / "taken").write_text("")
+    result = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path / "taken")])
+    assert result.exit_code == 2
+
+
+def failing(error):
+    def run(**options):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted."),
+        (ModuleNotFoundError("no", name="matplotlib.figure"), 1, "pip install 'egop[cli]'"),
+        (PermissionError(13, "Permission denied", "/nowhere"), 1, "Permission denied: '/nowhere'"),
+    ],
+)
+def test_what_a_user_can_repair_is_one_line(monkeypatch, error, status, line):
+    monkeypatch.setattr(demo, "run", failing(error))
+    result = CliRunner().invoke(cli.app, ["demo"])
+    assert result.exit_code == status
+    assert line in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_interrupted_benchmark_names_its_file(monkeypatch):
+    def run(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run", run)
+    result = CliRunner().invoke(cli.app, ["bench", "--out", "there.json"])
+    assert result.exit_code == 130
+    assert result.stderr == "Interrupted. Finished rows are in there.json, which is written after every one.\n"
+
+
+def test_a_device_that_is_none_is_one_line():
+    result = CliRunner().invoke(cli.app, ["bench", "--device", "foo"])
+    assert result.exit_code == 2
+    assert result.stderr == "Invalid device value: foo. Must be cpu or cuda.\n"
+
+
+def test_a_missing_module_that_no_extra_brings_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(demo, "run", failing(ModuleNotFoundError("no", name="torch")))
+    assert isinstance(CliRunner().invoke(cli.app, ["demo"]).exception, ModuleNotFoundError)
+
+
+def test_without_the_extras_one_line_says_what_to_install(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
+    result = command("demo", env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
+    assert result.returncode == 1
+    assert result.stderr == (
+        "This command needs the package 'typer', which is not installed. Run: pip install 'egop[cli]'\n"
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_exits_with_130_and_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "egop_lab.cli", "demo", "--out", str(tmp_path / "made")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=heed_ctrl_c,
+    )
+    assert "seed 0" in process.stdout.readline()
+    time.sleep(4)  # into the run
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    # Python ends by the signal if it came while some torch builds were being imported; a shell says 130 to both.
+    assert process.returncode in (130, -signal.SIGINT)
+    assert errors.rstrip().splitlines()[-1] == "Interrupted."
+    assert "Traceback" not in errors
+    assert not (tmp_path / "made").exists()

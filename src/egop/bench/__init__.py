@@ -1,1 +1,0 @@
-"""What a basis and a step cost, measured beside other optimizers in one run: ``egop bench``."""
