@@ -342,7 +342,8 @@ class ReparameterizedOptimizer(Optimizer):
         """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates.
 
         Bases and coordinates are copies, since they belong to the weights of this moment; the rest moves on with the
-        optimizer, as with every torch optimizer. Where parameters are cut by rows (FSDP2) and bases renewed online, all processes call this together.
+        optimizer, as with every torch optimizer. Where parameters are cut by rows (FSDP2) and bases renewed online, all
+        processes call this together.
         """
         self._attend()
         self._engine.settle()
