@@ -21,7 +21,6 @@ STEPS, TOLERANCE = 50, 1e-10
 # torch's own eps (1e-8, Adagrad 1e-10) the optimizers divide it by little more than itself. This eps is above it.
 EPS = 1e-4
 OPTIMIZERS = [
-    OptimizerCase("Adam", torch.optim.Adam, {"lr": 0.01, "eps": EPS}),
     OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01, "eps": EPS, "weight_decay": 0.1}),
     OptimizerCase("Adagrad", torch.optim.Adagrad, {"lr": 0.05, "eps": EPS}),
     OptimizerCase("SGD-momentum", torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
