@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -303,3 +303,19 @@ def test_estimates_in_two_threads_give_what_one_gives():
     for one, other in zip(alone, together, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert [cases.state_of(each.module) for each in objectives] == before
+
+
+def test_a_thread_that_looks_at_a_model_waits_until_its_own_parameters_are_back():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    looks = []
+
+    def loss(model, batch):
+        if not looks and not isinstance(model[0].weight, nn.Parameter):  # vmap has put values in their places
+            looks.append(pool.submit(lambda: (egop.Initialization().check(objective), list(objective.parameters))))
+            wait(looks, timeout=0.3)
+        return cases.cross_entropy(model, batch)
+
+    objective = egop.Objective(model, loss, [(torch.randn(8, 3), torch.arange(8) % 2)])
+    with ThreadPoolExecutor(1) as pool:
+        egop.estimate(objective, samples=40, progress=False, structure=egop.Full(), sampling="vmap")
+    assert looks[0].result()[1] == [name for name, _ in model.named_parameters()]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from egop.initialisers import Drawer, Initialiser, own_initialiser, repeated
+from egop.keeping import one_at_a_time
 from egop.objective import Objective
 
 
@@ -128,7 +129,8 @@ class Initialization(Distribution):
 
     def _initialiser(self, objective: Objective) -> Initialiser:
         assert objective.module is not None, "check() was not called"
-        function = self.init_fn or own_initialiser(objective.module)
+        with one_at_a_time:  # while another thread samples, values may stand in the parameters' places
+            function = self.init_fn or own_initialiser(objective.module)
         if function is None:
             raise ValueError(
                 f"No submodule of {type(objective.module).__name__} has a reset_parameters() method, or one like "

@@ -109,8 +109,9 @@ class Objective:
             return self._sampled
         if self.module is None:
             return self._tensors
-        named = self.module.named_parameters()
-        return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        with one_at_a_time:  # while another thread samples, values may stand in the parameters' places
+            named = self.module.named_parameters()
+            return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
 
     def batches(self) -> Iterator[Any]:
         """Batches without end: the iterable is started again whenever it is through."""
@@ -200,7 +201,9 @@ class Objective:
 
     def check_whole(self) -> None:
         """Raise an error when the module's parameters are spread over processes."""
-        for name, parameter in self.module.named_parameters() if self.module is not None else ():
+        with one_at_a_time:
+            named = [] if self.module is None else list(self.module.named_parameters())
+        for name, parameter in named:
             if is_sharded(parameter):
                 raise TypeError(
                     f"Parameter '{plain_name(name)}' is spread over processes by fully_shard, and points cannot be "
