@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
-from egop.partition import Block
-from egop.sampling import sample_gradients
+from egop.basis.partition import Block
+from egop.estimation.sampling import sample_gradients
 
 
 @dataclass(frozen=True)

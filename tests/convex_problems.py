@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from egop import theory
-from egop.linalg import eigenbasis, random_orthonormal
+from egop.numerics.linalg import eigenbasis, random_orthonormal
 
 
 @dataclass(frozen=True)

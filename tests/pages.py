@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
 import egop
-from egop.race import Race
-from egop.records import Curve, Run
+from egop.diagnostics.racing import Race
+from egop.runs.records import Curve, Run
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 

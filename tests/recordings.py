@@ -5,8 +5,8 @@ import collections
 import torch
 from torch.utils._pytree import tree_leaves
 
-from egop import batches
-from egop.replay import Recorder
+from egop.optimizer import stacks
+from egop.optimizer.recordings import Recorder
 
 
 def record_on_the_cpu(monkeypatch):
@@ -30,7 +30,7 @@ def record_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(Recorder, "device_for", lambda self, tensors: torch.device("cpu") if tensors else None)
     monkeypatch.setattr(Recorder, "record", record)
-    monkeypatch.setattr(batches, "_is_small", lambda blocks: any(block.change.tensors for block in blocks))
+    monkeypatch.setattr(stacks, "_is_small", lambda blocks: any(block.change.tensors for block in blocks))
     return counts
 
 

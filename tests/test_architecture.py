@@ -18,73 +18,23 @@ import egop
 
 PACKAGE = Path(egop.__file__).parent
 
-# The rooms of the design, from the ground up: each may use the ones before it.
+# The rooms, from the ground up: each may use what the ones before it offer.
 ROOMS = [
-    "precision",
-    "randomness",
-    "nested",
-    "keeping",
-    "processes",
-    "sharding",
-    "objective",
-    "initialisers",
-    "distributions",
-    "gradients",
-    "chunks",
-    "sampling",
-    "roles",
-    "partition",
-    "units",
-    "texts",
-    "locks",
-    "linalg",
-    "replay",
-    "sketch",
-    "spectrum",
-    "structures",
-    "plan",
-    "basis_files",
-    "division",
-    "reparameterization",
-    "estimate",
-    "moments",
-    "groups",
-    "binding",
-    "turning",
-    "batches",
-    "refresh",
-    "trial",
-    "inner",
-    "engine",
-    "states",
-    "restoring",
+    "distributed",
+    "numerics",
+    "runs",
+    "basis",
+    "estimation",
     "optimizer",
+    "refresh",
     "checkpoint",
-    "clients",
-    "parametrize",
-    "rotate",
-    "diagnostics",
+    "extras",
     "theory",
-    "constrained",
-    "records",
-    "pictures",
-    "training",
-    "factories",
-    "race",
-    "scaling",
-    "plotting",
-    "pages",
-    "report",
-    "diagnosis_run",
-    "commands",
+    "diagnostics",
     "cli",
 ]
 
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-
-
-def room_of(path):
-    return path.parts[0].removesuffix(".py")
 
 
 def imported_names(path):
@@ -97,50 +47,80 @@ def imported_names(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imported_rooms(path):
-    """The rooms a file imports from; "" is the package itself, that is all public names."""
-    for name in imported_names(path):
-        first, _, rest = name.partition(".")
-        if first == "egop":
-            room = rest.partition(".")[0]
-            yield room if room in ROOMS else ""
+def offered(room):
+    """The names in a room's ``__all__``."""
+    tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
+    (names,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+    return ast.literal_eval(names)
 
 
-def test_every_file_belongs_to_a_room():
-    assert {room_of(path) for path in FILES} - set(ROOMS) == set()
-
-
-def test_every_room_is_described():
-    table = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert [room for room in ROOMS if f"`{room}.py`" not in table and f"`{room}/`" not in table] == []
+def test_every_file_is_in_a_room():
+    assert {path.parts[0] for path in FILES} == set(ROOMS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_imports_go_one_way(path):
-    public = max(ROOMS.index(room) for room in imported_rooms(Path("__init__.py")) if room)
-    own = ROOMS.index(room_of(path))
-    for room in imported_rooms(path):
-        lowest = ROOMS.index(room) if room else public + 1
-        assert lowest <= own, f"{path} imports {room or 'the public names'}, which come later"
+def test_imports_go_one_way_and_take_what_is_offered(path):
+    own = path.parts[0]
+    for name in imported_names(path):
+        if name.partition(".")[0] != "egop" or name == "egop.__version__":
+            continue
+        room, *rest = name.split(".")[1:] or [""]
+        assert room in ROOMS, f"{path} imports {name}: rooms use each other, not the front door"
+        assert ROOMS.index(room) <= ROOMS.index(own), f"{path} imports {name}, which comes later"
+        if room != own:
+            assert len(rest) == 1, f"{path} imports {name}, from inside another room"
+            assert rest[0] in offered(room), f"{path} imports {name}, which that room does not offer"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] == "structures"], ids=str)
+@pytest.mark.parametrize("path", [path for path in FILES if "structures" in path.parts], ids=str)
 def test_structures_do_not_lean_on_the_collection_of_them(path):
     if path.name == "__init__.py":
         return
-    assert "egop.structures" not in {name.rpartition(".")[0] for name in imported_names(path)}
+    assert "egop.basis.structures" not in {name.rpartition(".")[0] for name in imported_names(path)}
 
 
-def test_the_check_sees_an_import_that_goes_the_other_way(monkeypatch, tmp_path):
-    (tmp_path / "__init__.py").write_text("from egop.optimizer import ReparameterizedOptimizer\n")
-    (tmp_path / "linalg.py").write_text("def f():\n    from egop import estimate\n")
-    (tmp_path / "units.py").write_text("import egop\n")
-    (tmp_path / "cli.py").write_text("import egop\nfrom egop.units import parse_bytes\n")
+@pytest.mark.parametrize(
+    ("file", "line", "complaint"),
+    [
+        ("numerics/linalg.py", "def f():\n    from egop.estimation import estimate", "which comes later"),
+        ("numerics/units.py", "import egop", "not the front door"),
+        ("numerics/units.py", "from egop import estimate", "not the front door"),
+        ("refresh/online.py", "from egop.optimizer.engine import Engine", "from inside another room"),
+        ("refresh/online.py", "from egop.optimizer import named_groups", "does not offer"),
+    ],
+)
+def test_the_check_sees_an_import_that_is_not_right(monkeypatch, tmp_path, file, line, complaint):
+    for room in ("estimation", "optimizer"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text('__all__ = ["estimate"]\n')
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(line)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    for wrong in ("linalg.py", "units.py"):
-        with pytest.raises(AssertionError, match="which come later"):
-            test_imports_go_one_way(Path(wrong))
-    test_imports_go_one_way(Path("cli.py"))
+    with pytest.raises(AssertionError, match=complaint):
+        test_imports_go_one_way_and_take_what_is_offered(Path(file))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_says_what_it_is_for_and_is_on_the_plan(room):
+    module = importlib.import_module(f"egop.{room}")
+    assert 2 <= len(module.__doc__.strip().splitlines()) <= 6
+    assert sorted(module.__all__) == sorted(set(module.__all__))
+    plan = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"`{room}/`" in plan
+
+
+def test_no_name_that_is_offered_hides_a_module():
+    packages = {path.parent for path in FILES if path.name == "__init__.py"} | {Path()}
+    for package in packages:
+        module = importlib.import_module(".".join(["egop", *package.parts]))
+        files = {path.stem for path in (PACKAGE / package).glob("*.py")} | {
+            path.name for path in (PACKAGE / package).iterdir() if path.is_dir()
+        }
+        # A module that is offered may not have been imported yet.
+        hidden = {
+            name for name in module.__all__ if name in files and not inspect.ismodule(getattr(module, name, inspect))
+        }
+        assert hidden == set(), package
 
 
 def test_the_library_and_its_tests_do_not_import_the_lab():
@@ -157,14 +137,14 @@ def test_the_wheel_has_no_experiment_data_set_or_bench(tmp_path):
     (wheel,) = tmp_path.glob("egop-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     own = {Path(*Path(name).parts[1:]) for name in names if name.startswith("egop/")}
-    assert set(FILES) | {Path("__init__.py"), Path("py.typed"), Path("report.css")} == own
+    assert set(FILES) | {Path("__init__.py"), Path("py.typed"), Path("runs/pages.css")} == own
     assert {Path(name).parts[0].partition("-")[0] for name in names} == {"egop"}
 
 
 def test_there_is_nothing_but_code_and_a_style_sheet():
     kinds = {path.suffix for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert kinds == {".py", ".css", ".typed"}
-    assert {"experiments", "bench", "data"} & {room_of(path) for path in FILES} == set()
+    assert {"experiments", "bench", "data"} & {path.parts[0] for path in FILES} == set()
 
 
 def test_importing_the_library_does_not_import_what_only_command_line_and_lab_need():
@@ -199,7 +179,9 @@ def test_the_public_names_are_in_order_and_complete():
     assert shown | {"checkpoint", "theory"} == set(egop.__all__)  # two modules are public names themselves
 
 
-@pytest.mark.parametrize("module", ["objective", "estimate", "diagnostics.measure", "clients"])
+@pytest.mark.parametrize(
+    "module", ["estimation.objective", "estimation.algorithm", "diagnostics.measure", "extras.frameworks"]
+)
 def test_the_examples_in_docstrings_run(module):
     results = doctest.testmod(importlib.import_module(f"egop.{module}"), extraglobs={"torch": torch, "egop": egop})
     assert results.attempted > 0

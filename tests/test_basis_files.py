@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 import cases
 import egop
 from damage import WRONG, changed, paths
-from egop import basis_files
-from egop.structures.identity import IdentityChange
+from egop.basis import files
+from egop.basis.structures.identity import IdentityChange
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_what_a_killed_save_has_left_is_cleared_by_the_next(path, basis, monkeyp
     child = os.fork()
     if child == 0:
         try:
-            basis_files.save_file = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)
+            files.save_file = lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)
             basis.save(path)
         finally:
             os._exit(1)
@@ -173,12 +173,12 @@ def test_what_a_killed_save_has_left_is_cleared_by_the_next(path, basis, monkeyp
     seen = []
 
     def once(*given, **options):  # a second save in the middle of the first leaves it alone
-        monkeypatch.setattr(basis_files, "save_file", save_file)
+        monkeypatch.setattr(files, "save_file", save_file)
         basis.save(path)
         seen.extend(os.listdir(path.parent))
         return save_file(*given, **options)
 
-    monkeypatch.setattr(basis_files, "save_file", once)
+    monkeypatch.setattr(files, "save_file", once)
     basis.save(path)
     assert len(seen) == 2
     assert os.listdir(path.parent) == [path.name]

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop import chunks, gradients, sampling
-from egop.sampling import sample_gradients
+from egop.estimation import chunks, gradients, sampling
+from egop.estimation.sampling import sample_gradients
 from sampled import GAUSSIAN, METHODS, Recorder, assert_same, dropping, sample_both
 
 

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import egop
-from egop import cli, diagnosis_run
+from egop.cli import app
+from egop.diagnostics import stages
 
 
 def command(*arguments, **options):
@@ -26,7 +27,7 @@ def test_help_lists_the_commands():
 
 
 def test_the_version_is_the_same_everywhere():
-    assert CliRunner().invoke(cli.app, ["--version"]).output == f"egop {version('egop')}\n"
+    assert CliRunner().invoke(app.app, ["--version"]).output == f"egop {version('egop')}\n"
     assert version("egop") == egop.__version__
 
 
@@ -42,7 +43,7 @@ def test_the_version_is_the_same_everywhere():
 )
 def test_bad_options_exit_with_2_and_name_the_option(arguments, expected, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    result = CliRunner().invoke(cli.app, arguments)
+    result = CliRunner().invoke(app.app, arguments)
     assert result.exit_code == 2
     assert expected in result.output
 
@@ -63,8 +64,8 @@ def failing(error):
     ],
 )
 def test_what_a_user_can_repair_is_one_line(monkeypatch, error, status, line):
-    monkeypatch.setattr(diagnosis_run, "run", failing(error))
-    result = CliRunner().invoke(cli.app, ["diagnose", "a:b"])
+    monkeypatch.setattr(stages, "run", failing(error))
+    result = CliRunner().invoke(app.app, ["diagnose", "a:b"])
     assert result.exit_code == status
     assert line in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -72,8 +73,8 @@ def test_what_a_user_can_repair_is_one_line(monkeypatch, error, status, line):
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("no", name="torch"), ValueError("a mistake of ours")])
 def test_what_no_user_can_repair_is_not_hidden(monkeypatch, error):
-    monkeypatch.setattr(diagnosis_run, "run", failing(error))
-    assert CliRunner().invoke(cli.app, ["diagnose", "a:b"]).exception is error
+    monkeypatch.setattr(stages, "run", failing(error))
+    assert CliRunner().invoke(app.app, ["diagnose", "a:b"]).exception is error
 
 
 def test_without_the_extras_one_line_says_what_to_install(tmp_path):

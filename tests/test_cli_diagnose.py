@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import egop
 import pages
-from egop import cli, diagnosis_run, race
+from egop.cli import app
+from egop.diagnostics import racing, stages
 from signals import heed_ctrl_c
 
 GOOD = """
@@ -85,7 +86,7 @@ def here(tmp_path, monkeypatch):
 
 
 def diagnose(*arguments):
-    return CliRunner().invoke(cli.app, ["diagnose", *arguments])
+    return CliRunner().invoke(app.app, ["diagnose", *arguments])
 
 
 @pytest.mark.parametrize("target", ["good:objective", "good:triple", "good.py:objective", "./good.py:triple"])
@@ -105,7 +106,7 @@ def test_it_prints_a_table_and_saves_a_page_and_numbers(here, target):
 
 
 def test_the_probe_runs_a_race(here, monkeypatch):
-    monkeypatch.setattr(race.race, "__kwdefaults__", race.race.__kwdefaults__ | {"learning_rates": (1e-3, 1e-2)})
+    monkeypatch.setattr(racing.race, "__kwdefaults__", racing.race.__kwdefaults__ | {"learning_rates": (1e-3, 1e-2)})
     result = diagnose("good:objective", "--samples", "20", "--probe", "--steps", "20", "--out", "there")
     assert result.exit_code == 0, result.output
     assert "not how often." in result.stdout
@@ -219,7 +220,7 @@ def test_ctrl_c_in_the_race_keeps_the_runs_that_are_finished(here, monkeypatch):
         show(pages.race(3))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(diagnosis_run, "race", interrupted)
+    monkeypatch.setattr(stages, "race", interrupted)
     result = diagnose("good:objective", "--samples", "20", "--probe")
     assert result.exit_code == 130
     made = pages.Page((here / "egop-diagnosis" / "diagnosis.html").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from egop import cli
+from egop.cli import app
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
 MODELS = ["resnet50", "gpt2", "llama_1b", "llama_8b"]
@@ -60,7 +60,7 @@ def shown(tmp_path, monkeypatch):
     """What ``egop plan`` prints about one of the factories."""
     (tmp_path / "factories.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
-    return lambda target, *options: CliRunner().invoke(cli.app, ["plan", f"factories.py:{target}", *options])
+    return lambda target, *options: CliRunner().invoke(app.app, ["plan", f"factories.py:{target}", *options])
 
 
 @pytest.mark.parametrize("target", ["model", "objective", "triple"])
@@ -126,7 +126,7 @@ def test_only_what_can_be_called_without_arguments_is_offered(shown):
     assert shown("missing").stderr == (
         "'factories.py' has no 'missing'. It has: Small, large, model, objective, triple, number, reading.\n"
     )
-    built_in = CliRunner().invoke(cli.app, ["plan", "egop.scaling:missing"])
+    built_in = CliRunner().invoke(app.app, ["plan", "egop.diagnostics.scaling:missing"])
     assert sorted(built_in.stderr.rstrip(".\n").partition("It has: ")[2].split(", ")) == sorted(MODELS)
 
 
@@ -140,7 +140,7 @@ def commands(text):
 
 
 def printed(call):
-    found = CliRunner().invoke(cli.app, call.split())
+    found = CliRunner().invoke(app.app, call.split())
     assert found.exit_code == 0, found.output
     return found.stdout
 

@@ -11,8 +11,8 @@ import torch
 import cases
 import egop
 from cases import MLP
-from egop import constrained
-from egop.constrained import BallConstrainedAdagrad, project_onto_ball
+from egop.extras import constrained
+from egop.extras.constrained import BallConstrainedAdagrad, project_onto_ball
 from explicit import identical
 
 

@@ -12,7 +12,7 @@ import torch
 import cases
 import egop
 from cases import MLP, OptimizerCase
-from egop.constrained import BallConstrainedAdagrad
+from egop.extras.constrained import BallConstrainedAdagrad
 from explicit import LAYOUTS, Explicit, Wrapped, case_and_basis, distance, identical, train
 
 

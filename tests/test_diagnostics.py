@@ -13,7 +13,7 @@ import cases
 import egop
 from egop.diagnostics import rules
 from egop.diagnostics.measure import Gathering
-from egop.linalg import random_orthonormal
+from egop.numerics.linalg import random_orthonormal
 
 DIMENSION = 30
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import egop
-from egop.factories import load_objective
+from egop.diagnostics.factories import load_objective
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "train_distributed.py"})  # tests/distributed has that one

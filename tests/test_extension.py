@@ -18,7 +18,7 @@ FILES = {
         from dataclasses import dataclass
         import torch
         import egop
-        from egop.structures import Accumulator
+        from egop.basis.structures import Accumulator
 
         class ReversedChange(egop.ChangeOfBasis):
             kind = "Reversed"

@@ -11,8 +11,8 @@ from torch import nn
 
 import cases
 import egop
-from egop import batches
-from egop.groups import named_groups
+from egop.optimizer import stacks
+from egop.optimizer.groups import named_groups
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -186,16 +186,16 @@ def test_a_copy_does_not_take_the_model_along(copied):
 def test_many_groups_that_are_added_are_stacked_once(monkeypatch):
     """Stacking all blocks for each of n groups made the time grow with n²: 19 seconds for 800 of them."""
     stacked = []
-    original = batches.Batch.__init__
+    original = stacks.Batch.__init__
     monkeypatch.setattr(
-        batches.Batch,
+        stacks.Batch,
         "__init__",
         lambda self, blocks, *rest: stacked.append(len(blocks)) or original(self, blocks, *rest),
     )
     layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(20))
     optimizer = egop.ReparameterizedOptimizer([layers[0].weight], torch.optim.SGD, model=layers, lr=0.1)
     for index, layer in enumerate(layers[1:], 1):
-        block = egop.partition.Block.of(f"{index}.weight", {f"{index}.weight": layer.weight})
+        block = egop.basis.partition.Block.of(f"{index}.weight", {f"{index}.weight": layer.weight})
         basis = egop.Reparameterization([egop.Shared().change(block, {"basis": torch.eye(3)})])
         optimizer.add_param_group({"params": [layer.weight], "basis": basis})
     sum(layer.weight.square().sum() for layer in layers).backward()

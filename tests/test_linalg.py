@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egop import linalg, precision
+from egop.numerics import linalg, precision
 
 few = settings(deadline=None, max_examples=30, derandomize=True)
 

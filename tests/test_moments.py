@@ -11,8 +11,8 @@ from torch import nn
 import cases
 import egop
 from cases import MLP, OptimizerCase
-from egop import moments
-from egop.linalg import random_orthonormal
+from egop.numerics.linalg import random_orthonormal
+from egop.optimizer import moments
 from explicit import basis_of, distance, identical, logistic
 
 WEIGHT = cases.block("weight", weight=(3, 4))

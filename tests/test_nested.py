@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from egop.nested import mapped, moved
+from egop.estimation.nested import mapped, moved
 
 Pair = namedtuple("Pair", "x y")
 META = torch.device("meta")

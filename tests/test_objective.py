@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop.randomness import RandomStream, random_state
+from egop.numerics.randomness import RandomStream, random_state
 
 
 def mean_square(model, batch):

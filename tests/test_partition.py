@@ -10,8 +10,8 @@ from torch import nn
 
 import cases
 import egop
-from egop.partition import Block, match, partition_parameters
-from egop.roles import layers_of
+from egop.basis.partition import Block, match, partition_parameters
+from egop.basis.roles import layers_of
 
 
 def blocks_of(model, partition):

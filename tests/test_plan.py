@@ -10,10 +10,10 @@ from torch import nn
 
 import cases
 import egop
-from egop import plan as planning
-from egop.partition import partition_parameters
-from egop.plan import make_plan
-from egop.roles import Layer, layers_of
+from egop.basis import plan as planning
+from egop.basis.partition import partition_parameters
+from egop.basis.plan import make_plan
+from egop.basis.roles import Layer, layers_of
 
 GIB = 2**30
 
@@ -168,7 +168,7 @@ def train_online(model, **options):
 
 def test_the_message_names_the_block_its_size_and_what_would_fit():
     block = cases.block("fc.weight", **{"fc.weight": (100, 784)})
-    single = egop.partition.Block(block.name, block.parameters, block.shapes, torch.float32)
+    single = egop.basis.partition.Block(block.name, block.parameters, block.shapes, torch.float32)
     message = (
         "Block 'fc.weight' needs a 78400 x 78400 basis (22.9 GiB), more than memory=2.0 GiB. "
         "Use structure=egop.Auxiliary(rank=1000) (299 MiB) or egop.Shared() (2.3 MiB)."

@@ -7,8 +7,8 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from egop import plotting
-from egop.records import Curve, Run
+from egop.runs import plotting
+from egop.runs.records import Curve, Run
 
 RUNS = [
     Run("Adam", "original", 0.1, Curve(loss=(2.0, 1.0, 0.5))),
@@ -72,5 +72,5 @@ def test_an_ending_nobody_knows_is_refused_and_leaves_nothing(tmp_path):
 
 
 def test_pyplot_is_not_needed():
-    script = "import sys, egop.plotting; sys.exit('matplotlib.pyplot' in sys.modules)"
+    script = "import sys, egop.runs.plotting; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

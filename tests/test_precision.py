@@ -16,7 +16,7 @@ import torch
 
 import cases
 import egop
-from egop import precision
+from egop.numerics import precision
 
 BACKENDS = ("cuda", "mkldnn")
 SETTINGS = [("generic", "all"), *((backend, kind) for backend in BACKENDS for kind in ("all", "matmul", "conv", "rnn"))]

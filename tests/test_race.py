@@ -8,8 +8,8 @@ from torch import nn
 
 import cases
 import egop
-from egop.race import Race, end, race
-from egop.records import Curve, Run
+from egop.diagnostics.racing import Race, end, race
+from egop.runs.records import Curve, Run
 
 
 def objective(loss=None):

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import cases
 import egop
-from egop import basis_files
-from egop.structures.full import FullChange
+from egop.basis import files
+from egop.basis.structures.full import FullChange
 
 
 def orthogonal(size, seed=0):
@@ -218,7 +218,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_debris(tmp_path, monkeypat
             file.truncate(100)
         raise error
 
-    monkeypatch.setattr(basis_files, "save_file", half)
+    monkeypatch.setattr(files, "save_file", half)
     with pytest.raises(type(error)):
         by_hand(cases.block("other", w=(3,))).save(path)
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
@@ -233,7 +233,7 @@ def test_readers_see_the_old_file_or_the_new_one_never_a_part(tmp_path, monkeypa
         save_file(tensors, target, metadata=metadata)
         seen.append(list(egop.Reparameterization.load(path)))
 
-    monkeypatch.setattr(basis_files, "save_file", watched)
+    monkeypatch.setattr(files, "save_file", watched)
     by_hand(cases.block("other", w=(3,), v=(2,))).save(path)
     assert seen == [["rnn", "head.weight"]]
     assert list(egop.Reparameterization.load(path)) == ["other"]

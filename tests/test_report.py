@@ -10,19 +10,19 @@ from dataclasses import replace
 import pytest
 
 import pages
-from egop import report
+from egop.diagnostics import page
 from egop.diagnostics.values import COLUMNS
-from egop.records import Curve, Run
+from egop.runs.records import Curve, Run
 
 SETTINGS = {"structure": "auto", "seed": 0}
 
 
-def page(*args, title="my model", **options):
-    return report.page(*args, title=title, settings=SETTINGS, **options)
+def made_of(*args, title="my model", **options):
+    return page.page(*args, title=title, settings=SETTINGS, **options)
 
 
 def test_it_has_a_row_a_badge_and_the_advice_of_each_block():
-    made = pages.Page(page(pages.diagnosis()))
+    made = pages.Page(made_of(pages.diagnosis()))
     assert made.source.startswith("<!DOCTYPE html>")
     assert made.count("tr") == 3
     for block in pages.diagnosis().blocks:
@@ -34,7 +34,7 @@ def test_it_has_a_row_a_badge_and_the_advice_of_each_block():
 
 
 def test_a_race_adds_its_curves_its_words_and_its_losses():
-    made = pages.Page(page(pages.diagnosis(), pages.race()))
+    made = pages.Page(made_of(pages.diagnosis(), pages.race()))
     assert made.count("svg") == 2
     assert pages.race().summary() in made.text
     assert made.text.count("lr 0.01") >= 2
@@ -42,7 +42,7 @@ def test_a_race_adds_its_curves_its_words_and_its_losses():
 
 
 def test_nothing_is_loaded_from_anywhere_and_there_are_no_scripts():
-    source = page(pages.diagnosis(), pages.race())
+    source = made_of(pages.diagnosis(), pages.race())
     made = pages.Page(source)
     assert "http" not in source
     assert made.count("script") == made.count("img") == made.count("iframe") == 0
@@ -53,7 +53,7 @@ def test_nothing_is_loaded_from_anywhere_and_there_are_no_scripts():
 
 
 def test_identifiers_are_unique_and_references_find_them():
-    made = pages.Page(page(pages.diagnosis(), pages.race()))
+    made = pages.Page(made_of(pages.diagnosis(), pages.race()))
     names = [attributes["id"] for _, attributes in made.tags if "id" in attributes]
     assert len(names) == len(set(names))
     references = re.findall(r'(?:href="#|url\(#)([^")]+)', made.source)
@@ -63,15 +63,15 @@ def test_identifiers_are_unique_and_references_find_them():
 
 def test_what_users_named_is_escaped():
     evil = "<script>alert('x')</script>&\""
-    made = pages.Page(page(pages.diagnosis(pages.block(evil, advice=evil)), title=evil))
+    made = pages.Page(made_of(pages.diagnosis(pages.block(evil, advice=evil)), title=evil))
     assert made.count("script") == 0
     assert made.text.count("alert('x')") >= 3
-    settings = report.page(pages.diagnosis(), title="t", settings={"structure": evil})
+    settings = page.page(pages.diagnosis(), title="t", settings={"structure": evil})
     assert "<script" not in settings
 
 
 def test_what_is_missing_is_said():
-    source = page(pages.diagnosis(partial="sampling was interrupted after 256 of 2048 draws"), pages.race(3))
+    source = made_of(pages.diagnosis(partial="sampling was interrupted after 256 of 2048 draws"), pages.race(3))
     text = pages.Page(source).text
     assert "This page is partial: sampling was interrupted after 256 of 2048 draws; 3 of 4 runs" in text
     assert "not run" in text
@@ -80,14 +80,14 @@ def test_what_is_missing_is_said():
 def test_before_anything_is_sampled_there_is_a_page_without_pictures():
     empty = replace(pages.left("0.weight"), structure="Full", verdict="unknown", advice="Not measured.")
     found = replace(pages.diagnosis(empty), draws=0, pass_seconds=None, partial="no gradients have been sampled yet")
-    made = pages.Page(page(found))
+    made = pages.Page(made_of(found))
     assert made.count("svg") == 0
     assert "Nothing can be said yet." in made.text
 
 
 def test_many_blocks_stay_readable():
     blocks = [pages.block(f"layer.{index}.weight", ratio=0.01 * index) for index in range(40)]
-    made = pages.Page(page(pages.diagnosis(*blocks)))
+    made = pages.Page(made_of(pages.diagnosis(*blocks)))
     legend = [words for words in made.words if re.fullmatch(r"layer\.\d+\.weight \(2048\)", words)]
     assert legend == [f"layer.{index}.weight (2048)" for index in range(8)]  # the most promising ones
     assert "32 others" in made.text
@@ -111,24 +111,24 @@ def test_every_race_can_be_drawn(losses):
         Run("AdamW", side, 1e-3, Curve(loss, diverged=not math.isfinite(loss[-1])))
         for side, loss in zip(sides, losses, strict=False)
     ]
-    pages.Page(page(pages.diagnosis(), replace(pages.race(), runs=tuple(runs))))
+    pages.Page(made_of(pages.diagnosis(), replace(pages.race(), runs=tuple(runs))))
 
 
 def test_the_page_and_the_numbers_are_written_whole(tmp_path):
-    path = report.write(tmp_path / "new", pages.diagnosis(), pages.race(), title="my model", settings=SETTINGS)
+    path = page.write(tmp_path / "new", pages.diagnosis(), pages.race(), title="my model", settings=SETTINGS)
     assert sorted(each.name for each in path.parent.iterdir()) == ["diagnosis.html", "diagnosis.json"]
-    assert path.read_text(encoding="utf-8") == page(pages.diagnosis(), pages.race())
+    assert path.read_text(encoding="utf-8") == made_of(pages.diagnosis(), pages.race())
     numbers = json.loads(path.with_suffix(".json").read_text())
     assert numbers["diagnosis"]["blocks"][0]["stable_rank"] == 52.0
     assert len(numbers["race"]["runs"]) == 4
     assert numbers["settings"] == SETTINGS
-    report.write(tmp_path / "new", pages.diagnosis(), title="my model", settings=SETTINGS)
+    page.write(tmp_path / "new", pages.diagnosis(), title="my model", settings=SETTINGS)
     assert json.loads(path.with_suffix(".json").read_text())["race"] is None
 
 
 def test_the_same_values_give_the_same_bytes():
-    assert page(pages.diagnosis(), pages.race()) == page(pages.diagnosis(), pages.race())
+    assert made_of(pages.diagnosis(), pages.race()) == made_of(pages.diagnosis(), pages.race())
 
 
 def test_the_style_sheet_comes_with_the_package():
-    assert "prefers-color-scheme: dark" in page(pages.diagnosis())
+    assert "prefers-color-scheme: dark" in made_of(pages.diagnosis())

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 import pages
-from egop import report
+from egop.diagnostics import page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
@@ -51,7 +51,7 @@ def path(tmp_path):
     slow = tuple(k**-0.5 for k in range(1, 301))
     long = pages.block("a.very.long.name.of.a.layer.with.many.parts.in_proj_weight", eigenvalues=slow, ratio=0.3)
     blocks = [pages.block(), long, pages.left()]
-    return report.write(tmp_path, pages.diagnosis(*blocks), pages.race(), title="examples/mlp.py:factory", settings={})
+    return page.write(tmp_path, pages.diagnosis(*blocks), pages.race(), title="examples/mlp.py:factory", settings={})
 
 
 def probed(path, tmp_path, width):

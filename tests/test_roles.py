@@ -10,7 +10,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.roles import Layer, layers_of
+from egop.basis.roles import Layer, layers_of
 
 VECTOR = "a vector: it has one row or column"
 MATRIX, STACK = Layer("weight"), Layer("weight", stacked=1)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop.sampling import sample_gradients
+from egop.estimation.sampling import sample_gradients
 from sampled import GAUSSIAN, METHODS, Recorder, assert_same, dropping, sample_both
 
 # --- the gradients ---

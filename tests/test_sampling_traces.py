@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import cases
 import egop
-from egop.sampling import sample_gradients
+from egop.estimation.sampling import sample_gradients
 from sampled import GAUSSIAN, METHODS, assert_same
 
 

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 import egop
 from distributed.processes import run
-from egop.estimate import Gathering
-from egop.roles import layers_of
-from egop.scaling import Memory, parts_of, plan_of, report, shapes, total
-from egop.scaling.parts import adamw, muon, soap
+from egop.basis.roles import layers_of
+from egop.diagnostics.scaling import Memory, parts_of, plan_of, report, shapes, total
+from egop.diagnostics.scaling.parts import adamw, muon, soap
+from egop.estimation.algorithm import Gathering
 
 SIZES = {"resnet50": 25_557_032, "gpt2": 124_337_664, "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}
 STRUCTURES = {
@@ -98,7 +98,7 @@ def held(model, optimizer):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_built_in_models_have_their_sizes_and_no_weights(name):
-    model = shapes.load_model(f"egop.scaling:{name}")
+    model = shapes.load_model(f"egop.diagnostics.scaling:{name}")
     assert sum(each.numel() for each in model.parameters()) == SIZES[name]
     assert {each.device.type for each in model.parameters()} == {"meta"}
 

@@ -9,8 +9,8 @@ import torch
 
 import cases
 import egop
-from egop.linalg import orthonormality_error, random_orthonormal
-from egop.sketch import RowSketch, leading_directions, orthonormal_columns
+from egop.numerics.linalg import orthonormality_error, random_orthonormal
+from egop.numerics.sketch import RowSketch, leading_directions, orthonormal_columns
 
 RANK, COUNT, DIMENSION = 10, 120, 70  # both larger than twice the rank
 

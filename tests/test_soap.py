@@ -114,7 +114,7 @@ def squared_moments_as_soap():
     """Sorted along with the vectors, never rotated."""
     with (
         mock.patch("egop.refresh.iteration.power_iteration", power_iteration_in_place),
-        mock.patch("egop.moments.squares_rotated", lambda squares, new, rotation: squares),
+        mock.patch("egop.optimizer.moments.squares_rotated", lambda squares, new, rotation: squares),
     ):
         yield
 
@@ -150,7 +150,7 @@ def main(picture):
     import matplotlib
     from matplotlib.figure import Figure
 
-    from egop import plotting
+    from egop.runs import plotting
 
     marks = [10, 50, 100, STEPS - 1]
     for name in WIDTHS:

@@ -9,8 +9,8 @@ import torch
 
 import cases
 import egop
-from egop.linalg import random_orthonormal
-from egop.spectrum import agreement
+from egop.basis.spectrum import agreement
+from egop.numerics.linalg import random_orthonormal
 
 
 def spectrum(*eigenvalues):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, safe_open, save_file
 
 import cases
 import egop
-from egop import chunks
-from egop.spectrum import agreement
+from egop.basis.spectrum import agreement
+from egop.estimation import chunks
 
 EIGEN = [each for each in cases.STRUCTURES if not isinstance(each, (egop.Identity, egop.RandomRotation))]
 

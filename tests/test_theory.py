@@ -18,10 +18,10 @@ import torch
 import egop
 from convex_problems import PROBLEMS, Setting, holds, quadratic
 from egop import theory
-from egop.constrained import BallConstrainedAdagrad
-from egop.linalg import eigenbasis, random_orthonormal
-from egop.partition import Block
-from egop.structures.full import FullChange
+from egop.basis.partition import Block
+from egop.basis.structures.full import FullChange
+from egop.extras.constrained import BallConstrainedAdagrad
+from egop.numerics.linalg import eigenbasis, random_orthonormal
 
 MODULES = [f"egop.theory.{module.name}" for module in pkgutil.iter_modules(theory.__path__)]
 SETTINGS = [(problem, offset) for problem in PROBLEMS for offset in (0.0, 1.0)]
@@ -262,7 +262,7 @@ def test_the_examples_in_docstrings_run(module):
 
 
 def test_the_solver_is_only_imported_when_it_is_needed():
-    script = "import sys, egop.theory, egop.constrained; print('cvxpy' in sys.modules)"
+    script = "import sys, egop.theory, egop.extras.constrained; print('cvxpy' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert shown.stdout.strip() == "False"
 

@@ -8,7 +8,7 @@ import torch
 import egop
 from convex_problems import decaying, holds
 from egop import theory
-from egop.linalg import random_orthonormal
+from egop.numerics.linalg import random_orthonormal
 
 
 def normal(*shape, seed=0):

@@ -11,7 +11,7 @@ import torch
 
 from convex_problems import decaying, holds
 from egop import theory
-from egop.linalg import random_orthonormal
+from egop.numerics.linalg import random_orthonormal
 
 
 def symmetric(dimension, seed=0):

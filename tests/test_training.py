@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from egop.records import Curve, replacing, write_json
-from egop.training import train
+from egop.runs.records import Curve, replacing, write_json
+from egop.runs.training import train
 
 
 def regression(lr=0.1, seed=0):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import cases
 import egop
-from egop.trial import Findings, tried
+from egop.optimizer.trial import Findings, tried
 
 TORCH = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 

@@ -3,18 +3,9 @@
 from importlib import metadata
 
 from egop import checkpoint, theory
-from egop.constrained import BallConstrainedAdagrad
-from egop.diagnostics import BlockDiagnosis, Diagnosis, diagnose
-from egop.distributions import Ball, Distribution, Gaussian, Initialization, Recentered
-from egop.estimate import estimate
-from egop.objective import Objective
-from egop.optimizer import ReparameterizedOptimizer
-from egop.parametrize import merge, parametrize
-from egop.refresh import Every, Online, Refresh, WhenDrifted
-from egop.reparameterization import Reparameterization
-from egop.rotate import rotate_inputs
-from egop.spectrum import Spectrum
-from egop.structures import (
+from egop.basis.reparameterization import Reparameterization
+from egop.basis.spectrum import Spectrum
+from egop.basis.structures import (
     Auxiliary,
     ChangeOfBasis,
     Full,
@@ -25,6 +16,15 @@ from egop.structures import (
     Shared,
     Structure,
 )
+from egop.diagnostics import BlockDiagnosis, Diagnosis, diagnose
+from egop.estimation.algorithm import estimate
+from egop.estimation.objective import Objective
+from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
+from egop.extras.constrained import BallConstrainedAdagrad
+from egop.extras.inputs import rotate_inputs
+from egop.extras.parametrization import merge, parametrize
+from egop.optimizer.reparameterized import ReparameterizedOptimizer
+from egop.refresh import Every, Online, Refresh, WhenDrifted
 
 try:
     __version__ = metadata.version("egop")

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", reason=runs.MISSING)
 from language import gpt2, sentences
 
 import egop
-from egop.clients import trainer_optimizer
+from egop.extras.frameworks import trainer_optimizer
 
 STEPS = 6
 

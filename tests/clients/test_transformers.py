@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason=runs.MISSING)
 from language import MATRICES, gpt2, sentences
 
 import egop
-from egop.clients import trainer_optimizer
+from egop.extras.frameworks import trainer_optimizer
 
 STEPS = 6
 LR = 3e-3

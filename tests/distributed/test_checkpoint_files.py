@@ -16,8 +16,9 @@ from torch import nn
 from training import steps
 
 import egop
-from egop import checkpoint, locks
+from egop import checkpoint
 from egop.checkpoint import files, folders
+from egop.distributed import locks
 
 
 def forked(action):

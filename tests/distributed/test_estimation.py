@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import batch, loss_of, network, sharded, steps, weights
 
 import egop
-from egop import processes, sampling
-from egop.estimate import Gathering
-from egop.structures import low_rank
+from egop.basis.structures import low_rank
+from egop.distributed import processes
+from egop.estimation import sampling
+from egop.estimation.algorithm import Gathering
 
 GAUSSIAN = egop.Gaussian(0.5)
 
@@ -245,7 +246,7 @@ def errors(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(low_rank, "_ROWS_BYTES", 0)  # sketches of 20 rows: full only when they are merged
         if rank == 0:
-            patch.setattr("egop.sketch.RowSketch._compress", not_converged)
+            patch.setattr("egop.numerics.sketch.RowSketch._compress", not_converged)
         found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(5), 36))
     model = DistributedDataParallel(network())
     every = egop.Every(3, failing(1, model=model), samples=6, structure=shared)

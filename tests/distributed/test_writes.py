@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 import egop
-from egop import binding
+from egop.optimizer import binding
 
 STRUCTURES = {"Shared": egop.Shared(), "Kronecker": egop.Kronecker()}
 

@@ -10,8 +10,8 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP, MLP, OptimizerCase
-from egop.partition import Block
-from egop.structures.full import FullChange
+from egop.basis.partition import Block
+from egop.basis.structures.full import FullChange
 from explicit import Wrapped, basis_of, case_and_basis, distance, identical, train
 
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})

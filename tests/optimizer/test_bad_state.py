@@ -8,8 +8,8 @@ from torch import nn
 
 import cases
 from cases import MLP, ModelCase, OptimizerCase
-from egop.restoring import about_of
-from egop.states import _as_bytes
+from egop.optimizer.restoring import about_of
+from egop.optimizer.states import _as_bytes
 from explicit import LAYOUTS, Wrapped, basis_of, case_and_basis, distance, identical, train
 
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})

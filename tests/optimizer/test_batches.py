@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import egop
-from egop import batches, replay
-from egop.replay import InPlace, Recorder, copy_all
+from egop.optimizer import recordings, stacks
+from egop.optimizer.recordings import InPlace, Recorder, copy_all
 from explicit import distance, identical
 from recordings import record_on_the_cpu
 
@@ -125,7 +125,7 @@ def test_what_changes_all_the_time_is_not_recorded_again_and_again(monkeypatch):
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis(egop.Shared()))
     for step in range(60):
         train(optimizer, model, count=1, skip=[str(step % 5)])
-    assert counts["recorded"] <= 2 * replay._RECORDINGS
+    assert counts["recorded"] <= 2 * recordings._RECORDINGS
 
 
 def test_a_structure_that_is_replaced_leaves_nothing_behind(monkeypatch):
@@ -197,7 +197,7 @@ def test_kernels_with_channels_last_too(structure, device, monkeypatch):
     results = []
     for recorded in (False, True):
         if not recorded:
-            monkeypatch.setattr(batches, "_is_small", lambda blocks: False)
+            monkeypatch.setattr(stacks, "_is_small", lambda blocks: False)
         elif device == "cpu":
             record_on_the_cpu(monkeypatch)
         else:
@@ -228,8 +228,8 @@ def test_what_is_replayed_on_one_place_is_what_is_computed():
     finally:
         torch.set_float32_matmul_precision(kept)
     # Three sets of tensors in two precisions: each computed once and recorded once, up to the limit.
-    assert len(again._recordings) == replay._RECORDINGS
-    assert len(calls) == replay._RECORDINGS * 2 + 2 * 3
+    assert len(again._recordings) == recordings._RECORDINGS
+    assert len(calls) == recordings._RECORDINGS * 2 + 2 * 3
 
 
 @needs_gpu

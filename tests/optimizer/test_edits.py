@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cases import FEW_OPTIMIZERS, OptimizerCase
-from egop import binding
+from egop.optimizer import binding
 from explicit import LAYOUTS, Explicit, Wrapped, case_and_basis, distance, identical, train
 
 TOLERANCE = 1e-10

@@ -6,7 +6,7 @@ import torch
 import cases
 import egop
 from cases import FEW_OPTIMIZERS, MLP, OptimizerCase
-from egop.structures.full import FullChange
+from egop.basis.structures.full import FullChange
 from explicit import LAYOUTS, Wrapped, case_and_basis, identical, logistic, train
 
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})

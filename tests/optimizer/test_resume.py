@@ -20,7 +20,7 @@ import torch
 import cases
 import egop
 from cases import FEW_OPTIMIZERS, OptimizerCase
-from egop.restoring import about_of
+from egop.optimizer.restoring import about_of
 from explicit import LAYOUTS, Explicit, Wrapped, case_and_basis, distance, identical, train
 
 STEPS = 6

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import egop
-from egop import batches, turning
-from egop.linalg import eigenbasis
+from egop.numerics.linalg import eigenbasis
+from egop.optimizer import rebasing, stacks
 
 
 def network():
@@ -97,7 +97,7 @@ def test_a_failure_in_the_middle_of_a_change_leaves_the_weights(monkeypatch):
         targets[0].copy_(sources[0])
         raise MemoryError
 
-    monkeypatch.setattr(turning, "copy_all", copy_the_basis_only)
+    monkeypatch.setattr(rebasing, "copy_all", copy_the_basis_only)
     with pytest.raises(MemoryError):
         optimizer.rebase(elsewhere.basis)
     monkeypatch.undo()
@@ -112,7 +112,7 @@ def test_a_failure_in_the_middle_of_a_change_leaves_the_weights(monkeypatch):
 @pytest.mark.parametrize("structure", [egop.Identity(), egop.Shared(), egop.Kronecker()], ids=str)
 def test_fused_kernels_see_gradients_as_coordinates_lie(structure, still, monkeypatch):
     """Weights in channels_last have gradients whose strides are others than those of coordinates."""
-    monkeypatch.setattr(batches, "_is_small", lambda blocks: still)
+    monkeypatch.setattr(stacks, "_is_small", lambda blocks: still)
     results = []
     for basis_wanted in (False, True):
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.linalg import eigenbasis
+from egop.numerics.linalg import eigenbasis
 from egop.refresh.turns import turns_of
 from explicit import identical
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.moments import squares_rotated
+from egop.optimizer.moments import squares_rotated
 from egop.refresh.iteration import off_diagonal, renewed
 from explicit import identical
 from recordings import record_on_the_cpu
@@ -209,7 +209,7 @@ def test_whether_a_basis_has_drifted_does_not_depend_on_the_scale_of_the_gradien
 
 
 def test_second_moments_that_have_overflowed_stop_what_they_are_mixed_with_and_nothing_else():
-    block = egop.partition.Block("w", ("w",), (torch.Size([2, 3]),), torch.float32)
+    block = egop.basis.partition.Block("w", ("w",), (torch.Size([2, 3]),), torch.float32)
     rotation = torch.eye(3)  # infinity times its zeros is not a number
     change = egop.Shared().change(block, {"basis": rotation})
     squares = torch.tensor([[1.0, torch.inf, 2.0], [3.0, 4.0, 5.0]])

@@ -11,10 +11,10 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP
-from egop.linalg import orthonormality_error
+from egop.numerics.linalg import orthonormality_error
+from egop.optimizer.recordings import Recorder, Replayed
 from egop.refresh import iteration
 from egop.refresh.turns import turns_of
-from egop.replay import Recorder, Replayed
 from explicit import distance, identical, logistic
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import egop
-from egop.partition import Block
-from egop.structures.views import flatten, unflatten
+from egop.basis.partition import Block
+from egop.basis.structures.views import flatten, unflatten
 
 DTYPES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-5}  # bfloat16 has float32 coordinates
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import cases
 import egop
-from egop.partition import partition_parameters
-from egop.plan import make_plan
-from egop.roles import layers_of
+from egop.basis.partition import partition_parameters
+from egop.basis.plan import make_plan
+from egop.basis.roles import layers_of
 
 
 @dataclass(frozen=True)

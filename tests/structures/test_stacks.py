@@ -10,8 +10,8 @@ from torch import nn
 
 import cases
 import egop
-from egop.partition import Block
-from egop.structures.views import as_matrix, from_matrix
+from egop.basis.partition import Block
+from egop.basis.structures.views import as_matrix, from_matrix
 
 EXPERTS, OUTPUTS, INPUTS = 3, 4, 4  # square, so that a gradient has full rank and its eigenvectors are determined
 

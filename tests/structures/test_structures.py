@@ -10,8 +10,8 @@ import torch
 
 import cases
 import egop
-from egop.structures import rebuild
-from egop.structures.views import flatten, unflatten
+from egop.basis.structures import rebuild
+from egop.basis.structures.views import flatten, unflatten
 
 
 def fits(structure, block):
@@ -328,7 +328,7 @@ def test_gradients_that_are_all_zero_give_an_orthonormal_basis(route):
 
 
 def test_a_single_precision_block_has_a_single_precision_basis():
-    block = egop.partition.Block.of("b", {"w": torch.zeros(3, 2)})
+    block = egop.basis.partition.Block.of("b", {"w": torch.zeros(3, 2)})
     _, change = build(egop.Full(), block)
     assert change.tensors["basis"].dtype == torch.float32
     assert change.nbytes == 36 * 4
@@ -371,7 +371,7 @@ def test_an_unknown_route_is_refused():
 def test_a_basis_of_another_size_is_refused():
     block = cases.BLOCKS[1]
     with pytest.raises(ValueError, match=r"Block 'vector' .*needs a basis of shape \(5, 5\), got \(4, 4\)"):
-        egop.structures.full.FullChange(block, {"basis": torch.eye(4)})
+        egop.basis.structures.full.FullChange(block, {"basis": torch.eye(4)})
 
 
 def test_flatten_and_unflatten_are_inverse():

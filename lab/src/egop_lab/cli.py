@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from egop.commands import application, device_of, fail, one_line_errors, typer
+from egop.cli import application, device_of, fail, one_line_errors, typer
 from egop_lab import __version__
 from egop_lab.experiments.records import RecordError
 
@@ -37,8 +37,7 @@ def demo(
         import torch
         from rich.console import Console
 
-        from egop import plotting
-        from egop.records import write_json
+        from egop.runs import plotting, write_json
         from egop_lab.experiments import demo as experiment
 
         if threads is not None:

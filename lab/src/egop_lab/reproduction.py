@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from egop import plotting
-from egop.pages import document, text
-from egop.pictures import Picture
-from egop.records import replacing
+from egop.runs import Picture, document, plotting, replacing, text
 from egop_lab.experiments.base import Experiment, Judged, Preset
 from egop_lab.experiments.records import Record, Store
 from egop_lab.experiments.registry import IDS, experiment

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from egop import scaling
-from egop.estimate import blocks_of
-from egop.objective import Objective
-from egop.plan import make_plan
+from egop.basis import make_plan
+from egop.diagnostics import scaling
+from egop.estimation import Objective, blocks_of
 from egop_lab.experiments.gpt import GPT, Block, initialize_
 
 SMALL = {"vocabulary": 11, "layers": 2, "width": 12, "heads": 3, "context": 8}

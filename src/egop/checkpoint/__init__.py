@@ -18,9 +18,8 @@ from egop.checkpoint import folders
 from egop.checkpoint.contents import check_kind, check_same, extra_of, fitted, give, sum_parts, taken_apart, trust
 from egop.checkpoint.files import Saved, clearly, write
 from egop.checkpoint.folders import latest
-from egop.locks import new_name
+from egop.distributed import agreed, exchanged, new_name, rank
 from egop.optimizer import ReparameterizedOptimizer
-from egop.processes import agreed, exchanged, rank
 
 __all__ = ["extra", "latest", "load", "save"]
 

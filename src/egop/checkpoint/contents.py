@@ -14,15 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egop.basis import WRAPPER, plain_name
 from egop.checkpoint.files import Saved, with_text
 from egop.checkpoint.flat import apart, together
-from egop.groups import WRAPPER
-from egop.objective import plain_name
-from egop.optimizer import ReparameterizedOptimizer
-from egop.processes import agreed, exchanged, rank
-from egop.restoring import about_of, check_about
-from egop.sharding import below_each_other, is_cut_by_rows, is_sharded, like, local, shards
-from egop.states import COORDINATES, OWN, REFRESH, STANDS_FOR, exported
+from egop.distributed import agreed, below_each_other, exchanged, is_cut_by_rows, is_sharded, like, local, rank, shards
+from egop.optimizer import (
+    COORDINATES,
+    OWN,
+    REFRESH,
+    STANDS_FOR,
+    ReparameterizedOptimizer,
+    about_of,
+    check_about,
+    exported,
+)
 
 _VERSION = 2
 

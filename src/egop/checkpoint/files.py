@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from egop.basis import read_json, write_json
 from egop.checkpoint.index import INDEX, Entry, Index, Piece, from_text, name_of, part_name, to_text
 from egop.checkpoint.parts import Wish, read_part, write_part
 from egop.checkpoint.pieces import Region, is_first_with_it, is_plainly_spread, region_here
-from egop.processes import agreed, exchanged, rank, world_size
-from egop.sharding import local, whole
-from egop.sharding import write as write_sharded
-from egop.texts import read_json, write_json
+from egop.distributed import agreed, exchanged, local, rank, whole, world_size
+from egop.distributed import write as write_sharded
 
 T = TypeVar("T")
 

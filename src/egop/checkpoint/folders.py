@@ -14,8 +14,7 @@ import shutil
 from pathlib import Path
 
 from egop.checkpoint.index import INDEX, from_text, save_of
-from egop.locks import Lock, claimed, is_forgotten, locked, remove_if_left_behind
-from egop.processes import exchanged, rank
+from egop.distributed import Lock, claimed, exchanged, is_forgotten, locked, rank, remove_if_left_behind
 
 _OLD_INDEX = ".metadata"  # of egop 0.1.0: a pickle, which is never read
 _STEP = re.compile(r"step-(\d+)")
@@ -27,7 +26,7 @@ class Unfinished:
 
     Args:
         directory: the name that the checkpoint shall have. If it is a link, what it leads to is replaced.
-        save: a name that no other save has, from :func:`egop.locks.new_name`.
+        save: a name that no other save has, from :func:`egop.distributed.locks.new_name`.
     """
 
     def __init__(self, directory: Path, save: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from egop.basis import read_json, record, whole_numbers, write_json
 from egop.checkpoint.pieces import Region
-from egop.texts import read_json, record, whole_numbers, write_json
 
 INDEX = "index.json"
 _FORMAT = "egop checkpoint"

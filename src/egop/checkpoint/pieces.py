@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from egop.processes import rank
-from egop.sharding import is_sharded
+from egop.distributed import is_sharded, rank
 
 
 class Region(NamedTuple):

@@ -12,18 +12,32 @@ from dataclasses import replace
 
 import torch
 
+from egop.basis import (
+    LEADING,
+    Block,
+    ChangeOfBasis,
+    Partition,
+    Plan,
+    Reparameterization,
+    Shared,
+    Spectrum,
+    StructureChoice,
+    make_plan,
+)
 from egop.diagnostics.rules import COSTLY, decide, noise_stable_rank, refresh_advice
 from egop.diagnostics.values import BlockDiagnosis, Diagnosis
-from egop.distributions import Distribution, Gaussian
-from egop.estimate import Gathering, blocks_of, check_reached, checked, gradients_for, samples_wanted
-from egop.linalg import identity
-from egop.objective import Objective
-from egop.partition import Block, Partition
-from egop.plan import Plan, StructureChoice, make_plan
-from egop.reparameterization import Reparameterization
-from egop.spectrum import LEADING, Spectrum
-from egop.structures import ChangeOfBasis, Shared
-from egop.units import parse_bytes
+from egop.estimation import (
+    Distribution,
+    Gathering,
+    Gaussian,
+    Objective,
+    blocks_of,
+    check_reached,
+    checked,
+    gradients_for,
+    samples_wanted,
+)
+from egop.numerics import identity, parse_bytes
 
 # A time is the median of this many, or of fewer where they take long.
 _REPEATS = 9

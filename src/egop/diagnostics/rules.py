@@ -9,9 +9,9 @@ import math
 
 import torch
 
+from egop.basis import Layer
 from egop.diagnostics.values import BlockDiagnosis, Verdict
-from egop.roles import Layer
-from egop.units import format_bytes
+from egop.numerics import format_bytes
 
 # A stable rank of at least this share of what directionless noise would show is a flat spectrum.
 FLAT = 0.8

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from egop.reparameterization import Reparameterization
-from egop.units import format_bytes, format_table
+from egop.basis import Reparameterization
+from egop.numerics import format_bytes, format_table
 
 Verdict = Literal["use", "online", "sample more", "leave", "unknown"]
 

@@ -1,6 +1,6 @@
 """When a basis is renewed: from samples every so often, or from the training gradients as they come."""
 
-from egop.refresh.base import Refresh, Refresher
+from egop.optimizer import Refresh, Refresher
 from egop.refresh.every import Every
 from egop.refresh.online import Online, WhenDrifted
 

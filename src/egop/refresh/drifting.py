@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from egop.optimizer import Rebasable
 from egop.refresh import iteration
-from egop.refresh.base import Rebasable
 from egop.refresh.first import seconds
 from egop.refresh.streaming import Streaming
 

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from egop.distributions import Distribution, Recentered
-from egop.estimate import NoGradientError, estimate, estimate_plan
-from egop.moments import Moments, check_moments
-from egop.objective import Objective, plain_name
-from egop.partition import Partition
-from egop.plan import Plan, StructureChoice, check_structure
-from egop.refresh.base import Rebasable, Refresh, Refresher, check_positive
-from egop.structures import ChangeOfBasis
+from egop.basis import ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, plain_name
+from egop.estimation import Distribution, NoGradientError, Objective, Recentered, estimate, estimate_plan
+from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments, check_positive
 
 
 @dataclass(frozen=True)

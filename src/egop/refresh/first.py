@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from tqdm.auto import tqdm
 
-from egop import processes
+from egop.distributed import processes
 
 # What is over sooner is not announced.
 _PATIENCE = 5.0

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from egop.batches import Batch
-from egop.binding import BoundBlock
-from egop.sharding import is_sharded
-from egop.structures import ChangeOfBasis
+from egop.basis import ChangeOfBasis
+from egop.distributed import is_sharded
+from egop.optimizer import Batch, BoundBlock
 
 
 def add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from egop import linalg, precision
+from egop.numerics import linalg, precision
 
 _PROBES = 4  # vectors that a new basis is tried on
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from egop.batches import Batches
-from egop.objective import plain_name
-from egop.refresh.base import Rebasable
+from egop.basis import plain_name
+from egop.optimizer import Batches, Rebasable
 
 
 class Outside:

@@ -9,19 +9,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from egop.linalg import identity
-from egop.moments import Moments, check_moments
-from egop.objective import plain_name
-from egop.partition import Partition, partition_parameters
-from egop.plan import StructureChoice, check_structure, make_plan
-from egop.refresh.base import Rebasable, Refresh, Refresher, check_decay, check_positive
+from egop.basis import (
+    Kronecker,
+    Layer,
+    Partition,
+    Reparameterization,
+    Shared,
+    StructureChoice,
+    check_structure,
+    make_plan,
+    partition_parameters,
+    plain_name,
+)
+from egop.numerics import identity, parse_bytes
+from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_decay, check_moments, check_positive
 from egop.refresh.drifting import Drifting
 from egop.refresh.grams import is_renewable
 from egop.refresh.streaming import Streaming
-from egop.reparameterization import Reparameterization
-from egop.roles import Layer
-from egop.structures import Kronecker, Shared
-from egop.units import parse_bytes
 
 
 @dataclass(frozen=True)

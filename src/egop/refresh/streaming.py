@@ -11,18 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.batches import Batch, Batches
-from egop.binding import BoundBlock
-from egop.moments import Moments
+from egop.basis import ChangeOfBasis, Reparameterization
+from egop.distributed import local, whole
+from egop.optimizer import Aside, Batch, Batches, BoundBlock, InPlace, Moments, Rebasable, Recorder, Refresher, Replayed
 from egop.refresh import iteration
-from egop.refresh.base import Rebasable, Refresher
 from egop.refresh.first import announced, seconds
 from egop.refresh.grams import add, is_in_parts, is_renewable, is_trained, of_blocks, renewal_cost, zeros_for
 from egop.refresh.late import Outside, nothing_to_rotate, trained_names
 from egop.refresh.turns import turns_of
-from egop.reparameterization import Reparameterization
-from egop.replay import Aside, InPlace, Recorder, Replayed
-from egop.sharding import local, whole
 
 Place = tuple[Batch, slice]  # some neighbours in a batch
 _GRAM, _PHASE = "gram/", "phase"  # what is saved of a block: its matrices, and where it stands
@@ -127,6 +123,10 @@ class Streaming(Refresher):
                 if right:
                     part = {key: tensor[own] for key, tensor in tensors.items()}
                     optimizer.turn(batch, slice(members.start + own.start, members.start + own.stop), part, "reset")
+
+    def can_renew(self, change: ChangeOfBasis) -> bool:
+        """Whether it consists of eigenvectors of Gram matrices."""
+        return is_renewable(change)
 
     def prepare(self, optimizer: Rebasable) -> None:
         """Without a basis, start from the original coordinates."""

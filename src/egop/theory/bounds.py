@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from egop.linalg import eigenbasis
-from egop.spectrum import Spectrum
+from egop.basis import Spectrum
+from egop.numerics import eigenbasis
 from egop.theory.checks import not_negative, positive, symmetric
 
 _ALL_SIGNS = 12  # up to this dimension every sign vector is tried

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from egop.linalg import fix_signs
+from egop.numerics import fix_signs
 
 Shape = int | tuple[int, int]
 

@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from egop.linalg import eigenbasis
-from egop.spectrum import Spectrum
-from egop.structures.accumulators import density
+from egop.basis import Spectrum, density
+from egop.numerics import eigenbasis
 from egop.theory.checks import not_negative, positive, symmetric
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments import batched
 from egop_lab.experiments.base import Judged, Preset, first_below, median, verdict
 from egop_lab.experiments.instances import RANDOM, Trials, with_decay

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egop.records import replacing
+from egop.runs import replacing
 from egop_lab.experiments.base import MissingDataError
 
 __all__ = ["Batches", "Digits", "FashionMNIST", "Split", "digits", "fashion_folder", "fashion_mnist", "four_classes"]

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.records import Curve, Run
-from egop.training import train
+from egop.runs import Curve, Run, train
 from egop_lab.experiments.data import Batches, Digits, digits
 from egop_lab.experiments.models import accuracy, cross_entropy, digits_network, xavier_
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from egop.pictures import Panel, Picture
+from egop.runs import Panel, Picture
 from egop_lab.experiments import batched
 from egop_lab.experiments.base import Context, Experiment, Judged, Preset, compare, median, verdict
 from egop_lab.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.records import Curve
-from egop.training import train
+from egop.runs import Curve, train
 from egop_lab.experiments import batched, stacked_network, updates
 from egop_lab.experiments.base import over_processes
 from egop_lab.experiments.data import Batches, digits

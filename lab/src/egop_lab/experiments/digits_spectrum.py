@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 import egop
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, verdict
 from egop_lab.experiments.data import digits
 from egop_lab.experiments.models import cross_entropy, digits_network, xavier_

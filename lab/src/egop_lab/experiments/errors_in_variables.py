@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from egop import theory
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments import baselines, batched
 from egop_lab.experiments.base import Context, Judged, Preset, finished, median, quartiles, verdict
 from egop_lab.experiments.instances import RANDOM, Trials, with_decay

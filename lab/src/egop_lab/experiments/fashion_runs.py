@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.sampling import sample_gradients
-from egop.training import train
+from egop.estimation import sample_gradients
+from egop.runs import train
 from egop_lab.experiments.base import Context
 from egop_lab.experiments.data import Batches, fashion_folder, fashion_mnist
 from egop_lab.experiments.digits_spectrum import subsampled

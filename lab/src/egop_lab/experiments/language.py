@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
-from egop.training import train
+from egop.runs import train
 from egop_lab.experiments.base import Context, Experiment, MissingDataError, finished
 from egop_lab.experiments.gpt import GPT, initialize_
 from egop_lab.experiments.records import Record, Store

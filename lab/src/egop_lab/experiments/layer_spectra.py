@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, verdict
 from egop_lab.experiments.data import Batches, Split, digits, fashion_folder, fashion_mnist, four_classes
 from egop_lab.experiments.digits_spectrum import decay, subsampled

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.pictures import Panel, Picture
+from egop.runs import Panel, Picture
 from egop_lab.experiments import batched
 from egop_lab.experiments.base import Context, Experiment, Judged, Preset, compare, median, verdict
 from egop_lab.experiments.linear_problem import BATCH, BLOCK, FIRST, SIZE, LinearProblem

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments import baselines, batched
 from egop_lab.experiments.base import Judged, Preset, first_below, median, verdict
 from egop_lab.experiments.instances import RANDOM, Trials, with_decay

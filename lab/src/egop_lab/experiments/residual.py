@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
-from egop.training import train
+from egop.runs import train
 from egop_lab.experiments import images
 from egop_lab.experiments.base import MissingDataError
 from egop_lab.experiments.networks import ResidualNetwork, initialize_

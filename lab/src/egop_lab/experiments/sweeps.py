@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from egop.pictures import Series
+from egop.runs import Series
 from egop_lab.experiments import batched
 from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, median, quartiles
 from egop_lab.experiments.records import Record, Store

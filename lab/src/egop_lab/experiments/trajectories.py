@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments import batched
 from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, median, verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials

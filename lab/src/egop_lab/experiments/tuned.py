@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.pictures import Series
+from egop.runs import Series
 from egop_lab.experiments import baselines, batched
 from egop_lab.experiments.base import Context, Experiment, Preset, finished, in_processes, median
 from egop_lab.experiments.instances import RANDOM, Trials

@@ -1,0 +1,68 @@
+"""A basis as a value: blocks of parameters, structures (one file each), the plan that chooses, the file.
+
+A new structure is a file in ``structures/``, or one of your own: it is registered by being defined.
+"""
+
+from egop.basis.files import orthonormality_error
+from egop.basis.names import WRAPPER, plain_name
+from egop.basis.partition import Block, Partition, partition_parameters
+from egop.basis.plan import Plan, StructureChoice, call_it, check_structure, make_plan
+from egop.basis.reparameterization import Reparameterization
+from egop.basis.roles import Known, Layer, layers_of
+from egop.basis.spectrum import LEADING, Spectrum, agreement
+from egop.basis.structures import (
+    Accumulator,
+    Auxiliary,
+    ChangeOfBasis,
+    Cost,
+    Full,
+    Identity,
+    Kronecker,
+    RandomRotation,
+    Reduced,
+    Shared,
+    Structure,
+    Summary,
+    rebuild,
+)
+from egop.basis.structures.accumulators import density
+from egop.basis.texts import read_json, record, whole_numbers, write_json
+
+__all__ = [
+    "LEADING",
+    "WRAPPER",
+    "Accumulator",
+    "Auxiliary",
+    "Block",
+    "ChangeOfBasis",
+    "Cost",
+    "Full",
+    "Identity",
+    "Known",
+    "Kronecker",
+    "Layer",
+    "Partition",
+    "Plan",
+    "RandomRotation",
+    "Reduced",
+    "Reparameterization",
+    "Shared",
+    "Spectrum",
+    "Structure",
+    "StructureChoice",
+    "Summary",
+    "agreement",
+    "call_it",
+    "check_structure",
+    "density",
+    "layers_of",
+    "make_plan",
+    "orthonormality_error",
+    "partition_parameters",
+    "plain_name",
+    "read_json",
+    "rebuild",
+    "record",
+    "whole_numbers",
+    "write_json",
+]

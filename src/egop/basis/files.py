@@ -1,0 +1,194 @@
+"""A basis in one safetensors file: written whole or not at all, and read with nothing in it believed."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from egop.basis.partition import Block
+from egop.basis.spectrum import Spectrum
+from egop.basis.structures import ChangeOfBasis, rebuild
+from egop.basis.texts import read_json, record, strings, whole_numbers, write_json
+from egop.distributed import claimed, new_name, remove_if_left_behind
+
+FORMAT_VERSION = 1
+
+_EIGENVALUES, _DENSITY = "spectrum/eigenvalues", "spectrum/density"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
+
+
+class Content(NamedTuple):
+    """What such a file holds: changes of basis, spectra by block name, and why weights were left alone, by name."""
+
+    changes: Sequence[ChangeOfBasis]
+    spectra: Mapping[str, Spectrum]
+    left: Mapping[str, str]
+
+
+def write(path: str | os.PathLike[str], content: Content) -> None:
+    """Write a file beside and rename it; a link stays one, and what it leads to is replaced."""
+    tensors: dict[str, Tensor] = {}
+    blocks = []
+    for change in content.changes:
+        name, description, own = change.block.name, change.describe(), dict(change.tensors)
+        if name in content.spectra:
+            spectrum = content.spectra[name]
+            description |= {"samples": spectrum.samples, "stability": spectrum.stability}
+            own |= {_EIGENVALUES: spectrum.eigenvalues, _DENSITY: spectrum.density}
+        description["tensors"] = list(own)
+        tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in own.items()}
+        blocks.append(description)
+    _unshare(tensors)
+    text = write_json({"version": FORMAT_VERSION, "blocks": blocks, "left": dict(content.left)})
+    target = Path(os.path.realpath(path))
+    for forgotten in target.parent.glob(f".{glob.escape(target.name)}.*.unfinished"):
+        remove_if_left_behind(forgotten)
+    beside = target.with_name(f".{target.name}.{new_name()}.unfinished")
+    lock = claimed(beside)
+    try:
+        save_file(tensors, beside / "part", metadata={"egop": text, "crc32": str(_checksum(text, tensors))})
+        with (beside / "part").open("rb+") as file:
+            os.fsync(file.fileno())
+        (beside / "part").replace(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        lock.release()
+
+
+def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Content:
+    """Read what :func:`write` wrote.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, of another version, or of something else. No more memory is taken than it has
+            bytes.
+    """
+    shown = f"'{os.fspath(path)}'"
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no file {shown}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if "egop" in metadata else {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{shown} is not a whole safetensors file: {error}") from error
+    if "egop" not in metadata:
+        raise ValueError(f"{shown} is a safetensors file, but not one that egop saved.")
+    try:
+        # The checksum came later than the format: older files have none.
+        if metadata.get("crc32", checksum := str(_checksum(metadata["egop"], tensors))) != checksum:
+            raise ValueError("it is not what was written: its checksum differs.")
+        content = _content(metadata["egop"], tensors)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{shown} cannot be read: {error}") from error
+    return content._replace(changes=[change.to(device) for change in content.changes])
+
+
+def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
+    header = record(read_json(text), "its text", "version", "blocks", "left")
+    if header["version"] != FORMAT_VERSION:
+        raise ValueError(f"it has format version {str(header['version'])[:20]}; this egop reads {FORMAT_VERSION}.")
+    left = record(header["left"], "the list of weights that were left alone")
+    strings(list(left.values()), "the list of weights that were left alone")
+    if not isinstance(header["blocks"], list):
+        raise ValueError("it has no list of blocks.")
+    changes, spectra = [], {}
+    for description in header["blocks"]:
+        block = _block(description)
+        keys = strings(description["tensors"], f"the list of tensors of block '{block.name}'")
+        if missing := [key for key in keys if f"{block.name}/{key}" not in tensors]:
+            raise ValueError(f"it lacks {missing} of block '{block.name}'.")
+        own = {key: tensors[f"{block.name}/{key}"] for key in keys}
+        if _EIGENVALUES in own or _DENSITY in own:
+            spectra[block.name] = _spectrum(block, own.pop(_EIGENVALUES), own.pop(_DENSITY), description)
+        changes.append(_change(block, own, description))
+    names = [change.block.name for change in changes]
+    parameters = [name for change in changes for name in change.block.parameters]
+    if len(set(names)) < len(names) or len(set(parameters)) < len(parameters):
+        raise ValueError("it has one block twice, or one parameter in two blocks.")
+    return Content(changes, spectra, left)
+
+
+def _block(description: Any) -> Block:
+    record(description, "a block", "name", "structure", "parameters", "shapes", "transposed", "dtype", "tensors")
+    name = description["name"]
+    if not isinstance(name, str) or not isinstance(description["shapes"], list):
+        raise ValueError("a block has no name, or no shapes.")
+    parameters = strings(description["parameters"], f"the parameters of block '{name}'")
+    shapes = [whole_numbers(shape, f"a shape of block '{name}'") for shape in description["shapes"]]
+    groups = whole_numbers(description["transposed"], f"the groups of block '{name}'")
+    # The stacks came later than the format: older files have none.
+    stacks = whole_numbers(description.get("stacked", [0] * len(shapes)), f"the stacks of block '{name}'")
+    if not len(parameters) == len(shapes) == len(groups) == len(stacks) > 0:
+        raise ValueError(f"block '{name}' does not have a shape for each parameter.")
+    for shape, group, stack in zip(shapes, groups, stacks, strict=True):
+        if stack > max(0, len(shape) - 2):
+            raise ValueError(f"block '{name}' has a shape {shape} that is no stack in {stack} dimensions.")
+        if group and (len(shape) - stack < 2 or shape[stack] % group):
+            raise ValueError(f"block '{name}' has a shape {shape} that {group} groups do not divide.")
+    if (dtype := _DTYPES.get(str(description["dtype"]))) is None:
+        raise ValueError(f"block '{name}' is of numbers that no basis has.")
+    return Block(name, tuple(parameters), tuple(map(torch.Size, shapes)), dtype, tuple(groups), tuple(stacks))
+
+
+def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> ChangeOfBasis:
+    """The change of basis of a block, if its tensors are what the structure needs there: orthonormal columns."""
+    settings = record(description, f"block '{block.name}'", "settings")["settings"]
+    change = rebuild(description, tensors)
+    structure = change.structure()
+    structure.check(block)
+    if structure.settings() != settings or set(tensors) != set(structure.basis_shapes(block)):
+        raise ValueError(f"block '{block.name}' has other settings or tensors than {change.kind} has.")
+    for key, tensor in tensors.items():
+        if tensor.dim() != len(structure.basis_shapes(block)[key]) or tensor.dtype != block.dtype:
+            raise ValueError(
+                f"the {key} of block '{block.name}' is not a matrix, or a stack of them, of {block.dtype}."
+            )
+        if not orthonormality_error(tensor) < 1e-3:
+            raise ValueError(f"the {key} of block '{block.name}' is not orthonormal.")
+    return change
+
+
+def orthonormality_error(basis: Tensor) -> float:
+    """How far Vᵀ V c is from a random c of length one. The room this takes is known from the file, not from a text."""
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(basis.shape[-1], 1, generator=generator, dtype=torch.float64)
+    vector = (vector / torch.linalg.vector_norm(vector)).to(basis)
+    return float(torch.linalg.vector_norm(basis.mT @ (basis @ vector) - vector, dim=(-2, -1)).max())
+
+
+def _spectrum(block: Block, values: Tensor, density: Tensor, description: Mapping[str, Any]) -> Spectrum:
+    samples = record(description, f"block '{block.name}'", "samples")["samples"]
+    # The stability came later than the format: older files, and many bases, have none.
+    stability = description.get("stability")
+    fine = all(each.dim() == 1 and each.is_floating_point() and each.isfinite().all() for each in (values, density))
+    fine = fine and 0 < len(values) == len(density) <= block.size and type(samples) is int and samples >= 0
+    if not fine or not (stability is None or type(stability) is float):
+        raise ValueError(f"the spectrum of block '{block.name}' is not one.")
+    return Spectrum(values, density, samples, stability)
+
+
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:
+    found = zlib.crc32(text.encode())
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _unshare(tensors: dict[str, Tensor]) -> None:
+    """Copy those that share their memory with one before, as two blocks with one basis do: safetensors refuses them."""
+    seen = set()
+    for name, tensor in tensors.items():
+        if (place := tensor.untyped_storage().data_ptr()) in seen:
+            tensors[name] = tensor.clone()
+        seen.add(place)

@@ -1,0 +1,216 @@
+"""Which structure each block gets, what it costs, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from egop.basis.partition import Block, match
+from egop.basis.roles import Layer
+from egop.basis.structures import Auxiliary, Full, Shared, Structure
+from egop.basis.structures.views import matrix_shape
+from egop.numerics import format_bytes, format_count, format_table
+
+StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
+
+# "auto" builds no dense basis beyond this many entries: the decomposition alone would take minutes.
+FULL_LIMIT = 4096
+# "auto" rotates no side wider than this. (The widest layers of ResNet-34 have 4608 inputs.)
+WIDTH_LIMIT = 8192
+# Nor where a decomposition, n³ for a basis of width n, is more work than this for each entry of the weight. (In
+# ResNet-34 that is 41 thousand at most; 10 rows of 3072 columns have nearly a million, and take 10 seconds on a CPU.)
+WORK_LIMIT = 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The structure of each block, and why the others stay in original coordinates.
+
+    Attributes:
+        chosen: the structures, by block.
+        why: why each was chosen, by block name.
+        left: why the others were left, by block name.
+    """
+
+    chosen: dict[Block, Structure]
+    why: dict[str, str]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        """The plan as a table."""
+        rows = []
+        for block, structure in self.chosen.items():
+            cost = structure.cost(block)
+            name = type(structure).__name__
+            rows.append([block.name, name, format_bytes(cost.bytes), f"{format_count(cost.flops)}flop"])
+        rows += [[name, "-", "", ""] for name in self.left]
+        reasons = [*(self.why[block.name] for block in self.chosen), *self.left.values()]
+        table = format_table(["block", "structure", "bytes", "cost per step"], rows).splitlines()
+        width = max(len(line) for line in table)
+        return "\n".join(
+            [f"{table[0]:<{width}}  why", f"{table[1]}  ---"]
+            + [f"{line:<{width}}  {reason}" for line, reason in zip(table[2:], reasons, strict=True)]
+        )
+
+
+def make_plan(
+    blocks: Sequence[Block],
+    layers: Mapping[str, Layer],
+    structure: StructureChoice,
+    memory: int,
+    candidates: Sequence[Structure] = (Full(), Shared()),
+) -> Plan:
+    """Decide on the structure of each block.
+
+    Args:
+        blocks: the blocks.
+        layers: what each parameter is.
+        structure: one for all; by block-name patterns (the first match counts, others are left); or ``"auto"``: for
+            each block the richest of the candidates that fits. Embeddings, output heads and what is wider than a limit
+            are then left in original coordinates.
+        memory: what all bases together may take, in bytes.
+        candidates: what ``"auto"`` chooses from, richest first.
+    """
+    check_structure(structure)
+    if isinstance(structure, Structure):
+        return _as_told(dict.fromkeys(blocks, structure), {}, memory)
+    if isinstance(structure, Mapping):
+        matched = {pattern: set(match([pattern], [b.name for b in blocks], "block")) for pattern in structure}
+        found = {b: [structure[pattern] for pattern in structure if b.name in matched[pattern]] for b in blocks}
+        left = {block.name: "no pattern names it" for block in blocks if not found[block]}
+        return _as_told({block: structures[0] for block, structures in found.items() if structures}, left, memory)
+    return _automatic(blocks, layers, memory, candidates)
+
+
+def check_structure(structure: object) -> None:
+    """Raise an error for what is not ``"auto"``, a structure, or a mapping of block-name patterns to structures."""
+    if isinstance(structure, Mapping):
+        for pattern, each in structure.items():
+            if not isinstance(each, Structure):
+                advice = call_it(each, Structure)
+                raise TypeError(f"Pattern '{pattern}' needs a structure such as egop.Full(), got {each!r}.{advice}")
+    elif not isinstance(structure, Structure) and structure != "auto":
+        raise TypeError(
+            f"Invalid structure value: {structure!r}. Must be 'auto', a structure such as egop.Full(), or a mapping of "
+            f"block-name patterns to structures.{call_it(structure, Structure)}"
+        )
+
+
+def call_it(given: object, kind: type) -> str:
+    """What to do with a class of this kind that was given where one of its objects is wanted; nothing for others."""
+    return f" Call it: egop.{given.__name__}()." if isinstance(given, type) and issubclass(given, kind) else ""
+
+
+def _as_told(told: Mapping[Block, Structure], left: dict[str, str], memory: int) -> Plan:
+    chosen = {piece: structure for block, structure in told.items() for piece in _pieces(block, structure)}
+    for block, structure in chosen.items():
+        structure.check(block)
+    _check_memory(chosen, memory)
+    return Plan(chosen, {block.name: "as told" for block in chosen}, left)
+
+
+def _pieces(block: Block, structure: Structure) -> list[Block]:
+    """What a structure makes of a block of several tensors."""
+    return [block] if structure.joint or len(block.shapes) == 1 else block.divided()
+
+
+def _automatic(
+    blocks: Sequence[Block], layers: Mapping[str, Layer], memory: int, candidates: Sequence[Structure]
+) -> Plan:
+    left: dict[str, str] = {}
+    options: dict[Block, list[tuple[Structure, list[Block], int]]] = {}
+    for block in blocks:
+        reasons = [layers[name].left for name in block.parameters]
+        if all(reasons):
+            left[block.name] = reasons[0]
+            continue
+        options[block] = [option for structure in candidates if (option := _option(structure, block))]
+        if not options[block]:
+            left[block.name] = _too_wide(block)
+    # First the leanest for as many blocks as possible, then richer ones while there is memory.
+    picked: dict[Block, int] = {}
+    small_first = sorted((block for block in options if options[block]), key=lambda block: options[block][-1][2])
+    for block in small_first:
+        needed = options[block][-1][2]
+        if needed <= memory:
+            picked[block] = len(options[block]) - 1
+            memory -= needed
+        else:
+            left[block.name] = f"{format_bytes(needed)} at least, and {format_bytes(memory)} are left"
+    if small_first and not picked:
+        block = small_first[0]
+        raise MemoryError(
+            f"No basis fits into memory={format_bytes(memory)}: the smallest, of block '{block.name}', takes "
+            f"{format_bytes(options[block][-1][2])}. Raise memory=."
+        )
+    why: dict[str, str] = {}
+    chosen: dict[Block, Structure] = {}
+    for block in small_first:
+        if block not in picked:
+            continue
+        lean = options[block][picked[block]]
+        for structure, pieces, needed in options[block]:
+            if needed <= memory + lean[2]:
+                memory -= needed - lean[2]
+                chosen |= dict.fromkeys(pieces, structure)
+                why |= dict.fromkeys((piece.name for piece in pieces), _reason(structure, options[block][0][0]))
+                break
+    order = {name: place for place, name in enumerate(name for block in blocks for name in block.parameters)}
+    chosen = dict(sorted(chosen.items(), key=lambda item: order[item[0].parameters[0]]))
+    return Plan(chosen, why, left)
+
+
+def _option(structure: Structure, block: Block) -> tuple[Structure, list[Block], int] | None:
+    pieces = _pieces(block, structure)
+    try:
+        for piece in pieces:
+            structure.check(piece)
+    except ValueError:
+        return None
+    if isinstance(structure, Full):
+        if block.size > FULL_LIMIT:
+            return None
+    elif any(_is_costly(structure, piece) for piece in pieces):
+        return None
+    return structure, pieces, sum(structure.cost(piece).bytes for piece in pieces)
+
+
+def _is_costly(structure: Structure, block: Block) -> bool:
+    """Whether a basis is too wide, or takes too long for what it is for: found once, then followed step by step."""
+    shapes = structure.basis_shapes(block).values()
+    work = sum(math.prod(shape) * shape[-1] for shape in shapes)
+    return any(min(shape[-2:]) > WIDTH_LIMIT for shape in shapes) or work > WORK_LIMIT * block.size
+
+
+def _too_wide(block: Block) -> str:
+    sides = [side for each in block.divided() if len(each.shapes[0]) > 1 for side in matrix_shape(each)]
+    if sides and max(sides) <= WIDTH_LIMIT:
+        return f"more than {FULL_LIMIT} entries, and too wide for so few of them: a basis would take too long"
+    return f"more than {FULL_LIMIT} entries, and wider than {WIDTH_LIMIT}"
+
+
+def _reason(structure: Structure, richest: Structure) -> str:
+    if isinstance(structure, Full):
+        return f"the richest; at most {FULL_LIMIT} entries"
+    return "the richest that applies" if structure == richest else "the richest that fits the memory"
+
+
+def _check_memory(chosen: Mapping[Block, Structure], memory: int) -> None:
+    costs = {block: structure.cost(block).bytes for block, structure in chosen.items()}
+    if sum(costs.values()) <= memory:
+        return
+    block = max(costs, key=lambda each: costs[each])
+    shapes = " and ".join(" x ".join(map(str, shape)) for shape in chosen[block].basis_shapes(block).values())
+    what = f"Block '{block.name}' needs a {shapes} basis ({format_bytes(costs[block])})"
+    if costs[block] <= memory:
+        what = f"All bases together need {format_bytes(sum(costs.values()))}; the largest is: {what}"
+    leaner = []
+    for structure in (Auxiliary(rank=min(1000, max(1, block.size // 10))), Shared()):
+        option = _option(structure, block)
+        if option and option[2] < costs[block] and option[2] <= memory:
+            rank = f"rank={structure.rank}" if isinstance(structure, Auxiliary) else ""
+            leaner.append(f"egop.{type(structure).__name__}({rank}) ({format_bytes(option[2])})")
+    advice = f"Use structure={' or '.join(leaner)}." if leaner else "Raise memory=, or leave the block out."
+    raise MemoryError(f"{what}, more than memory={format_bytes(memory)}. {advice}")

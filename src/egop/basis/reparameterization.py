@@ -1,0 +1,189 @@
+"""All blocks together: encode, decode, save, load, print."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from egop.basis import files
+from egop.basis.spectrum import Spectrum
+from egop.basis.structures import ChangeOfBasis
+from egop.basis.structures.views import Coordinates, as_tuple
+from egop.distributed import processes
+from egop.numerics import format_bytes, format_count, format_table
+
+Finished = tuple[Spectrum | None, ChangeOfBasis]
+
+
+class Reparameterization(Mapping[str, ChangeOfBasis]):
+    """One change of basis per block, by block name.
+
+    Args:
+        changes: the changes of basis; each knows its block.
+        spectrum: the spectra of the blocks that have one, by block name.
+        left: why weights were left in original coordinates, by name.
+        owners: of a basis that is kept in parts, the process that has each block, by block name.
+
+    Example:
+        >>> basis = egop.estimate(objective)                                  # doctest: +SKIP
+        >>> coordinates = basis.encode(dict(model.named_parameters()))        # doctest: +SKIP
+        >>> basis.save("basis.safetensors")                                   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        changes: Sequence[ChangeOfBasis],
+        spectrum: Mapping[str, Spectrum] | None = None,
+        left: Mapping[str, str] | None = None,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        self._changes = {change.block.name: change for change in changes}
+        self.spectrum = dict(spectrum or {})
+        self.left = dict(left or {})
+        self.owners = None if owners is None else dict(owners)
+        if len(self._changes) < len(changes):
+            raise ValueError(f"Two blocks have one name among {[change.block.name for change in changes]}.")
+        owner: dict[str, str] = {}
+        for change in changes:
+            for parameter in change.block.parameters:
+                if parameter in owner:
+                    raise ValueError(
+                        f"Parameter '{parameter}' is in two blocks, '{owner[parameter]}' and '{change.block.name}'."
+                    )
+                owner[parameter] = change.block.name
+
+    def __getitem__(self, block: str) -> ChangeOfBasis:
+        """The change of basis of one block."""
+        if block not in self._changes:
+            raise KeyError(f"There is no block '{block}'. There are: {', '.join(self._changes)}.")
+        return self._changes[block]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the blocks."""
+        return iter(self._changes)
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return len(self._changes)
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Coordinates]:
+        """Parameters (or gradients) by name to coordinates by block; names outside every block are not looked at."""
+        encoded = {}
+        for name, change in self.items():
+            if missing := [parameter for parameter in change.block.parameters if parameter not in tensors]:
+                raise KeyError(f"Block '{name}' needs {missing}, which are not among the given tensors.")
+            # half-precision tensors have single-precision coordinates, as in the optimizer
+            encoded[name] = change.encode([tensors[each].to(change.block.dtype) for each in change.block.parameters])
+        return encoded
+
+    def decode(self, coordinates: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Coordinates by block to parameters by name."""
+        decoded: dict[str, Tensor] = {}
+        for name, values in coordinates.items():
+            change, given = self[name], as_tuple(values)
+            wanted = change.coordinate_shapes()
+            if len(given) != len(wanted) or any(
+                value.shape[value.dim() - len(shape) :] != shape for value, shape in zip(given, wanted, strict=True)
+            ):
+                raise ValueError(
+                    f"Block '{name}' has coordinates of shape {' and '.join(str(tuple(shape)) for shape in wanted)}, "
+                    f"got {' and '.join(str(tuple(value.shape)) for value in given)}."
+                )
+            decoded |= zip(change.block.parameters, change.decode(given), strict=True)
+        return decoded
+
+    def to(self, device: torch.device | str) -> Reparameterization:
+        """The same on another device."""
+        changes = [change.to(device) for change in self.values()]
+        return Reparameterization(changes, self.spectrum, self.left, self.owners)
+
+    def gathered(self) -> Reparameterization:
+        """All blocks, from a basis of which each process has some (``shard_bases=True``); the same bits everywhere.
+
+        All processes call this together. A basis that is not in parts is returned as it is.
+        """
+        if self.owners is None:
+            return self
+        outlines = processes.exchanged(lambda: {name: self._outline(name) for name in self})
+        owners = self.owners.items()
+        found = processes.agreed(
+            lambda: {name: self._finished(name) or _room(*outlines[owner][name]) for name, owner in owners}
+        )
+        for name, owner in owners:
+            spectrum, change = found[name]
+            described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
+            for tensor in [*change.tensors.values(), *described]:
+                processes.spread(tensor, owner)
+        spectra = {name: spectrum for name, (spectrum, _) in found.items() if spectrum is not None}
+        left = {name: why for name, why in self.left.items() if name not in self.owners}
+        return Reparameterization([change for _, change in found.values()], spectra, left)
+
+    def _finished(self, name: str) -> Finished | None:
+        return (self.spectrum.get(name), self[name]) if name in self else None
+
+    def _outline(self, name: str) -> tuple[Spectrum | None, ChangeOfBasis, str]:
+        """All of a block but the values, and on which kind of device they are."""
+        spectrum, change = self.spectrum.get(name), self[name]
+        if spectrum is not None:
+            spectrum = replace(
+                spectrum, eigenvalues=spectrum.eigenvalues.to("meta"), density=spectrum.density.to("meta")
+            )
+        return spectrum, change.to("meta"), change.device.type
+
+    def __str__(self) -> str:
+        """A table of the blocks: what they are, what they cost, what their spectra say."""
+        rows = [self._row(name, change) for name, change in self.items()]
+        rows += [[name, reason, "", "", "", "", ""] for name, reason in self.left.items()]
+        flops = sum(change.cost_per_step for change in self.values())
+        total = format_bytes(sum(change.nbytes for change in self.values()))
+        rows.append(["total", "", "", total, f"{format_count(flops)}flop", "", ""])
+        header = ["block", "structure", "size", "bytes", "cost per step", "stable rank", "stability"]
+        if all(spectrum.stability is None for spectrum in self.spectrum.values()):  # the last column would be empty
+            header, rows = header[:-1], [row[:-1] for row in rows]
+        return format_table(header, rows)
+
+    def _row(self, name: str, change: ChangeOfBasis) -> list[str]:
+        spectrum = self.spectrum.get(name)
+        return [
+            name,
+            change.kind,
+            " + ".join(" x ".join(map(str, shape)) or "1" for shape in change.block.shapes),
+            format_bytes(change.nbytes),
+            f"{format_count(change.cost_per_step)}flop",
+            f"{spectrum.stable_rank:.1f} of {len(spectrum.eigenvalues)}" if spectrum else "",
+            f"{spectrum.stability:.2f}" if spectrum and spectrum.stability is not None else "",
+        ]
+
+    __repr__ = __str__
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to one safetensors file; written beside and renamed, so never half. A link stays one."""
+        if self.owners is not None:
+            raise ValueError("This process has only some blocks of the basis. Save basis.gathered() in one process.")
+        files.write(path, files.Content(list(self.values()), self.spectrum, self.left))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Reparameterization:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is damaged, or of something else.
+        """
+        changes, spectra, left = files.read(path, device)
+        return cls(changes, spectra, left)
+
+
+def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:
+    """Room for the values of what another process has outlined."""
+    if spectrum is not None:
+        eigenvalues, density = (
+            torch.empty_like(each, device=device) for each in (spectrum.eigenvalues, spectrum.density)
+        )
+        spectrum = replace(spectrum, eigenvalues=eigenvalues, density=density)
+    tensors = {name: torch.empty_like(tensor, device=device) for name, tensor in change.tensors.items()}
+    return spectrum, change.replaced(tensors)

@@ -1,0 +1,75 @@
+"""Full: the dense eigenbasis of a block, the method as the paper states it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from egop.basis.partition import Block
+from egop.basis.structures.accumulators import EigenAccumulator
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.basis.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
+from egop.numerics import OuterProducts
+
+
+class FullChange(ChangeOfBasis):
+    """``decode(c) = V c`` over all entries of the block as one vector."""
+
+    kind = "Full"
+
+    def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
+        return (rows_times(flatten(tensors, self.block), self.tensors["basis"]),)
+
+    def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
+        (vector,) = as_tuple(coordinates)
+        return unflatten(rows_times(vector, self.tensors["basis"].mT), self.block)
+
+    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        return (torch.Size([self.block.size]),)
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"basis": (block.size, block.size)}
+
+    def structure(self) -> Structure:
+        return Full()
+
+    @property
+    def cost_per_step(self) -> int:
+        return 4 * self.block.size**2
+
+    def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {"basis": flatten(gradients, self.block).unsqueeze(-2)}
+
+    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
+        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
+
+    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+        return (rows_times(coordinates[0], rotation["basis"].mT),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full(Structure):
+    """One dense eigenbasis for the whole block.
+
+    Args:
+        route: ``"eigh"`` accumulates the d x d matrix and decomposes it; ``"svd"`` keeps all M gradients and
+            decomposes those; ``"auto"`` takes the second while there are fewer gradients than dimensions.
+    """
+
+    change_type = FullChange
+    route: Literal["auto", "eigh", "svd"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.route not in ("auto", "eigh", "svd"):
+            raise ValueError(f"Invalid route value: {self.route!r}. Must be 'auto', 'eigh' or 'svd'.")
+
+    def samples(self, block: Block) -> int:
+        return block.size
+
+    def accumulator(self, block: Block) -> Accumulator:
+        return EigenAccumulator(block, self.change, flatten, OuterProducts(block.size, self.route))

@@ -1,0 +1,72 @@
+"""Identity: the original coordinates, through the same machinery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from egop.basis.partition import Block
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.views import Coordinates, as_tuple, flatten
+
+
+class IdentityChange(ChangeOfBasis):
+    """Coordinates equal to the tensors."""
+
+    kind = "Identity"
+    rowwise = True
+
+    def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
+        flatten(tensors, self.block)  # checks the shapes
+        return tuple(tensor.contiguous() for tensor in as_tuple(tensors))  # as coordinates are; fused kernels want it
+
+    def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
+        return as_tuple(coordinates)
+
+    def structure(self) -> Structure:
+        return Identity()
+
+    @property
+    def cost_per_step(self) -> int:
+        return 0
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        return self.block.shapes
+
+
+@dataclass(frozen=True)
+class Identity(Structure):
+    """Leave the block in its original coordinates."""
+
+    change_type = IdentityChange
+
+    def samples(self, block: Block) -> int:
+        return 0
+
+    def accumulator(self, block: Block) -> Accumulator:
+        return _Nothing(block)
+
+
+class _Nothing(Accumulator):
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        pass
+
+    def merge(self, other: Self) -> None:
+        pass
+
+    def summaries(self) -> Sequence[Summary]:
+        return []
+
+    def finish(self) -> tuple[None, ChangeOfBasis]:
+        return None, IdentityChange(self.block, {})

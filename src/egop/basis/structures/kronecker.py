@@ -1,0 +1,120 @@
+"""Kronecker: a basis for each side of a weight matrix, as in Shampoo and SOAP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from egop.basis.partition import Block
+from egop.basis.spectrum import Spectrum
+from egop.basis.structures.accumulators import StackAccumulator, density
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.shared import ROWS_WANTED
+from egop.basis.structures.views import (
+    Coordinates,
+    as_matrix,
+    as_tuple,
+    check_matrix,
+    from_matrix,
+    matrix_shape,
+    stack_shape,
+)
+from egop.numerics import OuterProducts
+
+
+class KroneckerChange(ChangeOfBasis):
+    """``decode(C) = Q_L C Q_Rᵀ``."""
+
+    kind = "Kronecker"
+
+    def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
+        return (self.tensors["left"].mT @ as_matrix(tensors, self.block) @ self.tensors["right"],)
+
+    def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
+        (matrix,) = as_tuple(coordinates)
+        return from_matrix(self.tensors["left"] @ matrix @ self.tensors["right"].mT, self.block)
+
+    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        stack, (rows, columns) = stack_shape(block), matrix_shape(block)
+        return {"left": (*stack, rows, rows), "right": (*stack, columns, columns)}
+
+    def structure(self) -> Structure:
+        return Kronecker()
+
+    @property
+    def cost_per_step(self) -> int:
+        return 4 * self.block.size * sum(matrix_shape(self.block))
+
+    def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        matrix = as_matrix(gradients, self.block)
+        return {"left": matrix.mT, "right": matrix}
+
+    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
+        return {side: self.tensors[side].mT @ old.tensors[side] for side in ("left", "right")}
+
+    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+        return (rotation["left"] @ coordinates[0] @ rotation["right"].mT,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kronecker(Structure):
+    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G; for each of many experts its own."""
+
+    change_type = KroneckerChange
+    joint = False
+
+    def check(self, block: Block) -> None:
+        check_matrix(block, "Kronecker()")
+
+    def samples(self, block: Block) -> int:
+        return math.ceil(ROWS_WANTED / min(matrix_shape(block)))
+
+    def accumulator(self, block: Block) -> Accumulator:
+        return StackAccumulator(block, self) if any(block.stacked) else _KroneckerAccumulator(block)
+
+
+class _KroneckerAccumulator(Accumulator):
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.left, self.right = (OuterProducts(size) for size in matrix_shape(block))
+
+    @property
+    def count(self) -> int:
+        """How many gradients it has seen: the left side has a row for each column of each of them."""
+        return self.left.count // matrix_shape(self.block)[1]
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        matrices = as_matrix(gradients, self.block).detach().clone()
+        self.left.add(matrices.mT.flatten(0, -2))
+        self.right.add(matrices.flatten(0, -2))
+
+    def merge(self, other: Self) -> None:
+        self.left.merge(other.left)
+        self.right.merge(other.right)
+
+    def summaries(self) -> Sequence[Summary]:
+        return [self.left, self.right]
+
+    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
+        return [self.left.eigenbasis(), self.right.eigenbasis()]
+
+    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
+        """The spectrum is that of the Kronecker product of both sides, scaled to the mean squared gradient."""
+        if self.count == 0:
+            raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
+        (left_values, left), (right_values, right) = self.eigenbases()
+        trace = left_values.sum() * self.left.count / self.count  # the mean squared norm of a gradient
+        scale = trace / (left_values.sum() * right_values.sum()).clamp_min(torch.finfo(torch.float64).tiny)
+        values, order = (scale * torch.outer(left_values, right_values)).flatten().sort(descending=True, stable=True)
+        densities = torch.outer(density(left), density(right)).flatten()[order]
+        tensors = {"left": left.to(self.block.dtype), "right": right.to(self.block.dtype)}
+        return Spectrum(values, densities, self.count), KroneckerChange(self.block, tensors)

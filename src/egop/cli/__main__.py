@@ -1,0 +1,5 @@
+"""``python -m egop.cli``."""
+
+from egop.cli import main
+
+main()

@@ -1,0 +1,96 @@
+"""The command line, ``egop``. What only a command needs is imported inside it, so that first words come quickly."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from egop import __version__
+from egop.cli.commands import application, fail, one_line_errors, typer
+
+app = application(
+    "egop", __version__, "Run any torch optimizer in the eigenbasis of the expected gradient outer product."
+)
+
+
+def main() -> None:
+    """What the console script ``egop`` calls."""
+    app(prog_name="egop")
+
+
+@app.command()
+def diagnose(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="A module, or the path of a .py file, and a function in it that returns an egop.Objective or a tuple "
+            "(model, loss_fn, loader).",
+        ),
+    ],
+    probe: Annotated[bool, typer.Option("--probe", help="Also run a short race in both coordinates.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Of each run of the race.")] = 300,
+    samples: Annotated[int | None, typer.Option(min=1, help="Points to draw; by default what is needed.")] = None,
+    structure: Annotated[
+        str, typer.Option(help="auto, full, shared, kronecker, auxiliary:RANK or reduced:RANK.")
+    ] = "auto",
+    rho: Annotated[str | None, typer.Option(help="initialization, gaussian:SCALE or recentered:SCALE.")] = None,
+    memory: Annotated[str, typer.Option(help="What all bases together may take.")] = "2GiB",
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page and the numbers.")] = Path(
+        "egop-diagnosis"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Of the factory, the sampled gradients and the race.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
+    """Say whether a change of basis would help a model, what it would cost, and how sure that is."""
+    with one_line_errors():
+        typer.echo(f"Diagnosing {target}")
+        from egop.diagnostics import factories, stages
+
+        settings = stages.Settings(target, probe, steps, samples, structure, rho, memory, out, seed, threads, debug)
+        try:
+            complete = stages.run(settings, echo=typer.echo)
+        except factories.FactoryError as error:
+            if debug:
+                raise
+            fail(str(error), status=2)
+        if not complete:
+            fail(f"Interrupted. {out / 'diagnosis.html'} holds what is known so far, and says so.", status=130)
+
+
+@app.command()
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="As for diagnose; the factory may also return the model alone. It is called on the meta device, where "
+            "no weights are allocated. Built in: egop.diagnostics.scaling:resnet50, :gpt2, :llama_1b and :llama_8b.",
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Devices that share the work.")] = 8,
+    structure: Annotated[
+        str | None, typer.Option(help="auto, full, shared, kronecker, auxiliary:RANK or reduced:RANK; several if none.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="What all bases together may take; no limit by default.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of a language model, on each device in a step.")] = None,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the numbers to this file.")] = None,
+) -> None:
+    """Say what memory and communication a model would take under each structure, AdamW, SOAP and Muon."""
+    with one_line_errors():
+        from egop.diagnostics import factories, scaling
+        from egop.numerics import parse_bytes
+        from egop.runs import write_json
+
+        try:
+            structures = scaling.STRUCTURES if structure is None else (factories.parse_structure(structure),)
+            limit = None if memory is None else parse_bytes(memory)
+            found = scaling.report(scaling.load_model(target), structures, ranks=ranks, memory=limit, tokens=tokens)
+        except (factories.FactoryError, ValueError) as error:
+            fail(str(error), status=2)
+        typer.echo(str(found))
+        if json is not None:
+            write_json(json, asdict(found))
+            typer.echo(f"\nSaved {json}.")

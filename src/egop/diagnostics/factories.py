@@ -1,0 +1,170 @@
+"""Find the objective that a user names as ``MODULE:FACTORY``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from egop.basis import Auxiliary, Full, Kronecker, Reduced, Shared, StructureChoice
+from egop.estimation import Distribution, Gaussian, Initialization, Objective, Recentered
+
+__all__ = [
+    "FactoryError",
+    "factory_in",
+    "first_line",
+    "guarded",
+    "load_objective",
+    "module_of",
+    "parse_rho",
+    "parse_structure",
+]
+
+_WANTED = "an egop.Objective or a tuple (model, loss_fn, loader)"
+
+
+class FactoryError(Exception):
+    """What is wrong with a factory, in one line."""
+
+
+def load_objective(target: str) -> Objective:
+    """Import a module, call its factory and take the objective.
+
+    Args:
+        target: ``MODULE:FACTORY``. MODULE is dotted, or the path of a ``.py`` file; modules in the current directory
+            are found. FACTORY takes no arguments and returns an ``Objective``, or a model, its loss and its batches.
+
+    Raises:
+        FactoryError: with one line that says what was found and what was expected.
+    """
+    where, colon, name = target.rpartition(":")
+    if not (colon and where and name):
+        raise FactoryError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as examples/mlp.py:factory.")
+    factory = factory_in(module_of(where), where, name)
+    made = guarded(factory, f"{target} raised")
+    if isinstance(made, Objective):
+        return made
+    if not isinstance(made, tuple) or len(made) != 3:
+        found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise FactoryError(f"{target} must return {_WANTED}, it returned {found}.")
+    return guarded(lambda: Objective(*made), f"{target} returned a tuple that makes no objective:")
+
+
+def parse_structure(text: str) -> StructureChoice:
+    """``auto``, ``full``, ``shared``, ``kronecker``, ``auxiliary:RANK`` or ``reduced:RANK``."""
+    name, _, rank = text.lower().partition(":")
+    plain: dict[str, StructureChoice] = {
+        "auto": "auto",
+        "full": Full(),
+        "shared": Shared(),
+        "kronecker": Kronecker(),
+    }
+    if name in plain and not rank:
+        return plain[name]
+    if name in ("auxiliary", "reduced") and rank.isdigit() and int(rank) > 0:
+        return (Auxiliary if name == "auxiliary" else Reduced)(int(rank))
+    raise FactoryError(
+        f"Invalid structure {text!r}. Must be {', '.join(plain)}, auxiliary:RANK or reduced:RANK, such as auxiliary:50."
+    )
+
+
+def parse_rho(text: str | None) -> Distribution | None:
+    """``initialization``, ``gaussian:SCALE`` or ``recentered:SCALE``; nothing leaves the choice to the diagnosis."""
+    if text is None:
+        return None
+    name, _, scale = text.lower().partition(":")
+    if name == "initialization" and not scale:
+        return Initialization()
+    kinds: dict[str, Callable[[float], Distribution]] = {"gaussian": Gaussian, "recentered": Recentered}
+    if name in kinds:
+        try:
+            return kinds[name](float(scale)) if scale else kinds[name](1.0 if name == "gaussian" else 0.0)
+        except ValueError:  # no number, or not one for a scale
+            pass
+    raise FactoryError(f"Invalid rho {text!r}. Must be initialization, gaussian:SCALE or recentered:SCALE.")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    words = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}{': ' if words else ''}{words}"
+
+
+def module_of(where: str) -> ModuleType:
+    """The module of a name or of a file."""
+    if where.endswith(".py") or "/" in where:
+        path = Path(where).resolve()
+        if not path.is_file():
+            raise FactoryError(f"There is no file {where!r}.")
+        return guarded(lambda: _from_file(path), f"Importing {where!r} failed:")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return guarded(lambda: importlib.import_module(where), f"Importing {where!r} failed:")
+    except FactoryError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and f"{where}.".startswith(f"{missing.name}."):
+            raise FactoryError(
+                f"There is no module {missing.name!r}, neither in the current directory nor among the installed ones."
+            ) from None
+        raise
+
+
+def _from_file(path: Path) -> ModuleType:
+    name = f"egop_factory_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    if str(path.parent) not in sys.path:  # as for a script: what lies beside it can be imported
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    spec.loader.exec_module(module)
+    return module
+
+
+def factory_in(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    """The function of a name in a module."""
+    if not hasattr(module, name):
+        own = _factories(module)
+        there = f" It has: {', '.join(own[:10])}." if own else ""
+        raise FactoryError(f"{where!r} has no {name!r}.{there}")
+    factory = getattr(module, name)
+    if not callable(factory):
+        raise FactoryError(f"{where}:{name} must be a function without arguments, it is {type(factory).__name__}.")
+    return factory
+
+
+def _factories(module: ModuleType) -> list[str]:
+    """What a module offers as a factory: its own functions and models that need no arguments."""
+    offered = getattr(module, "__all__", [])
+    return [
+        name
+        for name, value in vars(module).items()
+        if name in offered or (not name.startswith("_") and getattr(value, "__module__", "") == module.__name__)
+        if inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module))
+        if _needs_nothing(value)
+    ]
+
+
+def _needs_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):  # it needs arguments, or its signature is not known
+        return False
+    return True
+
+
+def guarded(function: Callable[[], Any], opening: str) -> Any:
+    """Call what a user wrote: whatever it raises, also ``sys.exit``, becomes one line."""
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise FactoryError(f"{opening} {first_line(error)}") from error

@@ -1,0 +1,40 @@
+"""The paper's Algorithm 1: an objective, points that rho draws, their gradients, and the basis they give.
+
+The model is left exactly as it was. A new rho is a subclass of ``Distribution``.
+"""
+
+from egop.estimation.algorithm import (
+    Gathering,
+    NoGradientError,
+    blocks_of,
+    check_reached,
+    checked,
+    estimate,
+    estimate_plan,
+    gradients_for,
+    samples_wanted,
+)
+from egop.estimation.chunks import Method
+from egop.estimation.objective import Objective
+from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
+from egop.estimation.sampling import sample_gradients
+
+__all__ = [
+    "Ball",
+    "Distribution",
+    "Gathering",
+    "Gaussian",
+    "Initialization",
+    "Method",
+    "NoGradientError",
+    "Objective",
+    "Recentered",
+    "blocks_of",
+    "check_reached",
+    "checked",
+    "estimate",
+    "estimate_plan",
+    "gradients_for",
+    "sample_gradients",
+    "samples_wanted",
+]

@@ -1,0 +1,57 @@
+"""A rotation of the first layer's inputs, moved into the data once: reparameterisation that costs nothing a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from egop.basis import Reparameterization
+
+
+@torch.no_grad()
+def rotate_inputs(
+    model: nn.Module, basis: Reparameterization, *inputs: Tensor, inverse: bool = False
+) -> tuple[Tensor, ...]:
+    """Move the rotation of a first linear layer into its weight and into the data.
+
+    A layer that computes W x computes the same as (W V)(Vᵀ x). With W V as its weight and Vᵀ x as the data, the plain
+    optimizer on the model does what the reparameterised one would do, at no extra cost.
+
+    Args:
+        model: the model whose first layer sees the data as they are; the layer's weight is changed in place.
+        basis: a basis with one block, of structure ``Shared``, for that layer's weight.
+        *inputs: data with the layer's inputs in the last dimension (training, validation and test data, say).
+        inverse: undo it: turn weight and data back.
+
+    Returns:
+        The rotated data, one tensor for each given; the given ones are not changed.
+
+    Example:
+        >>> first = {"first": ["0.weight"]}
+        >>> basis = egop.estimate(objective, partition=first, structure=egop.Shared())  # doctest: +SKIP
+        >>> train, test = egop.rotate_inputs(model, basis, train, test)                 # doctest: +SKIP
+        >>> optimizer = torch.optim.Adam(model.parameters())                            # doctest: +SKIP
+    """
+    if len(basis) != 1:
+        raise ValueError(f"The basis must have one block, the first layer's weight; it has {list(basis)}.")
+    (change,) = basis.values()
+    (name, *_) = change.block.parameters
+    owner, _, attribute = name.rpartition(".")
+    layers = dict(model.named_modules())
+    layer = layers.get(owner)
+    if not isinstance(layer, nn.Linear) or attribute != "weight":
+        kind = "no layer of this model" if layer is None else f"the {attribute} of a {type(layer).__name__}"
+        raise ValueError(f"Inputs can be rotated for the weight of a linear layer; '{name}' is {kind}.")
+    if change.kind != "Shared":
+        raise ValueError(
+            f"Block '{name}' has structure {change.kind}. Only a rotation that all rows share can be moved into the "
+            "data: estimate the basis with structure=egop.Shared()."
+        )
+    rotation = change.tensors["basis"].mT if inverse else change.tensors["basis"]
+    for each in inputs:
+        if each.shape[-1] != layer.in_features:
+            raise ValueError(
+                f"Data of shape {tuple(each.shape)} do not fit '{owner}', which has {layer.in_features} inputs."
+            )
+    layer.weight.copy_(layer.weight @ rotation.to(layer.weight))
+    return tuple(each @ rotation.to(each) for each in inputs)

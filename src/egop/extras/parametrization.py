@@ -1,0 +1,139 @@
+"""The literal f∘V: coordinates become the model's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize as torch_parametrize
+
+from egop.basis import ChangeOfBasis, Reparameterization, plain_name
+
+
+def parametrize(model: nn.Module, basis: Reparameterization) -> nn.Module:
+    """Make the coordinates of each block the model's own parameters, in place.
+
+    Afterwards the model computes the same function, but ``model.parameters()`` are coordinates: any optimizer on them
+    is that optimizer on f∘V. This is the plain route, which decodes on every use of a weight;
+    :class:`egop.ReparameterizedOptimizer` does the same with the model left alone.
+
+    The coordinates of a block of several tensors are kept at its first tensor.
+
+    Args:
+        model: the module.
+        basis: the change of basis of each block.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> egop.parametrize(model, basis)                                         # doctest: +SKIP
+        >>> optimizer = torch.optim.Adam(model.parameters())                       # doctest: +SKIP
+        >>> egop.merge(model)                                                      # doctest: +SKIP
+    """
+    places = {
+        plain_name(f"{prefix}.{name}" if prefix else name): (part, name)
+        for prefix, part in model.named_modules()
+        for name, _ in part.named_parameters(recurse=False)
+    }
+    for name, change in basis.items():
+        for key, shape in zip(change.block.parameters, change.block.shapes, strict=True):
+            if key not in places:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for the parameter '{key}', which the model does not have. "
+                    f"It has: {', '.join(places)}."
+                )
+            found = getattr(*places[key])
+            if found.shape != shape:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
+                    f"but the model's has {tuple(found.shape)}."
+                )
+            if tied := [other for other, place in places.items() if other != key and getattr(*place) is found]:
+                raise ValueError(
+                    f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
+                    "them. Use egop.ReparameterizedOptimizer, which leaves the model as it is."
+                )
+    for change in basis.values():
+        _parametrize_block(change, [places[key] for key in change.block.parameters])
+    return model
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Bake the coordinates back: the weights become parameters again, with the values they have now.
+
+    Args:
+        model: a module that :func:`parametrize` was applied to.
+
+    Returns:
+        The same model.
+    """
+    places = [
+        (part, name)
+        for part in model.modules()
+        for name, entries in getattr(part, "parametrizations", {}).items()
+        if isinstance(entries[0], _Decoded)
+    ]
+    values = [getattr(part, name).detach().clone() for part, name in places]  # all of them while all can be decoded
+    for (part, name), value in zip(places, values, strict=True):
+        torch_parametrize.remove_parametrizations(part, name, leave_parametrized=True)
+        setattr(part, name, nn.Parameter(value))
+    return model
+
+
+def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, str]]) -> None:
+    tensors = [getattr(part, name).detach() for part, name in places]
+    exact = [tensor.to(change.block.dtype) for tensor in tensors]
+    change = change.to(tensors[0].device, change.block.dtype)
+    coordinates = change.encode(exact)
+    rest: Sequence[Tensor | None] = [None] * len(places)
+    if not change.complete and change.settings["keep_rest"]:
+        rest = [whole - part for whole, part in zip(exact, change.decode(coordinates), strict=True)]
+    home: _Home = []
+    for index, (part, name) in enumerate(places):
+        decoded = _Decoded(change, index, coordinates if index == 0 else (), rest[index], tensors[index].dtype, home)
+        torch_parametrize.register_parametrization(part, name, decoded, unsafe=True)
+        if index == 0:
+            home.append(cast(nn.ModuleDict, part.parametrizations)[name])
+
+
+# Where a block's coordinates are: the first tensor's parametrization. In a list, since a module found in an attribute
+# would become a submodule, and its parameters be counted once more for every tensor of the block.
+_Home = list[nn.Module]
+
+
+class _Decoded(nn.Module):
+    """One tensor of a block, decoded from the coordinates that are kept at the block's first tensor."""
+
+    def __init__(
+        self,
+        change: ChangeOfBasis,
+        index: int,
+        coordinates: Sequence[Tensor],
+        rest: Tensor | None,
+        dtype: torch.dtype,
+        home: _Home,
+    ) -> None:
+        super().__init__()
+        self.change, self.index, self.dtype, self.home = change, index, dtype, home
+        self._coordinates = coordinates
+        # Buffers, so that they move with the model; not saved, since the basis has a file of its own.
+        self.register_buffer("rest", rest, persistent=False)
+        for name, tensor in change.tensors.items():
+            self.register_buffer(f"basis_{name}", tensor, persistent=False)
+
+    rest: Tensor | None
+
+    def forward(self, *coordinates: Tensor) -> Tensor:
+        if self.index > 0:
+            (home,) = self.home
+            coordinates = tuple(getattr(home, f"original{i}") for i in range(len(self.change.coordinate_shapes())))
+        change = self.change.replaced({name: getattr(self, f"basis_{name}") for name in self.change.tensors})
+        decoded = change.decode(coordinates)[self.index]
+        return (decoded if self.rest is None else decoded + self.rest).to(self.dtype)
+
+    def right_inverse(self, tensor: Tensor) -> Sequence[Tensor]:
+        coordinates, self._coordinates = self._coordinates, ()
+        return tuple(each.clone() for each in coordinates)

@@ -1,0 +1,282 @@
+"""Decompositions in float64 that survive bad input, with fixed signs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from egop.distributed import Holding, rows_at, sum_at
+
+# float64 copies of rows are made in slices of at most this size.
+_SLICE_BYTES = 256 * 2**20
+
+# Measured on an H200 (docs/performance.md): from which width on what is faster for narrow matrices is slower.
+_WIDE = 1024  # many Cholesky decompositions in one call
+_VERY_WIDE = 3072  # the inverse of a triangle
+
+
+def fix_signs(vectors: Tensor) -> Tensor:
+    """Turn each column so that its largest entry is positive: a decomposition leaves the sign open, runs must repeat.
+
+    Among entries that are equally large up to rounding the first one counts, so that rounding cannot flip a column.
+    """
+    sizes = vectors.abs()
+    leading = (sizes >= sizes.amax(-2, keepdim=True) * (1 - 1e-6)).to(torch.uint8).argmax(-2, keepdim=True)
+    signs = vectors.gather(-2, leading).sign()
+    return vectors * torch.where(signs == 0, 1, signs)
+
+
+def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending and not negative, and eigenvectors (columns) of a positive semidefinite matrix.
+
+    Always in float64. When the solver does not converge, the matrix is tried again with a shifted diagonal (which has
+    the same eigenvectors), then by SVD (which has them too, the matrix being positive semidefinite).
+    """
+    matrix = _finite(matrix.double())
+    matrix = (matrix + matrix.mT) / 2
+    shift = matrix.diagonal().mean()
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        try:
+            values, vectors = torch.linalg.eigh(matrix + shift * torch.eye(len(matrix)).to(matrix))
+            values = values - shift
+        except torch.linalg.LinAlgError:
+            vectors, values, _ = torch.linalg.svd(matrix)
+            vectors, values = vectors.flip(-1), values.flip(-1)  # ascending, as from eigh
+    return values.flip(-1).clamp_min(0), _orthonormal(fix_signs(vectors.flip(-1)))
+
+
+def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for the mean of the rows' outer products, from the rows themselves: better conditioned.
+
+    A QR decomposition comes first and leaves a triangle with as many rows and columns as there are rows (or
+    dimensions, if these are fewer) for the SVD. For few rows this costs no more than the eigenvectors of their inner
+    products, and unlike those it does not square the singular values, whose small ones would be lost.
+
+    The basis is complete: directions that no row has come last, with eigenvalue zero.
+    """
+    rows = _finite(rows.double())
+    count, dimension = rows.shape
+    try:
+        if count < dimension:
+            vectors, triangle = torch.linalg.qr(rows.mT, mode="complete")
+            turned, singular, _ = torch.linalg.svd(triangle[:count])
+            vectors[:, :count] = vectors[:, :count] @ turned
+        else:
+            _, singular, vectors = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)
+            vectors = vectors.mT
+    except torch.linalg.LinAlgError:
+        return eigenbasis(rows.mT @ rows / count)
+    values = rows.new_zeros(dimension)
+    values[: len(singular)] = singular.square() / count
+    return values, _orthonormal(fix_signs(vectors))
+
+
+def leading_eigenbasis(matrix: Tensor, rank: int) -> Tensor:
+    """An orthonormal basis that begins with the strongest eigenvectors of a positive semidefinite matrix.
+
+    By a randomized range finder with two power iterations: products with ``rank`` columns instead of a decomposition.
+    The other directions are in no order.
+    """
+    matrix = _finite(matrix.double())
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(len(matrix), rank, generator=generator, dtype=torch.float64).to(matrix.device)
+    for _ in range(3):
+        vectors = torch.linalg.qr(matrix @ vectors).Q
+    leading = vectors @ torch.linalg.eigh(vectors.mT @ matrix @ vectors).eigenvectors.flip(-1)
+    vectors = torch.linalg.qr(leading, mode="complete").Q
+    vectors[:, :rank] = leading
+    return _orthonormal(fix_signs(vectors))
+
+
+class OuterProducts:
+    """The mean outer product of rows that come in chunks: kept as rows while they are few, then as the matrix.
+
+    Args:
+        dimension: the length of a row.
+        route: ``"eigh"`` adds up the matrix and decomposes it; ``"svd"`` keeps all rows and decomposes those;
+            ``"auto"`` takes the second while there are fewer rows than dimensions.
+    """
+
+    def __init__(self, dimension: int, route: str = "auto") -> None:
+        self.dimension = dimension
+        self.route = route
+        self.rows: list[Tensor] = []
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def add(self, rows: Tensor) -> None:
+        """Take in rows."""
+        self.rows.append(rows)
+        self.count += len(rows)
+        if self._is_enough(self.count) or self.total is not None:
+            self._fold()
+
+    def merge(self, other: OuterProducts) -> None:
+        """Take in all that another one has seen."""
+        count = self.count + other.count
+        for rows in other.rows:
+            self.add(rows)
+        if other.total is not None:
+            self._fold()
+            self.total = other.total.clone() if self.total is None else self.total + other.total
+        self.count = count
+
+    def holding(self) -> Holding:
+        """What this process has of the rows of all processes."""
+        return Holding.of(self.count, self.rows, folded=self.total is not None)
+
+    def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Make ready for :meth:`collect` what may fail; given what each process has, and where the result is wanted."""
+        if any(each.folded for each in holdings) or self._is_enough(sum(each.seen for each in holdings)):
+            self._fold()
+            if self.total is None:
+                self.total = torch.zeros(self.dimension, self.dimension, dtype=torch.float64, device=device)
+
+    def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
+        """Bring what all processes have seen together in the owner's."""
+        if self.total is not None:
+            sum_at(owner, self.total)
+        else:
+            rows: list[Tensor] = []
+            rows_at(owner, self.rows, holdings, device, rows.append)
+            self.rows = rows
+        self.count = sum(each.seen for each in holdings)
+
+    def eigenbasis(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the mean outer product."""
+        if self.total is None:
+            return eigenbasis_of_rows(torch.cat(self.rows))
+        return eigenbasis(self.total / self.count)
+
+    def _is_enough(self, count: int) -> bool:
+        """Whether so many rows are better kept as the matrix."""
+        return self.route == "eigh" or (self.route == "auto" and count >= self.dimension)
+
+    def _fold(self) -> None:
+        for rows in self.rows:
+            if self.total is None:
+                self.total = rows.new_zeros(self.dimension, self.dimension, dtype=torch.float64)
+            # In float64: a float32 product buries eigenvalues below about 1e-8 of the first.
+            for part in rows.split(max(1, _SLICE_BYTES // (8 * self.dimension))):
+                self.total.addmm_(part.double().mT, part.double())
+        self.rows.clear()
+
+
+def random_orthonormal(rows: int, columns: int, generator: torch.Generator, stack: Sequence[int] = ()) -> Tensor:
+    """Orthonormal columns in a random direction (uniform by Haar measure), in float64; or a stack of such matrices."""
+    normal = torch.randn(*stack, rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
+    vectors, triangle = torch.linalg.qr(normal)
+    return vectors * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+
+
+def identity(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Unit matrices, a stack of them where there are more than two dimensions."""
+    return torch.eye(*shape[-2:], dtype=dtype, device=device).expand(*shape).clone()
+
+
+def orthonormality_error(vectors: Tensor) -> float:
+    """The largest entry of ``|VᵀV − I|``."""
+    gram = vectors.mT @ vectors
+    return float((gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)).abs().max())
+
+
+def _finite(matrix: Tensor) -> Tensor:
+    if not torch.isfinite(matrix).all():
+        raise torch.linalg.LinAlgError("The matrix to decompose has entries that are not finite.")
+    return matrix
+
+
+def _orthonormal(vectors: Tensor) -> Tensor:
+    # A few random vectors there and back: all inner products would cost more than many a decomposition. An entry of
+    # VᵀV − I that is too large shows in its row of (VᵀV − I) x, whose signs x leave a small chance of cancelling.
+    signs = torch.randint(2, (vectors.shape[1], 8), generator=torch.Generator().manual_seed(0))
+    probes = (2 * signs - 1).to(vectors)
+    error = float((vectors.mT @ (vectors @ probes) - probes).abs().max())
+    if not error < 1e-8:
+        raise torch.linalg.LinAlgError(
+            f"The decomposition gave vectors that are not orthonormal (error {error:.1e}). "
+            "Gradients of extreme scale, or a faulty LAPACK build, are likely causes."
+        )
+    return vectors.contiguous()
+
+
+def orthonormalized(matrices: Tensor) -> Tensor:
+    """Gram-Schmidt of the columns, first to last: the Q of their QR decompositions with positive diagonals of R.
+
+    Householder QR is slow on a GPU. Where float64 is fast there, Cholesky-QR does the same with matrix products: the
+    columns are divided by R, twice, R being the Cholesky factor of their inner products. A shift makes the first
+    division possible for columns that are nearly dependent, and the second one removes what it left.
+    """
+    if not _has_fast_float64(matrices.device):
+        vectors, triangle = torch.linalg.qr(matrices)
+        signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
+        return vectors * torch.where(signs == 0, 1, signs).unsqueeze(-2)
+    return cholesky_qr(matrices)
+
+
+def cholesky_qr(matrices: Tensor) -> Tensor:
+    """The same by Cholesky decompositions in float64."""
+    columns = matrices.double()
+    columns = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True).clamp_min(1e-300)
+    shift = 10 * columns.shape[-2] * torch.finfo(torch.float64).eps  # above the rounding of an inner product
+    for extra in (shift, 0.0):
+        inner = columns.mT @ columns
+        inner.diagonal(dim1=-2, dim2=-1).add_(extra)
+        columns = _divided(columns, _cholesky(inner))
+    return columns.to(matrices.dtype)
+
+
+def _cholesky(matrices: Tensor) -> Tensor:
+    """Cholesky factors; not finite where there are none: looking at that here would wait for the device.
+
+    Wide matrices are taken one by one: the solver for many at once, made for small ones, takes twice as long for them.
+    """
+    if matrices.dim() > 2 and matrices.shape[-1] > _WIDE:
+        return torch.stack([_cholesky(each) for each in matrices])
+    return torch.linalg.cholesky_ex(matrices)[0]
+
+
+def _divided(columns: Tensor, lower: Tensor) -> Tensor:
+    """The columns divided by the transpose of a triangle: by its inverse, which is faster unless it is very wide."""
+    if lower.shape[-1] > _VERY_WIDE:
+        return torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+    return columns @ inverse_of_lower(lower).mT
+
+
+def inverse_of_lower(lower: Tensor) -> Tensor:
+    """The inverses of lower triangles, mostly by products: those of small triangles on the diagonal, then of pairs.
+
+    The inverse of [[A, 0], [B, C]] is [[A⁻¹, 0], [-C⁻¹ B A⁻¹, C⁻¹]].
+    """
+    size = lower.shape[-1]
+    doublings = max(0, math.ceil(math.log2(size / 32)))
+    small = -(-size // 2**doublings)
+    padded = lower.new_zeros(*lower.shape[:-2], small * 2**doublings, small * 2**doublings)
+    padded[..., :size, :size] = lower
+    padded.diagonal(dim1=-2, dim2=-1)[..., size:] = 1
+    inverse = torch.zeros_like(padded)
+    first = _on_diagonal(padded, small)
+    ones = torch.eye(small, dtype=lower.dtype, device=lower.device).expand_as(first)
+    _on_diagonal(inverse, small).copy_(torch.linalg.solve_triangular(first, ones, upper=False))
+    for half in (small * 2**level for level in range(doublings)):
+        corner = _on_diagonal(padded, 2 * half)[..., half:, :half]
+        pairs = _on_diagonal(inverse, 2 * half)
+        pairs[..., half:, :half] = -pairs[..., half:, half:] @ (corner @ pairs[..., :half, :half])
+    return inverse[..., :size, :size]
+
+
+def _on_diagonal(matrices: Tensor, size: int) -> Tensor:
+    """The squares of some size along the diagonal, as views."""
+    count = matrices.shape[-1] // size
+    squares = matrices.unflatten(-1, (count, size)).unflatten(-3, (count, size))
+    return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _has_fast_float64(device: torch.device) -> bool:
+    """Data-centre GPUs (V100, A100, H100, B200) have a tenth or more of float32's rate in float64, others a 32nd."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((7, 0), (8, 0), (9, 0), (10, 0))

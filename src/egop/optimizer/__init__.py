@@ -1,0 +1,38 @@
+"""The optimizer: torch's interface in front, the working parts behind it, and what a refresh is given.
+
+``reparameterized`` is the door, ``engine`` the step, ``states`` and ``restoring`` the way out and back.
+"""
+
+from egop.optimizer.binding import BoundBlock
+from egop.optimizer.moments import Moments, check_moments
+from egop.optimizer.recordings import Aside, InPlace, Recorder, Replayed
+from egop.optimizer.refreshing import Rebasable, Refresh, Refresher, check_decay, check_positive
+from egop.optimizer.reparameterized import ReparameterizedOptimizer
+from egop.optimizer.restoring import about_of, check_about
+from egop.optimizer.stacks import Batch, Batches
+from egop.optimizer.states import COORDINATES, OWN, REFRESH, STANDS_FOR, exported
+
+__all__ = [
+    "COORDINATES",
+    "OWN",
+    "REFRESH",
+    "STANDS_FOR",
+    "Aside",
+    "Batch",
+    "Batches",
+    "BoundBlock",
+    "InPlace",
+    "Moments",
+    "Rebasable",
+    "Recorder",
+    "Refresh",
+    "Refresher",
+    "ReparameterizedOptimizer",
+    "Replayed",
+    "about_of",
+    "check_about",
+    "check_decay",
+    "check_moments",
+    "check_positive",
+    "exported",
+]

@@ -1,0 +1,343 @@
+"""Blocks bound to live parameters: their coordinates, and how the two are kept in step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from egop.basis import WRAPPER, ChangeOfBasis, Reparameterization, Structure, plain_name
+from egop.distributed import is_cut_by_rows, is_sharded, layout, like, local, part_of, whole, write
+from egop.numerics import exact_products
+
+
+class BoundBlock:
+    """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps.
+
+    Where parameters are sharded (FSDP2), a structure that turns rows one by one works on the rows that are here; for
+    any other the whole tensors are gathered in every step.
+    """
+
+    def __init__(self, change: ChangeOfBasis, owners: Sequence[Tensor]) -> None:
+        self.owners = list(owners)
+        self.sharded = any(is_sharded(owner) for owner in owners)
+        self.rowwise = change.rowwise and change.block.has_outputs_first
+        self.by_rows = (
+            self.sharded and self.rowwise and all(is_sharded(owner) and is_cut_by_rows(owner) for owner in owners)
+        )
+        self.parameters = [local(owner) if self.by_rows else whole(owner) for owner in owners]
+        # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
+        dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners], torch.float32)
+        shapes = tuple(parameter.shape for parameter in self.parameters)
+        block = dataclasses.replace(change.block, dtype=dtype, shapes=shapes)
+        # Laid out as after loading, so that a resumed training rounds alike.
+        tensors = change.to(self.parameters[0].device, dtype).tensors.items()
+        self.change = type(change)(block, {key: tensor.contiguous() for key, tensor in tensors}, change.settings)
+        self.coordinates = [
+            torch.empty(shape, dtype=dtype, device=self.parameters[0].device)
+            for shape in self.change.coordinate_shapes()
+        ]
+        # What a basis that is not complete leaves out of the parameters, and the optimizer must not lose.
+        self.rest: list[Tensor] | None = None
+        self._seen: list[_Look] = []
+        self.take(self.parameters)
+        self.note()
+        for coordinate in self.coordinates:
+            coordinate.requires_grad_()
+
+    @property
+    def name(self) -> str:
+        """The name of the block."""
+        return self.change.block.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return self.parameters[0].device
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What two blocks must share to be batched; the same on all processes, also where pieces differ in size."""
+        return self.change.signature, tuple((owner.shape, owner.device, layout(owner)) for owner in self.owners)
+
+    def stepped(self) -> list[Tensor]:
+        """What has gradients for the time of a step: the coordinates, and views or copies of sharded parameters."""
+        pairs = zip(self.parameters, self.owners, strict=True)
+        return self.coordinates + [parameter for parameter, owner in pairs if parameter is not owner]
+
+    def pull(self) -> None:
+        """Look at sharded parameters and their gradients as they are now."""
+        view = local if self.by_rows else whole
+        for index, owner in enumerate(self.owners):
+            self.parameters[index] = view(owner)
+            self.parameters[index].requires_grad_(owner.requires_grad)
+            self.parameters[index].grad = None if owner.grad is None else view(owner.grad)
+
+    def _push(self) -> None:
+        """Write what was gathered back to the sharded parameters."""
+        for owner, parameter in zip(self.owners, self.parameters, strict=True):
+            if is_sharded(owner) and not self.by_rows:
+                write(owner, parameter)
+
+    def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
+        """Its change of basis for the whole parameters, wherever they are."""
+        block = dataclasses.replace(self.change.block, shapes=tuple(owner.shape for owner in self.owners))
+        return type(self.change)(block, self.change.tensors if tensors is None else tensors, self.change.settings)
+
+    def spread(self, place: int, tensor: Tensor) -> Tensor:
+        """A tensor of the shape of one of the coordinates as all processes together have it, for a state dict."""
+        return like(tensor, self.owners[place]) if self.by_rows and tensor.dim() > 0 else tensor
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any of its parameters got a gradient; without one there is no step."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients in the precision of the basis; zero for a parameter of the block that got none."""
+        found = []
+        for name, parameter in zip(self.change.block.parameters, self.parameters, strict=True):
+            if parameter.grad is None and not parameter.requires_grad:
+                raise ValueError(
+                    f"Parameter '{name}' is frozen (requires_grad=False), but a step of its block "
+                    f"'{self.change.block.name}' would move it. Estimate the basis with the parameter frozen, or with "
+                    "a partition that has it in a block of its own."
+                )
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"Parameter '{name}' has a sparse gradient, which cannot be rotated. Use sparse=False in the "
+                    "embedding, or estimate the basis with a partition that leaves it out."
+                )
+            found.append(gradient.to(self.change.block.dtype))
+        return found
+
+    @torch.no_grad()
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Make the coordinates, and the rest where there is one, stand for these tensors."""
+        exact = [tensor.to(self.change.block.dtype) for tensor in tensors]
+        with exact_products():
+            self._write(self.change.encode(exact))
+        self.keep_rest_of(exact)
+
+    def keep_rest_of(self, tensors: Sequence[Tensor]) -> None:
+        """Keep what the basis leaves out of these tensors, which the coordinates stand for, if it is to be kept."""
+        if not self.change.complete and self.change.settings["keep_rest"]:
+            with exact_products():
+                inside = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
+            self.rest = [whole - part for whole, part in zip(tensors, inside, strict=True)]
+
+    def whole(self, decoded: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Decoded tensors together with what the basis leaves out."""
+        if self.rest is None:
+            return decoded
+        return [part + rest for part, rest in zip(decoded, self.rest, strict=True)]
+
+    def drop_rest(self) -> None:
+        """Write to the parameters what the coordinates stand for, where the rest is not to be kept."""
+        if not self.change.complete and self.rest is None:
+            self.accept(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
+
+    @property
+    def was_written(self) -> bool:
+        """Whether someone else may have written to a parameter."""
+        places = zip(self.parameters, self.owners, self._seen, strict=True)
+        return any(not _as_seen(parameter, owner, seen) for parameter, owner, seen in places)
+
+    def follow(self, decoded: Sequence[Tensor]) -> None:
+        """If a parameter is not what the coordinates stand for, take its new value into them.
+
+        Where values are not looked at, written may still mean unchanged. The coordinates hold more than the parameters
+        do (rounding, and the bits below half precision): they are kept when they still stand for them.
+
+        Args:
+            decoded: what the coordinates decode to, by the same product as in a step, since its rounding counts here.
+        """
+        if any(parameter.device != own.device for parameter, own in zip(self.parameters, decoded, strict=True)):
+            return  # moved elsewhere: it is bound anew at the next step
+        pairs = zip(self.parameters, self.whole(decoded), self._seen, strict=True)
+        if not all((_rounds_to if seen == _LOADED else _is)(value, parameter) for parameter, value, seen in pairs):
+            self.take(self.parameters)
+        self.note()
+
+    @torch.no_grad()
+    def accept(self, tensors: Sequence[Tensor]) -> None:
+        """Write decoded tensors into the parameters."""
+        for parameter, tensor in zip(self.parameters, self.whole(tensors), strict=True):
+            parameter.copy_(tensor)
+        self.wrote()
+
+    def wrote(self) -> None:
+        """The parameters have been written from the coordinates."""
+        if self.sharded:
+            self._push()
+        self.note()
+
+    def restore(
+        self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str] | None
+    ) -> None:
+        """Take saved coordinates (and rest), which stand for the parameters with these digests, if they are known."""
+        for place, (own, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
+            here = part_of(saved, self.owners[place]) if self.by_rows else whole(saved)
+            if own.shape != here.shape:
+                raise ValueError(
+                    f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
+                    f" but {tuple(own.shape)} here."
+                )
+            with torch.no_grad():
+                own.copy_(here)
+        if self.rest is not None and rest is not None:
+            self.rest = [saved.to(own, copy=True) for own, saved in zip(self.rest, rest, strict=True)]
+        digests = stand_for or [UNKNOWN] * len(self.parameters)
+        self._seen = [_LOADED if digest == UNKNOWN else digest for digest in digests]
+
+    def distrust(self) -> None:
+        """The coordinates may have changed without the parameters: the parameters are what holds."""
+        self._seen = [UNKNOWN] * len(self.parameters)
+
+    def stand_for(self) -> list[str]:
+        """Digests of the parameters that the coordinates stand for: with them the coordinates can be restored."""
+        places = zip(self.parameters, self.owners, self._seen, strict=True)
+        return [_digest_seen(parameter, owner, seen) for parameter, owner, seen in places]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what was noted is not true of their parameters, and views would take the whole batch along."""
+        own = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
+        return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.replaced(own)}
+
+    def _write(self, coordinates: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for own, new in zip(self.coordinates, coordinates, strict=True):
+                own.copy_(new)
+
+    def note(self) -> None:
+        """The coordinates stand for the parameters as they are now."""
+        self._seen = [_look(*pair) for pair in zip(self.parameters, self.owners, strict=True)]
+
+
+def bind(
+    basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
+) -> list[BoundBlock]:
+    """Bind each block of a basis to the parameters of its names, which must all be in one group."""
+    if basis is not None and not isinstance(basis, Reparameterization):
+        raise TypeError(f"basis must be an egop.Reparameterization, got {_named(basis)}")
+    if basis is not None and basis.owners is not None:
+        raise ValueError(
+            "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
+            "together first, in all processes: basis = basis.gathered()."
+        )
+    found = {
+        plain_name(name): (index, parameter)
+        for index, group in enumerate(groups, first_group)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    blocks = []
+    for name, change in (basis or {}).items():
+        members = [found.get(key) or _with_or_without_module(key, found) for key in change.block.parameters]
+        for key, shape, member in zip(change.block.parameters, change.block.shapes, members, strict=True):
+            if member is None:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for the parameter '{key}', which the optimizer was not given. "
+                    f"{_nearest(key, list(found))}"
+                )
+            if member[1].shape != shape:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
+                    f"but the optimizer's has {tuple(member[1].shape)}."
+                )
+        if len({member[0] for member in members if member}) > 1:
+            places = zip(change.block.parameters, members, strict=True)
+            where = ", ".join(f"'{key}' in group {member[0]}" for key, member in places if member)
+            raise ValueError(
+                f"Block '{name}' crosses parameter groups ({where}). Put its parameters into one group, or estimate "
+                "the basis with a finer partition."
+            )
+        blocks.append(BoundBlock(change, [member[1] for member in members if member]))
+    return blocks
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    """What the optimizer has instead of a parameter of some name, and what that tells."""
+    near = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
+    if near:
+        return f"It has '{near[0]}': was the basis estimated for a part of the model, or for something it is a part of?"
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"It has: {listed}. Was the basis estimated for another model?"
+
+
+def _named(basis: object) -> str:
+    """What was given in the place of a basis, and what to do with it where it belongs elsewhere."""
+    kind = basis if isinstance(basis, type) else type(basis)
+    if issubclass(kind, Structure):
+        return (
+            f"{kind.__name__}, which says how one is built. Estimate it: "
+            f"basis = egop.estimate(objective, structure=egop.{kind.__name__}(...))."
+        )
+    return f"{kind.__name__}."
+
+
+def _with_or_without_module(name: str, found: Mapping[str, Any]) -> Any:
+    return found.get(f"{WRAPPER}{name}") or found.get(name.removeprefix(WRAPPER))
+
+
+# What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.
+_Look = Tensor | tuple[int, int] | str
+UNKNOWN = "0" * 32  # the digest of nothing
+_LOADED = "f" * 32  # likewise; of coordinates that were loaded, which may have been decoded in other pieces
+
+
+def _look(parameter: Tensor, owner: Tensor) -> _Look:
+    """What would differ if someone else had written to the parameter, or to the sharded one that it is taken from.
+
+    ``_version`` is torch's counter of in-place writes (a private name; a test notices when it changes). It misses
+    writes through ``.data``; on the CPU a copy of the values costs little and shows those too.
+    """
+    return parameter.detach().clone() if parameter.device.type == "cpu" else _mark(owner)
+
+
+def _mark(owner: Tensor) -> tuple[int, int]:
+    return owner._version, local(owner).data_ptr()
+
+
+def _as_seen(parameter: Tensor, owner: Tensor, seen: _Look) -> bool:
+    if isinstance(seen, tuple):
+        return _mark(owner) == seen
+    if isinstance(seen, Tensor):
+        return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
+    return _digest(parameter) == seen
+
+
+def _digest_seen(parameter: Tensor, owner: Tensor, seen: _Look) -> str:
+    if isinstance(seen, str):
+        return seen
+    if isinstance(seen, Tensor):
+        return _digest(seen)
+    return _digest(parameter) if _as_seen(parameter, owner, seen) else UNKNOWN
+
+
+def _is(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter is just what was decoded."""
+    return torch.equal(parameter, value.to(parameter.dtype))
+
+
+def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a parameter of half precision is what was decoded, up to the rounding of another product.
+
+    Its coordinates are master weights, with bits that the parameter does not have. A parameter of single precision has
+    as many: then it counts itself.
+    """
+    epsilon = torch.finfo(parameter.dtype).eps
+    if epsilon <= torch.finfo(torch.float32).eps:
+        return _is(value, parameter)
+    exact = parameter.to(value.dtype)
+    return bool(((value - exact).abs() <= 0.51 * epsilon * torch.maximum(value.abs(), exact.abs())).all())
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,319 @@
+"""The working parts of an optimizer: blocks, the inner optimizer, the refresh, and how a step goes through them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from egop.basis import Known, Layer, Reparameterization, plain_name
+from egop.distributed import Pieces
+from egop.optimizer.binding import BoundBlock, bind
+from egop.optimizer.inner import check_blocks, check_class, copy_hyperparameters, fresh_states
+from egop.optimizer.moments import Moments, check_moments, movable
+from egop.optimizer.refreshing import Refresher
+from egop.optimizer.stacks import Batch, Batches
+
+
+@dataclass
+class Bound:
+    """Parameters as they were bound."""
+
+    names: list[str] = field(default_factory=list)
+    members: list[Tensor] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+
+
+class Engine:
+    """All that an optimizer works with, in one object.
+
+    Frameworks wrap an optimizer by copying its attributes into another object; wrapper and original then share this.
+
+    Args:
+        optimizer_class: of the optimizer that runs inside.
+        hyperparameters: what it is given.
+        compiled: whether the products of a step go through ``torch.compile``.
+        any_class: whether it may work in another way than coordinate by coordinate.
+    """
+
+    def __init__(
+        self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], *, compiled: bool, any_class: bool
+    ) -> None:
+        self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
+        self.compiled, self.any_class, self.matrices_only = compiled, any_class, False
+        self.param_groups: list[dict[str, Any]] = []
+        self.layers: dict[str, Layer] = {}
+        self.known: Known | None = None  # what the model says of its parameters
+        self.refresher: Refresher | None = None
+        self.blocks: list[BoundBlock] = []
+        self.pieces = Pieces()
+        self._inner: Optimizer | None = None
+        self._batches: Batches | None = None
+        self.bound = Bound()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is an inner optimizer yet."""
+        return self._inner is not None
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that runs on the coordinates (and on the parameters outside every block)."""
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def batches(self) -> Batches:
+        """The blocks, batched by kind and shape: when they are wanted, not for each of many groups that are added."""
+        if self._batches is None:
+            # torch's own optimizers keep no gradient for the next step; of others nobody knows.
+            reused = self.optimizer_class.__module__.startswith("torch.optim")
+            self._batches = Batches(self.blocks, compiled=self.compiled, reused=reused)
+        return self._batches
+
+    # --- what is bound to what ---
+
+    def check_class(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise an error if the inner optimizer does not work with coordinates, by the settings of these groups."""
+        self.matrices_only |= check_class(self.optimizer_class, groups, self.hyperparameters, any_class=self.any_class)
+
+    def bind(
+        self, basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
+    ) -> list[BoundBlock]:
+        """The blocks of a basis, bound to the parameters of these groups; nothing is changed."""
+        blocks = bind(basis, groups, first_group)
+        if self.matrices_only:
+            check_blocks(self.optimizer_class, blocks)
+        return blocks
+
+    def build(self, blocks: list[BoundBlock], pieces: Pieces, inner: Optimizer | None = None) -> None:
+        """Work with these blocks from here on.
+
+        Args:
+            blocks: the blocks.
+            pieces: what stands for sharded parameters outside of them.
+            inner: the optimizer over their coordinates and these; a new one if none is given.
+        """
+        inner = inner or self.inner_over(blocks, pieces)
+        self.blocks, self.pieces, self._inner, self._batches = blocks, pieces, inner, None
+        self.note_bound()
+
+    def inner_over(self, blocks: list[BoundBlock], pieces: Pieces) -> Optimizer:
+        """A new inner optimizer over the coordinates of blocks and the parameters outside."""
+        groups = [inner_group(group, blocks, pieces) for group in self.param_groups]
+        return self.optimizer_class(groups, **self.hyperparameters)
+
+    def add_group(self, blocks: list[BoundBlock]) -> None:
+        """Take in the last parameter group, which these blocks are of."""
+        group = inner_group(self.param_groups[-1], blocks, self.pieces)
+        self.inner.add_param_group(group)
+        self.blocks = self.blocks + blocks
+        for tensor in group["params"]:  # some make their states when they are made themselves, and at no other time
+            if not self.inner.state.get(tensor) and any(
+                fresh := fresh_states(self.inner, [tensor], self.hyperparameters)
+            ):
+                self.inner.state[tensor] = fresh[0]
+        self._batches = None
+        self.note_bound()
+
+    def note_bound(self) -> None:
+        """The parameters are bound as they are now."""
+        members = self.members()
+        names = [plain_name(name) for group in self.param_groups for name in group["param_names"]]
+        self.bound = Bound(names, members, [each.dtype for each in members], [each.device for each in members])
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the parameters are still those that were bound, in their precision and where they were."""
+        members, bound = self.members(), self.bound
+        return (
+            len(members) == len(bound.members)
+            and all(map(operator.is_, members, bound.members))
+            and all(len(group["params"]) == len(group.get("param_names", ())) for group in self.param_groups)
+            and [each.dtype for each in members] == bound.dtypes
+            and [each.device for each in members] == bound.devices
+        )
+
+    def names_now(self) -> list[str]:
+        """The names of the parameters that the groups have now: of one that was bound its own, else its place's."""
+        members, bound = self.members(), self.bound
+        if len(members) != len(bound.members):
+            raise ValueError("Their number is another one: add parameters by optimizer.add_param_group.")
+        if len({id(each) for each in members}) < len(members):
+            raise ValueError("One of them is there twice.")
+        own = {id(each): name for each, name in zip(bound.members, bound.names, strict=True)}
+        taken = {own[id(each)] for each in members if id(each) in own}
+        names = [own.get(id(each), place) for each, place in zip(members, bound.names, strict=True)]
+        for each, name in zip(members, names, strict=True):
+            if id(each) not in own and name in taken:
+                raise ValueError(f"One is new where '{name}' was, which is still there: nobody knows what it is.")
+            if not each.is_leaf:
+                raise ValueError(f"'{name}' is not a leaf: it was computed from others.")
+        return names
+
+    def replaced(self) -> dict[Tensor, Tensor]:
+        """The parameters that stand where others were bound, by these."""
+        members = self.members()
+        if len(members) != len(self.bound.members):
+            return {}
+        known = {id(each) for each in self.bound.members}
+        pairs = zip(self.bound.members, members, strict=True)
+        return {old: new for old, new in pairs if old is not new and id(new) not in known}
+
+    def block_of(self, parameter: Tensor) -> BoundBlock | None:
+        """The block that a parameter is in."""
+        return next((block for block in self.blocks if any(owner is parameter for owner in block.owners)), None)
+
+    def members(self) -> list[Tensor]:
+        """The parameters that the groups have now."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # --- a step ---
+
+    def step(self) -> None:
+        """One step of the inner optimizer in coordinates."""
+        if self.refresher is not None:
+            self.refresher.before_step(self)
+        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        batches = self.batches
+        try:
+            batches.collect()
+            self.pieces.pull()
+            if self.refresher is not None:
+                self.refresher.observe(self)
+            batches.encode_gradients()
+            self._step_coordinates()
+        finally:
+            batches.drop_gradients()
+            self.pieces.drop_gradients()
+        # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
+        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        if self.refresher is not None:
+            self.refresher.after_step(self)
+
+    def _step_coordinates(self) -> None:
+        try:
+            self.inner.step()
+            self.batches.decode_coordinates()
+        except BaseException:  # some coordinates may have been stepped already
+            for block in self.blocks:
+                block.distrust()
+            raise
+
+    def switch(self, mode: str) -> None:
+        """Call the inner optimizer's ``train`` or ``eval``, which writes other weights."""
+        self.settle()
+        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        self.pieces.pull()
+        try:
+            self.batches.rewrite(getattr(self.inner, mode))
+        except BaseException:  # some coordinates may have been written already
+            for block in self.blocks:
+                block.distrust()
+            raise
+        finally:
+            self.pieces.drop_gradients()
+        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+
+    # --- other bases ---
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Bring to an end what a refresh has under way."""
+        if self.refresher is not None:
+            self.refresher.settle(self)
+
+    @torch.no_grad()
+    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+        """Go on in another basis, from the same point; see ``ReparameterizedOptimizer.rebase``."""
+        check_moments(moments)
+        self.settle()
+        own = {block.name: block for block in self.blocks}
+        if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
+            self._replace_blocks(self.bind(basis, self.param_groups), moments)
+            return
+        for block in own.values():  # what is refused, before anything changes
+            for coordinate in block.coordinates:
+                movable(self.inner.state.get(coordinate, {}), coordinate.shape, moments)
+        for batch, members, tensors in self.batches.moved(basis):
+            self.turn(batch, members, tensors, moments)
+
+    @torch.no_grad()
+    def add_blocks(self, basis: Reparameterization) -> None:
+        """Give parameters outside every block a basis; all other blocks go on as they are.
+
+        Args:
+            basis: of parameters that are in no block yet. What the inner optimizer remembers of them starts anew.
+        """
+        self.settle()
+        new = self.bind(basis, self.param_groups)
+        Reparameterization([block.change for block in self.blocks + new])  # checks that no two share a parameter
+        for block in new:
+            block.drop_rest()
+            for owner in block.owners:
+                self.inner.state.pop(self.pieces.of(owner), None)
+        self.blocks = self.blocks + new
+        # In the same optimizer: it may keep more than its state.
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner["params"] = inner_group(group, self.blocks, self.pieces)["params"]
+        for block in new:
+            self.reset_moments(block)
+        self._batches = None
+
+    def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
+        """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
+
+        Args:
+            batch: one of :attr:`batches`.
+            members: which of its blocks.
+            tensors: their new bases, stacked.
+            moments: as in :meth:`rebase`.
+        """
+        batch.turn(members, tensors, self.inner.state, moments, still=self.batches.still)
+        if moments == "reset":
+            for block in batch.blocks[members]:
+                self.reset_moments(block)
+
+    def reset_moments(self, block: BoundBlock) -> None:
+        """Let the inner optimizer begin anew with the coordinates of a block."""
+        fresh = fresh_states(self.inner, block.coordinates, self.hyperparameters)
+        self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+
+    def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
+        if moments != "reset" and any(self.inner.state.values()):
+            raise ValueError(
+                "The new basis has other blocks, or blocks of another kind, than the one in use, so moments cannot be "
+                "carried over. Use rebase(basis, moments='reset')."
+            )
+        kept = dict(self.inner.state)
+        for block in blocks:
+            block.drop_rest()
+        self.build(blocks, self.pieces)
+        inside = {tensor for group in self.inner.param_groups for tensor in group["params"]}
+        self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: batches are views of memory that the blocks of a copy do not share, and its model is another."""
+        self.settle()
+        return self.__dict__ | {"_batches": None, "bound": Bound(), "known": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.note_bound()
+
+
+def inner_group(group: Mapping[str, Any], blocks: list[BoundBlock], pieces: Pieces) -> dict[str, Any]:
+    """What the inner optimizer has in the place of a parameter group: coordinates, and parameters outside of blocks."""
+    inside = {id(owner): block for block in blocks for owner in block.owners}
+    members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
+    for parameter in group["params"]:
+        block = inside.get(id(parameter))
+        own = block.coordinates if block is not None else [pieces.of(parameter)]
+        members |= {id(tensor): tensor for tensor in own}
+    return {key: value for key, value in group.items() if key != "param_names"} | {"params": list(members.values())}

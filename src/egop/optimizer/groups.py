@@ -1,0 +1,130 @@
+"""Parameter groups with names, from all that an optimizer may be given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from egop.basis import WRAPPER, Known, plain_name
+
+
+def named_groups(
+    params: Any, taken: Iterable[str] = (), model: nn.Module | Known | None = None
+) -> list[dict[str, Any]]:
+    """Parameter groups with ``params`` and ``param_names``, from all that an optimizer may be given.
+
+    Args:
+        params: a module, named parameters, or groups of them; with a model also parameters without names.
+        taken: names that are already used.
+        model: the module that has the parameters, wrapped or not: what has no name gets the one it has there, and a
+            name that is given must be that one.
+    """
+    if model is not None and not isinstance(model, nn.Module | Known):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(params, nn.Module):
+        params = params.named_parameters() if model is None else params.parameters()
+    if isinstance(params, type):
+        raise TypeError(
+            f"The parameters come first, got the class {params.__name__}: "
+            f"ReparameterizedOptimizer(model, {params.__name__}, ...)."
+        )
+    if isinstance(params, (Tensor, Mapping)):
+        raise TypeError(_names_wanted(params))
+    groups = list(params)
+    if not groups:
+        raise ValueError("The optimizer got an empty parameter list.")
+    if not isinstance(groups[0], Mapping):
+        groups = [{"params": groups}]
+    known = Known(model) if isinstance(model, nn.Module) else model
+    names = {plain_name(name) for name in taken}
+    checked = []
+    for group in groups:
+        members = _members(group, known)
+        for name, _ in members:
+            if plain_name(name) in names:
+                raise ValueError(f"The parameter name '{name}' is given twice. Names must be unique.")
+            names.add(plain_name(name))
+        params, param_names = [parameter for _, parameter in members], [name for name, _ in members]
+        checked.append({**group, "params": params, "param_names": param_names})
+    check_real(checked)
+    return checked if known is not None else _without_wrapper(checked)
+
+
+def _named(member: Any, known: Known) -> Any:
+    """A parameter with the name that the model has for it; what is no parameter as it is."""
+    if isinstance(member, Tensor):
+        if not known.names(member):
+            kind = type(known.module).__name__
+            raise ValueError(
+                f"A parameter of shape {tuple(member.shape)} is none of the model's ({kind}), so it has no name. "
+                "Give the model that has it, or the parameter with its name: (name, parameter)."
+            )
+        return known.names(member)[0], member
+    return (_checked(member[0], member[1], known), member[1]) if _is_named(member) else member
+
+
+def _checked(given: str, parameter: Any, known: Known) -> str:
+    """A name that was given, as the model has it; one of a parameter that is not the model's stays."""
+    own, name = known.names(parameter), plain_name(given)
+    if name not in known.parameters:
+        name = name.removeprefix(WRAPPER)
+    if name in own or (not own and name not in known.parameters):
+        return name
+    told = f"is called '{own[0]}' in the model" if own else "is another one than the model's parameter of this name"
+    raise ValueError(
+        f"The parameter given as '{given}' {told} ({type(known.module).__name__}). Give as model= the module whose "
+        "named_parameters() these are, or give the parameters without names."
+    )
+
+
+def check_real(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise an error for parameters that are complex."""
+    for group in groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if isinstance(parameter, Tensor) and parameter.is_complex():
+                raise TypeError(f"Parameter '{name}' is complex; egop works with real floating-point parameters.")
+
+
+def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Names as the model has them: ``DistributedDataParallel`` puts ``module.`` before every one."""
+    names = [[plain_name(name) for name in group["param_names"]] for group in groups]
+    if not all(name.startswith(WRAPPER) for own in names for name in own):
+        return groups
+    pairs = zip(groups, names, strict=True)
+    return [group | {"param_names": [name.removeprefix(WRAPPER) for name in own]} for group, own in pairs]
+
+
+def _is_named(member: Any) -> bool:
+    return isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)
+
+
+def _members(group: Any, known: Known | None) -> list[tuple[str, Any]]:
+    if not isinstance(group, Mapping) or "params" not in group:
+        found = list(group) if isinstance(group, Mapping) else type(group).__name__
+        raise TypeError(f"A parameter group must be a dict with 'params', got {found}.")
+    given = group["params"]
+    if isinstance(given, nn.Module):
+        given = given.named_parameters() if known is None else given.parameters()
+    elif isinstance(given, Tensor) and known is not None:
+        given = [given]
+    members = list(given)
+    if "param_names" in group:
+        if len(members) != len(group["param_names"]):
+            raise ValueError(f"A group has {len(members)} parameters, but {len(group['param_names'])} param_names.")
+        members = list(zip(group["param_names"], members, strict=True))
+    if known is not None:
+        members = [_named(member, known) for member in members]
+    for member in members:
+        if not _is_named(member):
+            raise TypeError(_names_wanted(member))
+    return members
+
+
+def _names_wanted(given: Any) -> str:
+    return (
+        f"Parameters must come with their names, got {type(given).__name__}. Pass the model itself, "
+        "model.named_parameters() instead of model.parameters(), or groups of named parameters such as "
+        "[{'params': list(model.named_parameters()), 'lr': 1e-3}]; or the model beside them, model=model."
+    )

@@ -1,0 +1,144 @@
+"""The optimizer that runs inside: which classes can, and how it gets its hyper-parameters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from egop.optimizer.binding import BoundBlock
+from egop.optimizer.trial import tried
+
+_ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
+_NOT_SETTINGS = ("params", "param_names", "basis")
+
+
+def check_optimizer(optimizer_class: Any) -> None:
+    """Raise an error for what is not a class of optimizers."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        given = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
+        raise TypeError(
+            f"optimizer_class must be a torch.optim.Optimizer class, got {given.__name__}. Pass the class and its "
+            "arguments: ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)."
+        )
+
+
+def check_class(
+    optimizer_class: type[Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    hyperparameters: Mapping[str, Any],
+    *,
+    any_class: bool,
+) -> bool:
+    """Raise an error for a class of optimizers that works in another way than coordinate by coordinate.
+
+    Args:
+        optimizer_class: the class.
+        groups: the parameter groups, with settings of their own.
+        hyperparameters: the arguments of the class.
+        any_class: whether one that does not work coordinate by coordinate is to run nonetheless.
+
+    Returns:
+        Whether it is to run on coordinates that are matrices alone, see :func:`check_blocks`.
+    """
+    name = optimizer_class.__name__
+    if next(iter(inspect.signature(optimizer_class).parameters), "params") in ("optimizer", "base_optimizer"):
+        raise TypeError(
+            f"{name} wraps another optimizer. Give egop that other one's class, and wrap what you get: "
+            f"{name}(egop.ReparameterizedOptimizer(...))."
+        )
+    declared = bool(getattr(optimizer_class, "works_on_matrices", False))
+    other_on_vectors = False
+    for settings in [settings_of(group) for group in groups]:
+        found = tried(optimizer_class, settings, hyperparameters)
+        if found.needs_closure:
+            raise TypeError(
+                f"{name} evaluates the loss several times within a step, or needs its value, which egop does not "
+                f"support. {_ADVICE}."
+            )
+        if found.whole is not None and not (any_class or declared):
+            raise TypeError(
+                f"{name} does not work coordinate by coordinate: {found.whole}. The coordinates of a block need not be "
+                f"a matrix, nor have rows and columns that mean the same. {_ADVICE}, or pass any_class=True to run "
+                f"{name} on the coordinates nonetheless."
+            )
+        other_on_vectors |= found.other_on_vectors
+    return (declared or other_on_vectors) and not any_class
+
+
+def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:
+    """Raise an error where an optimizer that tells matrices from vectors would take one for the other."""
+    for block in blocks:
+        matrices = [tuple(parameter.shape) for parameter in block.parameters if parameter.dim() > 1]
+        if matrices and any(coordinate.dim() < 2 for coordinate in block.coordinates):
+            raise TypeError(
+                f"{optimizer_class.__name__} treats matrices and vectors in different ways, and the coordinates of "
+                f"block '{block.name}', a weight of shape {matrices[0]}, are a vector in the structure "
+                f"{block.change.kind}. Use structure=egop.Shared() or egop.Kronecker(), whose coordinates are "
+                "matrices, or pass any_class=True."
+            )
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that a group has of its own."""
+    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+def defaults_of(
+    optimizer_class: type[Optimizer], group: Mapping[str, Any], hyperparameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All hyper-parameters of an optimizer, checked and completed by itself.
+
+    Args:
+        optimizer_class: the class.
+        group: one of its groups: some classes need settings there.
+        hyperparameters: its arguments.
+    """
+    number = torch.zeros(1, 1, requires_grad=True)  # thrown away; a matrix, since some classes take nothing else
+    try:
+        return dict(optimizer_class([{**settings_of(group), "params": [number]}], **hyperparameters).defaults)
+    except (TypeError, ValueError):  # in its own words
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
+            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is."
+        ) from error
+
+
+def copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Give groups the hyper-parameters of other ones."""
+    for one, other in zip(source, target, strict=True):
+        other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
+
+
+def fresh_states(
+    inner: Optimizer, tensors: Sequence[Tensor], hyperparameters: Mapping[str, Any], *, stepped: bool = False
+) -> list[dict[str, Any]]:
+    """The states that an optimizer has of its tensors before the first step, or (``stepped``) the form of later ones.
+
+    Args:
+        inner: the optimizer; it is not touched.
+        tensors: some that it steps, of one group.
+        hyperparameters: what it was made with.
+        stepped: whether a step without a gradient is taken first, with stand-ins for the tensors.
+    """
+    group = next(each for each in inner.param_groups if any(tensor is tensors[0] for tensor in each["params"]))
+    others = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    stand_ins = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
+    fresh = type(inner)([{**others, "params": stand_ins}], **hyperparameters)
+    if stepped:
+        for tensor in stand_ins:
+            tensor.grad = torch.zeros_like(tensor)
+        with torch.random.fork_rng(devices=[]):
+            fresh.step()
+    states = [dict(fresh.state.get(tensor, {})) for tensor in stand_ins]
+    for state in states if stepped else ():
+        if isinstance(state.get("step"), Tensor | int | float):
+            state["step"] = state["step"] * 0  # none has been taken
+    return states

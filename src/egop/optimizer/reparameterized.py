@@ -1,0 +1,417 @@
+"""ReparameterizedOptimizer: any coordinate-wise torch optimizer, run in another basis."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from egop.basis import Known, Layer, Reparameterization, layers_of, plain_name
+from egop.distributed import Pieces
+from egop.numerics import without_autocast
+from egop.optimizer.binding import BoundBlock
+from egop.optimizer.engine import Engine
+from egop.optimizer.groups import check_real, named_groups
+from egop.optimizer.inner import check_optimizer, defaults_of
+from egop.optimizer.loaded import warn_of_loaded
+from egop.optimizer.moments import Moments
+from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
+from egop.optimizer.restoring import Restored, about_of, check_about, entries_of, others_of, restored
+from egop.optimizer.stacks import Batches
+from egop.optimizer.states import Entry, Published, exported
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_normal_mode(method: Method) -> Method:
+    """Frameworks save from inside ``torch.inference_mode``, where tensors are made that cannot be trained with."""
+
+    @functools.wraps(method)
+    def normally(*arguments: Any, **options: Any) -> Any:
+        with torch.inference_mode(False):
+            return method(*arguments, **options)
+
+    return cast(Method, normally)
+
+
+@dataclass
+class _Passing:
+    """What is under way between an optimizer and those who look at its state or load one."""
+
+    published: Published | None = None  # the state, since someone has looked at it
+    complete: dict[Tensor, Entry] | None = None  # while a state dict is made
+    arriving: Restored | None = None  # while one is loaded
+
+
+class ReparameterizedOptimizer(Optimizer):
+    r"""Runs an optimizer on :math:`f \circ V` while the model keeps its own parameters.
+
+    Every step encodes the gradients (:math:`V^\top g`), lets the inner optimizer step in coordinates and writes the
+    decoded coordinates (:math:`V \tilde\theta`) back: exactly the inner optimizer on the reparameterised objective.
+
+    The ``param_groups`` hold the model's own parameters and own the hyper-parameters, so schedulers, gradient clipping,
+    ``GradScaler`` and hooks work as with any optimizer. Parameters outside every block are stepped as they are.
+    Parameters in half precision have float32 coordinates, which serve as master weights.
+
+    A parameter that is changed from outside between steps (loaded, averaged, clipped) is noticed by its version counter
+    and encoded again. Writes through ``parameter.data`` bypass that counter: they are noticed on the CPU, where looking
+    at the values is cheap; on other devices write under ``torch.no_grad()`` to the parameter itself.
+
+    Args:
+        params: a module, ``model.named_parameters()``, or parameter groups of named parameters; a group may bring a
+            ``"basis"`` of its own. With ``model`` the parameters need no names.
+        optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
+        basis: the change of basis of each block; without one (and without ``refresh``) the optimizer does what
+            ``optimizer_class`` does, until a state dict with a basis is loaded.
+        model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
+            and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
+        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
+            never by default.
+        compile: whether the basis products of a step go through ``torch.compile``.
+        any_class: whether to run a class that was tried and found not to work coordinate by coordinate (``SOAP``,
+            ``Adafactor``) on the coordinates nonetheless, whatever their shape. A class that is meant for coordinates
+            that are matrices (those of ``Shared`` and ``Kronecker``) says so by its ``works_on_matrices = True``.
+        **hyperparameters: handed to ``optimizer_class``, ``foreach`` and ``fused`` too.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> batches = [(torch.randn(8, 4), torch.randn(8, 2))]
+        >>> objective = egop.Objective(model, lambda m, batch: (m(batch[0]) - batch[1]).square().mean(), batches)
+        >>> basis = egop.estimate(objective, progress=False)
+        >>> optimizer = egop.ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
+        optimizer_class: type[Optimizer],
+        basis: Reparameterization | None = None,
+        *,
+        model: nn.Module | None = None,
+        refresh: Refresh | None = None,
+        compile: bool = False,
+        any_class: bool = False,
+        **hyperparameters: Any,
+    ) -> None:
+        check_refresh(refresh, basis)
+        groups = named_groups(params, model=model)
+        bases = [group.pop("basis", None) for group in groups]
+        check_optimizer(optimizer_class)
+        # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
+        self._engine = engine = Engine(optimizer_class, hyperparameters, compiled=compile, any_class=any_class)
+        self._passing = _Passing()
+        engine.check_class(groups)
+        super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
+        blocks = engine.bind(basis, self.param_groups)
+        for index, own in enumerate(bases):
+            blocks += engine.bind(own, self.param_groups[index : index + 1], first_group=index)
+        Reparameterization([block.change for block in blocks])  # checks that no two blocks share a parameter
+        engine.build(blocks, Pieces())
+        named = [
+            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
+        ]
+        module = params if model is None and isinstance(params, nn.Module) else model
+        engine.known = None if module is None else Known(module)
+        engine.layers = layers_of({plain_name(name): parameter for name, parameter in named}, engine.known)
+        if refresh is not None:
+            engine.refresher = refresh.begin(engine)
+            engine.refresher.refresh = refresh
+        for block in blocks:  # last, since it changes the model: nothing is to change when something was refused
+            block.drop_rest()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups: the model's parameters and the hyper-parameters."""
+        return self._engine.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._engine.param_groups[:] = groups  # in the list that everyone has who has this optimizer
+
+    @property  # type: ignore[override]
+    @_in_normal_mode
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of each parameter: the inner optimizer's, coordinates, basis, and what the refresh remembers.
+
+        Its tensors are those that are worked with. Another value for an entry of the inner optimizer's, or for
+        coordinates, is taken at the next step; a basis is changed by :meth:`rebase`. After a step, ask for it again.
+        """
+        engine, passing = self._engine, self._passing
+        if not engine.is_built:
+            return {}
+        if passing.complete is not None:
+            return passing.complete
+        if passing.published is None:
+            self._attend()
+            engine.settle()
+            passing.published = Published(engine)
+        return passing.published.states
+
+    @state.setter
+    def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        if self._engine.is_built:
+            given, states = dict(state), self.state
+            states.clear()
+            states.update(given)
+
+    @property
+    def blocks(self) -> list[BoundBlock]:
+        """The blocks with their parameters and coordinates."""
+        return self._engine.blocks
+
+    @property
+    @_in_normal_mode
+    def basis(self) -> Reparameterization:
+        """A copy of the change of basis of each block as it is now."""
+        self._engine.settle()
+        return Reparameterization(
+            [
+                block.whole_change({name: tensor.clone() for name, tensor in block.change.tensors.items()})
+                for block in self._engine.blocks
+            ]
+        )
+
+    @property
+    def batches(self) -> Batches:
+        """The blocks, batched by kind and shape."""
+        return self._engine.batches
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that runs on the coordinates (and on the parameters outside every block)."""
+        return self._engine.inner
+
+    @property
+    def refresher(self) -> Refresher | None:
+        """What renews the basis, and its counts."""
+        return self._engine.refresher
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """What each parameter is."""
+        return self._engine.layers
+
+    @_in_normal_mode
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis.
+
+        Parameters of the model that the optimizer was given need no names.
+        """
+        engine = self._engine
+        if not engine.is_built:  # called by Optimizer.__init__, with groups that are already checked
+            super().add_param_group(param_group)
+            return
+        self._attend()
+        taken = [name for each in self.param_groups for name in each["param_names"]]
+        (group,) = named_groups([param_group], taken, engine.known)
+        basis = group.pop("basis", None)
+        engine.check_class([group])
+        blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
+        Reparameterization([block.change for block in engine.blocks + blocks])  # checks that no two share a name
+        super().add_param_group(group)
+        try:
+            engine.add_group(blocks)
+        except BaseException:
+            del self.param_groups[-1], self.inner.param_groups[len(self.param_groups) :]
+            raise
+        names = map(plain_name, group["param_names"])
+        engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), engine.known)
+        for block in blocks:
+            block.drop_rest()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the inner optimizer in coordinates.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with without_autocast():
+            self._attend()
+            self._engine.step()
+        return loss
+
+    @_in_normal_mode
+    @torch.no_grad()
+    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+        """Go on in another basis, from the same point.
+
+        Args:
+            basis: new changes of basis for some or all of the blocks. One with other blocks, or blocks of another kind,
+                replaces all of them; it needs ``moments="reset"`` once steps have been taken.
+            moments: ``"rotate"`` carries the inner optimizer's state into the new coordinates: vectors (momentum) and
+                points (averages of weights, ``z`` of schedule-free optimizers) exactly, squared moments by the squared
+                rotation; what is not known is an error. ``"keep"`` leaves all but points as it is, ``"reset"`` starts
+                it anew. See :mod:`egop.optimizer.moments` for each kind of state.
+        """
+        self._attend()
+        self._engine.rebase(basis, moments=moments)
+        if self.refresher is not None:
+            self.refresher.rebased(list(basis))
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The inner optimizer's ``train``, if it has one (schedule-free optimizers do): the training weights."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The inner optimizer's ``eval``, if it has one: the model gets the weights to be evaluated and saved."""
+        return self._mode("eval")
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        engine = self._engine
+        if not engine.is_built or not callable(getattr(engine.inner, name, None)):
+            # So that hasattr says what holds for the inner optimizer.
+            raise AttributeError(f"{engine.optimizer_class.__name__} has no {name}()")
+        return partial(self._switch, name)
+
+    @_in_normal_mode
+    @torch.no_grad()
+    def _switch(self, name: str) -> None:
+        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
+            return  # that is where it is: trainers ask before every step
+        self._attend()
+        with without_autocast():
+            self._engine.switch(name)
+
+    @_in_normal_mode
+    def renew_basis(self) -> None:
+        """Renew the basis now, from scratch, in the way that ``refresh`` says."""
+        if self.refresher is None:
+            raise RuntimeError("This optimizer has no refresh=, which says how a basis is renewed. See egop.Every.")
+        self._attend()
+        self.refresher.renew(self._engine)
+
+    def _attend(self) -> None:
+        """Follow what others have done to the optimizer: written to its state, or given it other parameters."""
+        engine, published = self._engine, self._passing.published
+        if published is not None:
+            engine.settle()
+            self._passing.published = None
+            published.take_in(engine)
+        if not engine.is_bound:
+            self._bind_anew()
+
+    @torch.no_grad()
+    def _bind_anew(self) -> None:
+        """Go on with the parameters that the groups have now: those before, or others in their places."""
+        engine = self._engine
+        engine.settle()
+        kept = [group.get("param_names") for group in self.param_groups]
+        try:
+            states = exported(engine, complete=True)
+            entries = {
+                name: states.pop(member) for name, member in zip(engine.bound.names, engine.bound.members, strict=True)
+            }
+            names = iter(engine.names_now())
+            for group in self.param_groups:
+                group["param_names"] = [next(names) for _ in group["params"]]
+            check_real(self.param_groups)
+            ordered = [entries[name] for group in self.param_groups for name in group["param_names"]]
+            check_about([about_of(entry) for entry in ordered], engine.param_groups, engine.optimizer_class)
+            parts = restored(engine, ordered, states)
+            if engine.refresher is not None:
+                engine.refresher.check(engine)
+        except BaseException as error:
+            for group, own in zip(self.param_groups, kept, strict=True):
+                group.update({} if own is None else {"param_names": own})
+            if not isinstance(error, (TypeError, ValueError)):
+                raise
+            raise ValueError(
+                "The parameters in param_groups are not those that the optimizer was made with, and it cannot go on "
+                f"with these. {error}"
+            ) from error
+        self._use(parts)
+
+    @_in_normal_mode
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates.
+
+        Bases and coordinates are copies, since they belong to the weights of this moment; the rest moves on with the
+        optimizer, as with every torch optimizer. Where parameters are cut by rows (FSDP2) and bases renewed online, all
+        processes call this together.
+        """
+        self._attend()
+        self._engine.settle()
+        self._passing.complete = exported(self._engine, complete=True)
+        try:
+            return super().state_dict()
+        finally:
+            self._passing.complete = None
+
+    @_in_normal_mode
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
+        self._engine.settle()
+        # The last hook to be called sees what the others have left of the state; torch then takes the groups.
+        handle = self.register_load_state_dict_pre_hook(_parsed)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
+            self._passing.arriving = None
+
+    def __copy__(self) -> ReparameterizedOptimizer:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    @_in_normal_mode
+    def __getstate__(self) -> dict[str, Any]:
+        self._attend()
+        return {"defaults": self.defaults, "_engine": self._engine}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies; torch also comes here with the parameter groups that it has loaded."""
+        if "_engine" in state:
+            super().__setstate__(state | {"_passing": _Passing()})
+            return
+        parts = self._passing.arriving
+        if parts is None:
+            raise TypeError("A state is loaded by optimizer.load_state_dict(state_dict), not by __setstate__.")
+        before = self._engine.blocks
+        self.param_groups = state["param_groups"]
+        self._use(parts)
+        warn_of_loaded(parts.with_refresh, self._engine.blocks, before, self.refresher)
+
+    def _use(self, parts: Restored) -> None:
+        """Take working parts that were built from a state."""
+        self._passing.published = None
+        if self.refresher is not None and parts.refresher is not None:
+            self.refresher.__dict__.update(parts.refresher.__dict__)
+        self._engine.build(parts.blocks, parts.pieces, parts.inner)
+
+
+def _parsed(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Build all that a state dict stands for, before anything is changed; what is left for torch are the groups."""
+    assert isinstance(optimizer, ReparameterizedOptimizer)
+    engine = optimizer._engine
+    try:
+        parts = restored(engine, entries_of(state_dict, engine), others_of(state_dict))
+        groups = [
+            own | {key: value for key, value in saved.items() if key != "param_names"}
+            for own, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
+        ]
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
+            "Load one as optimizer.state_dict() gave it."
+        ) from error
+    optimizer._passing.arriving = parts
+    return {"state": {}, "param_groups": groups}

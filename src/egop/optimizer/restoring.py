@@ -1,0 +1,256 @@
+"""The way back from states to an optimizer: the working parts that they stand for, built before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from egop.basis import Reparameterization, orthonormality_error, plain_name, rebuild
+from egop.distributed import Pieces, part_of, whole
+from egop.optimizer.binding import BoundBlock
+from egop.optimizer.engine import Engine
+from egop.optimizer.refreshing import Refresher
+from egop.optimizer.states import (
+    ABOUT,
+    BASIS,
+    CLOCK,
+    COORDINATES,
+    OWN,
+    REFRESH,
+    REST,
+    STANDS_FOR,
+    STATE_VERSION,
+    exported,
+    key_at,
+    mapped,
+)
+
+
+@dataclass
+class Restored:
+    """The working parts that a state stands for, ready to take the place of others."""
+
+    blocks: list[BoundBlock]
+    pieces: Pieces
+    inner: Optimizer
+    refresher: Refresher | None  # a copy of the optimizer's own, with what it is to remember
+    with_refresh: bool  # whether the state was saved with one
+
+
+@dataclass
+class _Parsed:
+    """What the state of one parameter says."""
+
+    entry: Mapping[str, Any]
+    about: dict[str, Any]
+    counts: list[int] = field(default_factory=list)
+    stepped: bool = False
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> _Parsed:
+        *counts, stepped = whole(entry[CLOCK]).tolist()
+        return cls(entry, about_of(entry), counts, bool(stepped))
+
+    def some(self, kind: str) -> dict[str, Any]:
+        """What is there of one kind, by the rest of its name."""
+        return {key.removeprefix(kind): value for key, value in self.entry.items() if str(key).startswith(kind)}
+
+    def inner(self, place: int) -> dict[Any, Any]:
+        """The inner optimizer's state of one of the coordinates."""
+        if not self.stepped:
+            return {}
+        keys = {key: key_at(place, key) for key in self.entry if not str(key).startswith(OWN)}
+        return {own: self.entry[key] for key, own in keys.items() if own is not None}
+
+
+def about_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the state of a parameter says that it is of."""
+    found: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
+    return found
+
+
+def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
+    """The state of each parameter in a state dict, in the order of the optimizer's, checked to be of its kind.
+
+    Torch's tools leave out parameters that are frozen: of these the optimizer keeps what it has.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
+    if "egop" in state_dict:
+        version = state_dict["egop"].get("version", 1)
+        raise ValueError(f"The state dict has version {version}; this egop reads {STATE_VERSION}.")
+    state = state_dict.get("state", {})
+    if "param_groups" in state_dict and not any(isinstance(each, Mapping) and ABOUT in each for each in state.values()):
+        raise ValueError(
+            "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
+            "coordinate system cannot be loaded: load the model's weights alone, and start with a new optimizer."
+        )
+    saved = [[state_dict["state"].get(key) for key in group["params"]] for group in state_dict["param_groups"]]
+    _check_groups(saved, engine.param_groups)
+    own = None
+    entries = []
+    for group, members in zip(engine.param_groups, saved, strict=True):
+        for parameter, entry in zip(group["params"], members, strict=True):
+            if entry is None:
+                own = own or exported(engine, complete=True)
+                entry = own[parameter]
+            entries.append(entry)
+    check_about([about_of(entry) for entry in entries], engine.param_groups, engine.optimizer_class)
+    return entries
+
+
+def others_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state dict has that is of no parameter: some optimizers keep more than that in their states."""
+    members = {key for group in state_dict["param_groups"] for key in group["params"]}
+    found = {key: value for key, value in state_dict["state"].items() if key not in members}
+    if wrong := [key for key in found if not isinstance(key, str)]:
+        raise ValueError(f"The state dict is incomplete or damaged: it has state of {wrong}, which are no parameters.")
+    return found
+
+
+def _check_groups(saved: list[list[Any]], groups: list[dict[str, Any]]) -> None:
+    if len(saved) != len(groups):
+        raise ValueError(f"The state dict has {len(saved)} parameter group(s), the optimizer {len(groups)}.")
+    for index, (members, group) in enumerate(zip(saved, groups, strict=True)):
+        if len(members) != len(group["params"]):
+            there = sorted(about_of(entry)["name"] for entry in members if entry is not None)
+            here = sorted(map(plain_name, group["param_names"]))
+            raise ValueError(
+                f"The state dict is of another model: its group {index} has {len(members)} parameter(s), {there}, and "
+                f"the optimizer's {len(here)}, {here}."
+            )
+        for name, parameter, entry in zip(group["param_names"], group["params"], members, strict=True):
+            if entry is None and parameter.requires_grad:
+                raise ValueError(f"The state dict is incomplete or damaged: it has no state of '{plain_name(name)}'.")
+
+
+def check_about(
+    abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], optimizer_class: type[Optimizer]
+) -> None:
+    """Raise an error that says so when states are not of this kind of optimizer over these parameters."""
+    for about in abouts:
+        if about["version"] != STATE_VERSION:
+            raise ValueError(f"The state dict has version {about['version']}; this egop reads {STATE_VERSION}.")
+        if about["optimizer"] != optimizer_class.__name__:
+            raise ValueError(
+                f"The state dict is of {about['optimizer']}, this optimizer runs {optimizer_class.__name__}."
+            )
+    members = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    here = {plain_name(name): list(parameter.shape) for name, parameter in members}
+    there = {about["name"]: list(about["shape"]) for about in abouts}
+    if here.keys() != there.keys():
+        raise ValueError(
+            f"The state dict is of another model: only it has {sorted(there.keys() - here.keys())}, "
+            f"only the optimizer has {sorted(here.keys() - there.keys())}."
+        )
+    for name, shape in here.items():
+        if shape != there[name]:
+            raise ValueError(
+                f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
+            )
+    if list(here) != list(there):  # state goes by position
+        raise ValueError(
+            f"The state dict has the parameters in another order: {list(there)}, but here {list(here)}. "
+            "Give them to the optimizer in the order in which they were saved."
+        )
+
+
+def restored(engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mapping[Any, Any]) -> Restored:
+    """The working parts that states stand for, over the parameters that the groups have now; nothing is changed.
+
+    Args:
+        engine: of the optimizer.
+        entries: the state of each parameter.
+        others: what an inner optimizer keeps in its state that is of no parameter.
+    """
+    parsed = [_Parsed.of(entry) for entry in entries]
+    with_block = sorted((each for each in parsed if "block" in each.about), key=lambda each: int(each.about["place"]))
+    changes = [
+        rebuild(each.about["block"], {key: whole(tensor).clone() for key, tensor in each.some(BASIS).items()})
+        for each in with_block
+    ]
+    for change in changes:
+        for key, tensor in change.tensors.items():
+            if not orthonormality_error(tensor) < 1e-3:
+                where = f"the {key} of block '{change.block.name}'"
+                raise ValueError(f"The state dict is incomplete or damaged: {where} is not orthonormal.")
+    blocks = engine.bind(Reparameterization(changes), engine.param_groups)
+    for bound, told in zip(blocks, with_block, strict=True):
+        _restore_block(bound, told)
+    pieces = Pieces()
+    inner = engine.inner_over(blocks, pieces)
+    members = [parameter for group in engine.param_groups for parameter in group["params"]]
+    inside: dict[int, BoundBlock] = {id(owner): block for block in blocks for owner in block.owners}
+    states: dict[Tensor, dict[Any, Any]] = {}
+    for parameter, each in zip(members, parsed, strict=True):
+        if (block := inside.get(id(parameter))) is None:
+            states[pieces.of(parameter)] = _placed(each.inner(0), parameter, cut=True)
+        elif block.owners[0] is parameter:
+            owners = block.owners if block.by_rows else [parameter] * len(block.coordinates)
+            for place, (coordinate, owner) in enumerate(zip(block.coordinates, owners, strict=True)):
+                states[coordinate] = _placed(each.inner(place), owner, cut=block.by_rows)
+    cast = any(str(each.dtype) != told.about["dtype"] for each, told in zip(members, parsed, strict=True))
+    _load_inner_state(inner, states, cast=cast)
+    inner.state.update(copy.deepcopy(dict(others)))
+    memories = {block.name: each.some(REFRESH) for block, each in zip(blocks, with_block, strict=True)}
+    with_refresh = any(each.about["refresh"] for each in parsed)
+    refresher = copy.copy(engine.refresher)
+    if refresher is not None and with_refresh:
+        refresher.load(parsed[0].counts, memories, blocks)
+    elif refresher is not None:
+        refresher.reset()
+    return Restored(blocks, pieces, inner, refresher, with_refresh)
+
+
+def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
+    coordinates = parsed.some(COORDINATES)
+    rest = parsed.some(REST)
+    digests = None
+    if STANDS_FOR in parsed.entry and not block.sharded:
+        digests = [bytes(row).hex() for row in whole(parsed.entry[STANDS_FOR]).tolist()]
+    block.restore(
+        [coordinates[str(place)] for place in range(len(block.coordinates))],
+        [whole(rest[str(place)]) for place in range(len(rest))] if rest else None,
+        digests,
+    )
+
+
+def _placed(state: Mapping[Any, Any], owner: Tensor, *, cut: bool) -> dict[Any, Any]:
+    """Copies of a state's tensors, as this process has them: of a parameter that is cut by rows, its rows."""
+
+    def placed(value: Tensor) -> Tensor:
+        if value.dim() == 0:
+            return whole(value).clone()
+        return (part_of(value, owner) if cut else whole(value)).to(owner.device, copy=True)
+
+    return {key: mapped(value, placed) for key, value in state.items()}
+
+
+def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any]], *, cast: bool) -> None:
+    """Give an inner optimizer its state; of parameters that were cast since, torch casts it too."""
+    tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
+    here = {index: dict(states[tensor]) for index, tensor in enumerate(tensors) if states.get(tensor)}
+    if not here:
+        return
+    fresh = dict(inner.state)  # some optimizers make states when they are made themselves
+    inner.load_state_dict({"state": here, "param_groups": inner.state_dict()["param_groups"]})
+    inner.state.update({tensor: state for tensor, state in fresh.items() if tensor not in inner.state})
+    for index, saved in here.items():
+        own, tensor = inner.state[tensors[index]], tensors[index]
+        for key, value in saved.items():
+            if not isinstance(value, Tensor):
+                own[key] = value  # torch makes other containers, a deque without its length
+                continue
+            # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
+            if own[key].dtype != value.dtype and not (cast and value.shape == tensor.shape):
+                own[key] = value.to(own[key].device)
+            # Fused kernels take it that a state lies in memory as its parameter does.
+            if own[key].shape == tensor.shape and own[key].stride() != tensor.stride():
+                own[key] = torch.empty_like(tensor, dtype=own[key].dtype, requires_grad=False).copy_(own[key])
