@@ -164,7 +164,7 @@ def test_a_reshuffling_data_loader_and_many_passes_are_fine():
 def test_structures_are_chosen_by_the_first_pattern_that_matches_and_others_are_left():
     basis = cases.estimate(cases.DEEP.objective(), structure={"0.*": egop.Identity(), "[02].*": egop.Full()})
     assert {name: change.kind for name, change in basis.items()} == {"0.weight": "Identity", "2.weight": "Full"}
-    assert list(basis.left) == ["4.weight", "6.weight"]
+    assert list(basis.unrotated) == ["4.weight", "6.weight"]
     assert "no pattern names it" in str(basis)
 
 

@@ -150,7 +150,7 @@ def test_roles_are_those_of_the_model_whatever_the_groups():
     optimizer = egop.ReparameterizedOptimizer(groups, torch.optim.AdamW, model=model, refresh=egop.Online(), lr=0.01)
     trained(model, optimizer)
     assert list(optimizer.basis) == ["0.weight", "2.weight", "4.weight"]
-    assert optimizer.refresher.left == {"6.weight": "the output head"}
+    assert optimizer.refresher.unrotated == {"6.weight": "the output head"}
 
 
 @pytest.mark.parametrize("given", ["model=", "the model itself"])
@@ -186,9 +186,9 @@ def test_a_copy_does_not_take_the_model_along(copied):
 def test_many_groups_that_are_added_are_stacked_once(monkeypatch):
     """Stacking all blocks for each of n groups made the time grow with n²: 19 seconds for 800 of them."""
     stacked = []
-    original = stacks.Batch.__init__
+    original = stacks.Stack.__init__
     monkeypatch.setattr(
-        stacks.Batch,
+        stacks.Stack,
         "__init__",
         lambda self, blocks, *rest: stacked.append(len(blocks)) or original(self, blocks, *rest),
     )

@@ -57,7 +57,7 @@ def test_auto_takes_the_richest_that_applies_and_leaves_embeddings_and_heads():
         "small.weight": "Full",
         "large.weight": "Shared",
     }
-    assert plan.left == {"embedding.weight": "an embedding", "head.weight": "the output head"}
+    assert plan.unrotated == {"embedding.weight": "an embedding", "head.weight": "the output head"}
     assert plan.why == {
         "attention.in_proj_weight": "the richest; at most 4096 entries",
         "attention.out_proj.weight": "the richest; at most 4096 entries",
@@ -78,14 +78,14 @@ def test_what_is_asked_for_by_name_is_not_left():
 def test_blocks_that_no_pattern_names_are_left():
     plan = plan_of(Language(), {"small.weight": egop.Full()})
     assert kinds(plan) == {"small.weight": "Full"}
-    assert set(plan.left.values()) == {"no pattern names it"}
-    assert "embedding.weight" in plan.left
+    assert set(plan.unrotated.values()) == {"no pattern names it"}
+    assert "embedding.weight" in plan.unrotated
 
 
 def test_layers_too_wide_to_rotate_are_left():
     plan = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT + 1, 2), nn.Linear(6, 5), nn.Linear(5, 2)))
     assert kinds(plan) == {"1.weight": "Full"}
-    assert plan.left["0.weight"] == "more than 4096 entries, and wider than 8192"
+    assert plan.unrotated["0.weight"] == "more than 4096 entries, and wider than 8192"
     widest = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT, 64), nn.Linear(5, 2)))
     assert kinds(widest) == {"0.weight": "Shared"}
 
@@ -97,14 +97,14 @@ def test_layers_whose_bases_take_too_long_for_their_size_are_left():
         plan = plan_of(nn.Sequential(nn.Linear(width, 4), nn.Linear(5, 2)))
         assert kinds(plan) == expected
     reason = "more than 4096 entries, and too wide for so few of them: a basis would take too long"
-    assert plan.left["0.weight"] == reason
+    assert plan.unrotated["0.weight"] == reason
 
 
 def test_experts_that_were_taken_for_a_convolution_are_left():
     """Four rows of 64 x 112 columns: a basis would take minutes. (As four matrices it takes nothing.)"""
     experts, layers = {"experts": torch.zeros(4, 64, 112)}, {"experts": Layer("weight")}
     plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
-    assert "too long" in plan.left["experts"]
+    assert "too long" in plan.unrotated["experts"]
     layers = {"experts": Layer("weight", stacked=1)}
     plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
     assert kinds(plan) == {"experts": "Shared"}
@@ -116,7 +116,7 @@ def test_what_is_no_weight_is_left_with_the_reason():
     vit.layer, vit.head = nn.Linear(6, 6), nn.Linear(6, 2)
     plan = plan_of(vit, candidates=(egop.Kronecker(), egop.Shared()), partition="layer")
     assert kinds(plan) == {"table": "Kronecker", "layer.weight": "Kronecker"}
-    assert plan.left == {"token": "a vector: it has one row or column", "head.weight": "the output head"}
+    assert plan.unrotated == {"token": "a vector: it has one row or column", "head.weight": "the output head"}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_memory_goes_first_to_as_many_blocks_as_possible_then_to_richer_bases():
         )
     some = plan_of(model, memory=2 * shared)
     assert list(kinds(some).values()) == ["Shared"] * 2
-    assert some.left == {"2.weight": "1.6 KiB at least, and 0 B are left", "3.weight": "the output head"}
+    assert some.unrotated == {"2.weight": "1.6 KiB at least, and 0 B are left", "3.weight": "the output head"}
 
 
 def test_a_budget_in_which_nothing_fits_is_refused_and_nothing_changes():
@@ -218,7 +218,7 @@ def test_the_plan_is_printed_while_a_basis_is_estimated(capsys):
     basis = egop.estimate(objective, samples=2, progress=False)
     assert capsys.readouterr().err == ""
     assert "2.weight" not in basis
-    assert basis.left == {"2.weight": "the output head"}
+    assert basis.unrotated == {"2.weight": "the output head"}
     assert "the output head" in str(basis)
 
 

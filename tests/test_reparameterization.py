@@ -25,10 +25,10 @@ def orthogonal(size, seed=0):
     return torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
 
 
-def by_hand(*blocks, spectrum=None, left=None):
+def by_hand(*blocks, spectrum=None, unrotated=None):
     """A basis of random rotations."""
     changes = [FullChange(block, {"basis": orthogonal(block.size, seed)}) for seed, block in enumerate(blocks)]
-    return egop.Reparameterization(changes, spectrum, left)
+    return egop.Reparameterization(changes, spectrum, unrotated)
 
 
 def random_tensors(basis, seed=3):
@@ -115,7 +115,7 @@ def test_it_prints_as_a_table_with_a_row_for_each_block():
         cases.block("w", w=(20, 5)),
         cases.block("pair", a=(1, 2), b=(3,)),
         spectrum={"w": spectrum},
-        left={"big": "too wide"},
+        unrotated={"big": "too wide"},
     )
     table = str(basis)
     assert repr(basis) == table
@@ -158,7 +158,7 @@ def assert_same_basis(found, expected):
         assert torch.equal(found.spectrum[name].eigenvalues, spectrum.eigenvalues)
         assert torch.equal(found.spectrum[name].density, spectrum.density)
         assert found.spectrum[name].samples == spectrum.samples
-    assert found.left == expected.left
+    assert found.unrotated == expected.unrotated
     assert str(found) == str(expected)
 
 

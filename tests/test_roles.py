@@ -272,7 +272,7 @@ def test_why_weights_have_no_basis_is_known_to_the_refresh():
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(), lr=0.01)
     cases.train(model, optimizer, case.batches(), 2)
     assert list(optimizer.basis) == ["experts", "down"]
-    assert optimizer.refresher.left == {"token": VECTOR, "head.weight": "the output head"}
+    assert optimizer.refresher.unrotated == {"token": VECTOR, "head.weight": "the output head"}
 
 
 # --- real models ---
@@ -333,7 +333,7 @@ def test_the_models_of_transformers_are_known(build):
     model = build(transformers)
     layers = layers_of(dict(model.named_parameters()), model)
     left, special = REAL[build]
-    assert {name for name, layer in layers.items() if layer.left} == left
+    assert {name for name, layer in layers.items() if layer.unrotated} == left
     found = [layer for layer in layers.values() if layer.role == "weight" and layer != MATRIX]
     assert {layer: found.count(layer) for layer in found} == special
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from egop.checkpoint import files
 from egop.checkpoint.index import DTYPES, from_text
-from egop.checkpoint.pieces import everything, is_plainly_spread, region_here
+from egop.checkpoint.pieces import everything, is_plainly_sharded, region_here
 
 SHAPES = [(7, 5), (3,), (0, 3), ()]
 SAVE = "1-00000000"
@@ -77,7 +77,7 @@ def on_four(rank, world, folder):
             whole = values(tensor.shape)
             assert torch.equal(here, whole[region.within(everything(whole))]), name
     cut, expected = tensor_parallel()
-    assert not all(is_plainly_spread(tensor) for tensor in cut.values())
+    assert not all(is_plainly_sharded(tensor) for tensor in cut.values())
     tensors |= cut
     mesh = init_device_mesh("cpu", (world,))
     tensors["sum"] = DTensor.from_local(torch.tensor([rank, 1.0]), mesh, [Partial()])
@@ -100,7 +100,7 @@ def on_four(rank, world, folder):
     assert all(torch.equal(place.full_tensor(), expected[name]) for name, place in places.items())
     compare(folder, world)
     broken = DTensor.from_local(torch.zeros(rank + 1), mesh, [Shard(0)], run_check=False, shape=(10,), stride=(1,))
-    with pytest.raises(ValueError, match="not spread as torch spreads tensors"):
+    with pytest.raises(ValueError, match="not sharded as torch shards tensors"):
         files.write(Path(folder), "2-00000000", {"broken": broken})
     with pytest.raises(ValueError, match="what only one of them has must be plain"):
         files.write(Path(folder), "3-00000000", {"sum": tensors["sum"]} if rank == 0 else {})

@@ -182,9 +182,9 @@ def kept(rank, world):
     assert all(change.equal(everything[name]) for name, change in together.items())
     spectra = [(each.spectrum[name].eigenvalues for name in each) for each in (together, everything)]
     assert all(torch.equal(one, other) for one, other in zip(*spectra, strict=True))
-    assert together.left == everything.left
+    assert together.unrotated == everything.unrotated
     egop.ReparameterizedOptimizer(network(), torch.optim.SGD, together)
-    return {"names": list(basis), "left": basis.left}
+    return {"names": list(basis), "left": basis.unrotated}
 
 
 def test_bases_can_stay_where_they_were_found(two):

@@ -96,6 +96,6 @@ def test_of_sharded_parameters_only_a_whole_copy_can_be_sampled():
     model = network()
     inside, beside = objective_of(model), objective_of(network())
     model = sharded(model)
-    with pytest.raises(TypeError, match="is spread over processes by fully_shard, and points cannot be sampled there"):
+    with pytest.raises(TypeError, match="is sharded over processes by fully_shard, and points cannot be sampled there"):
         optimizer_of(model, torch.optim.AdamW, egop.Shared(), egop.Every(1, inside))
     optimizer_of(model, torch.optim.AdamW, egop.Shared(), egop.Every(1, beside))

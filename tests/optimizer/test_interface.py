@@ -57,7 +57,7 @@ def test_each_parameter_has_the_state_of_its_coordinates(optimizer, layout):
     assert list(side.optimizer.state) == list(side.model.parameters())
     assert type(side.optimizer.inner) is optimizer.kind
     for block in side.optimizer.blocks:
-        entry = side.optimizer.state[block.owners[0]]
+        entry = side.optimizer.state[block.originals[0]]
         assert torch.equal(entry["egop/coordinates/0"], block.coordinates[0])
         assert all(torch.equal(entry[f"egop/basis/{key}"], tensor) for key, tensor in block.change.tensors.items())
         for key, value in side.optimizer.inner.state[block.coordinates[0]].items():

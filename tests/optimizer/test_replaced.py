@@ -54,7 +54,7 @@ def test_parameters_that_were_replaced_train_on_as_those_before(kind, after):
     old = list(model.parameters())
     replace(model, optimizer)
     assert identical(steps(model, optimizer, 6 - after, first=after), straight)
-    assert not any(one is other for block in optimizer.blocks for one in block.owners for other in old)
+    assert not any(one is other for block in optimizer.blocks for one in block.originals for other in old)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 import egop
 from egop.numerics.linalg import eigenbasis, orthonormality_error
 from egop.optimizer import rebasing
-from egop.refresh import first, iteration
+from egop.refresh import methods
 
 
 def one_step(model, refresh):
@@ -25,11 +27,11 @@ def one_step(model, refresh):
 def test_first_bases_that_take_long_are_announced_before_the_work_begins(refresh, capsys, monkeypatch):
     def shown_before(matrix):
         assert "First bases: 4 up to 9 wide, about 0 s:   0%" in capsys.readouterr().err
-        monkeypatch.setattr(iteration.linalg, "eigenbasis", eigenbasis)
+        monkeypatch.setattr(methods.linalg, "eigenbasis", eigenbasis)
         return eigenbasis(matrix)
 
-    monkeypatch.setattr(first, "_PATIENCE", 0.0)
-    monkeypatch.setattr(iteration.linalg, "eigenbasis", shown_before)
+    monkeypatch.setattr(methods, "_PATIENCE", 0.0)
+    monkeypatch.setattr(methods.linalg, "eigenbasis", shown_before)
     one_step(nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2)), refresh)
     assert "4/4" in capsys.readouterr().err
 
@@ -40,16 +42,18 @@ def test_those_that_take_no_time_are_not(capsys):
 
 
 def test_the_estimate_grows_with_the_work():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    full = first.seconds(6000, cpu, 10**9, 0)
+    def matrix(kind):
+        return SimpleNamespace(shape=(6000, 6000), device=torch.device(kind))
+
+    full = methods.FROM_SCRATCH.seconds([matrix("cpu")])
     assert 10 < full < 100
-    assert first.seconds(6000, cpu, 2048, 256) < 5
-    assert first.seconds(6000, gpu, 10**9, 0) < full
+    assert methods.ITERATION.seconds([matrix("cpu")]) < 5
+    assert methods.FROM_SCRATCH.seconds([matrix("cuda")]) < full
 
 
 def test_a_wide_layer_with_few_rows_gets_all_its_eigenvectors(monkeypatch):
-    monkeypatch.setattr(iteration, "WIDE", 30)
-    monkeypatch.setattr(iteration, "LEADING", 20)
+    monkeypatch.setattr(methods, "WIDE", 30)
+    monkeypatch.setattr(methods, "LEADING", 20)
     model = nn.Linear(50, 12, bias=False)
     optimizer = one_step(model, egop.Online(structure=egop.Kronecker()))
     gradient = model.weight.grad.double()
@@ -61,16 +65,16 @@ def test_a_wide_layer_with_few_rows_gets_all_its_eigenvectors(monkeypatch):
 
 
 def test_of_wider_ones_the_iteration_finds_the_rest(monkeypatch):
-    monkeypatch.setattr(iteration, "WIDE", 16)
-    monkeypatch.setattr(iteration, "LEADING", 8)
+    monkeypatch.setattr(methods, "WIDE", 16)
+    monkeypatch.setattr(methods, "LEADING", 8)
     V = torch.linalg.qr(torch.randn(24, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
     gram = V * 0.7 ** torch.arange(24.0, dtype=torch.float64) @ V.mT
-    basis, sound = iteration.first(gram[None], torch.eye(24).double()[None])
+    basis, sound = methods.first(gram[None], torch.eye(24).double()[None])
     assert sound.all()
-    start = iteration.off_diagonal(gram, basis[0])
+    start = methods.off_diagonal(gram, basis[0])
     for _ in range(40):
-        basis, _ = iteration.renewed(gram[None], basis)
-    assert iteration.off_diagonal(gram, basis[0]) < 1e-3 < start
+        basis, _ = methods.renewed(gram[None], basis)
+    assert methods.off_diagonal(gram, basis[0]) < 1e-3 < start
 
 
 @pytest.mark.parametrize("structure", [egop.Kronecker(), egop.Shared(), egop.Full()], ids=str)

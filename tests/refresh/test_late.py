@@ -11,7 +11,7 @@ from torch import nn
 
 import egop
 from egop.numerics.linalg import eigenbasis
-from egop.refresh.turns import turns_of
+from egop.refresh.schedules import turns_of
 from explicit import identical
 
 REFRESHES = [egop.Online(every=4), egop.Online(every=4, spread=False), egop.WhenDrifted(check_every=4, tolerance=1e-3)]
@@ -43,7 +43,7 @@ def tensors_of(optimizer, name):
     block = next(block for block in optimizer.blocks if block.name == name)
     state = optimizer.inner.state[block.coordinates[0]]
     own = {"coordinates": block.coordinates[0].detach().clone(), **block.change.tensors, **state}
-    own |= {f"gram {key}": gram for key, gram in optimizer.refresher.grams[name].items()}
+    own |= {f"gram {key}": gram for key, gram in optimizer.refresher.statistic.grams[name].items()}
     return {key: value.clone() for key, value in own.items()}
 
 
@@ -64,7 +64,7 @@ def test_a_layer_that_is_unfrozen_gets_its_basis_from_its_first_gradient(refresh
     assert list(optimizer.basis) == ["1.weight", "2.weight", "3.weight", "0.weight"]
     gradient = model[0].weight.grad
     change = optimizer.basis["0.weight"]
-    if refresh is not REFRESHES[1] and optimizer.refresher.turns.get("0.weight") != 0:
+    if refresh is not REFRESHES[1] and optimizer.refresher.schedule.turns.get("0.weight") != 0:
         torch.testing.assert_close(change.tensors["left"], eigenbasis(gradient @ gradient.mT)[1], rtol=0, atol=1e-12)
     for seed in range(4, 12):
         step(model, optimizer, seed)

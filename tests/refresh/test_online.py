@@ -11,7 +11,7 @@ import cases
 import egop
 from cases import DEEP, MLP
 from egop.numerics.linalg import eigenbasis, orthonormality_error, random_orthonormal
-from egop.refresh.iteration import off_diagonal, power_iteration
+from egop.refresh.methods import off_diagonal, power_iteration
 from explicit import basis_of, distance, identical, logistic
 
 RENEWABLE = [egop.Full(), egop.Shared(), egop.Kronecker()]
@@ -65,7 +65,7 @@ def test_the_gram_matrices_are_running_means_of_those_of_the_gradients(structure
         for gradients in seen[1:]:
             for key, gram in matrices(structure, gradients[name]).items():
                 expected[key] = decay * expected[key] + (1 - decay) * gram
-        for key, gram in optimizer.refresher.grams[name].items():
+        for key, gram in optimizer.refresher.statistic.grams[name].items():
             torch.testing.assert_close(gram, expected[key], rtol=0, atol=1e-13)
 
 
@@ -112,12 +112,12 @@ def test_each_renewal_is_one_power_iteration():
     before = {name: change.tensors for name, change in optimizer.basis.items()}
     steps(model, optimizer, 1, first=3)
     for name, change in optimizer.basis.items():
-        for key, gram in optimizer.refresher.grams[name].items():
+        for key, gram in optimizer.refresher.statistic.grams[name].items():
             expected = power_iteration(gram, before[name][key])
             torch.testing.assert_close(change.tensors[key], expected, rtol=0, atol=1e-12)
     optimizer.renew_basis()  # on demand: from scratch
     for name, change in optimizer.basis.items():
-        for key, gram in optimizer.refresher.grams[name].items():
+        for key, gram in optimizer.refresher.statistic.grams[name].items():
             torch.testing.assert_close(change.tensors[key], eigenbasis(gram)[1], rtol=0, atol=1e-12)
 
 
@@ -151,7 +151,7 @@ def test_a_basis_in_use_is_renewed_only_when_it_has_drifted():
     steps(model, strict, 10)
     assert strict.refresher.renewals == 10  # in its own eigenbasis the first gradient has not drifted
     for name, change in strict.basis.items():
-        for key, gram in strict.refresher.grams[name].items():
+        for key, gram in strict.refresher.statistic.grams[name].items():
             assert off_diagonal(gram, change.tensors[key]) < 1e-12
 
 
@@ -245,7 +245,9 @@ def test_a_renewal_that_fails_keeps_the_old_basis_and_training_goes_on(how, star
     assert optimizer.refresher.failures == failures
     assert optimizer.refresher.renewals > renewals + 1
     assert not any(torch.equal(dense(optimizer)[name], before[name]) for name in before)
-    assert all(torch.isfinite(gram).all() for own in optimizer.refresher.grams.values() for gram in own.values())
+    assert all(
+        torch.isfinite(gram).all() for own in optimizer.refresher.statistic.grams.values() for gram in own.values()
+    )
     assert logistic(model, MLP.batches()[0]).item() < loss
 
 

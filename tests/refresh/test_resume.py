@@ -174,9 +174,9 @@ def test_a_copy_of_the_running_means_is_loaded():
     other, loaded = case.start(given=False)
     other.load_state_dict(model.state_dict())
     loaded.load_state_dict(optimizer.state_dict())
-    kept = {key: gram.clone() for key, gram in optimizer.refresher.grams["0.weight"].items()}
+    kept = {key: gram.clone() for key, gram in optimizer.refresher.statistic.grams["0.weight"].items()}
     case.train(other, loaded, 2, 5)
-    assert identical(optimizer.refresher.grams["0.weight"], kept)
+    assert identical(optimizer.refresher.statistic.grams["0.weight"], kept)
 
 
 # --- loaded by an optimizer of another kind ---

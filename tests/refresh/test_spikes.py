@@ -11,7 +11,7 @@ from torch import nn
 
 import egop
 from egop.optimizer.moments import squares_rotated
-from egop.refresh.iteration import off_diagonal, renewed
+from egop.refresh.methods import off_diagonal, renewed
 from explicit import identical
 from recordings import record_on_the_cpu
 
@@ -85,7 +85,7 @@ def test_one_huge_gradient_leaves_the_weights_finite_as_it_does_without_a_basis(
         optimizer = begin(model, refresh, kind, structure=structure)
         run(model, optimizer, 10, spike=spike, size=size)
         assert is_finite(model.parameters())
-        assert is_finite(gram for own in optimizer.refresher.grams.values() for gram in own.values())
+        assert is_finite(gram for own in optimizer.refresher.statistic.grams.values() for gram in own.values())
         assert has_no_nan(tensors_of(optimizer).values())  # second moments may be infinite, as without a basis
         assert all(change.round_trip_error() < 1e-5 for change in optimizer.basis.values())
 
@@ -172,7 +172,7 @@ def test_the_first_basis_is_given_by_the_first_gradient_that_can():
             own.step()
         for each in (optimizer, again):
             assert all(each.basis[name].equal(change) for name, change in expected.basis.items())
-            assert identical(each.refresher.grams["0.weight"], expected.refresher.grams["0.weight"])
+            assert identical(each.refresher.statistic.grams["0.weight"], expected.refresher.statistic.grams["0.weight"])
 
 
 @pytest.mark.parametrize("refresh", REFRESHES.values(), ids=list(REFRESHES))

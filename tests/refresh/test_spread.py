@@ -13,8 +13,8 @@ import egop
 from cases import DEEP
 from egop.numerics.linalg import orthonormality_error
 from egop.optimizer.recordings import Recorder, Replayed
-from egop.refresh import iteration
-from egop.refresh.turns import turns_of
+from egop.refresh import methods
+from egop.refresh.schedules import turns_of
 from explicit import distance, identical, logistic
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -154,14 +154,14 @@ def test_no_step_waits_for_the_device(structure):
 @needs_gpu
 def test_what_is_replayed_is_what_is_computed():
     """Also after copies, for several shapes, and with input that cannot be decomposed."""
-    replayed = Replayed(iteration.renewed, Recorder())
+    replayed = Replayed(methods.renewed, Recorder())
     generator = torch.Generator("cuda").manual_seed(0)
     for count, size in [(1, 96), (3, 40), (1, 96), (1, 96), (3, 40), (1, 96), (3, 40)]:
         rows = torch.randn(count, 200, size, generator=generator, device="cuda")
         gram = rows.mT @ rows
         basis = torch.linalg.qr(torch.randn(count, size, size, generator=generator, device="cuda"))[0]
         for input in (gram, torch.full_like(gram, torch.nan)):
-            for found, expected in zip(replayed(input, basis), iteration.renewed(input, basis), strict=True):
+            for found, expected in zip(replayed(input, basis), methods.renewed(input, basis), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         assert replayed(gram, basis)[1].all()
         assert not replayed(torch.full_like(gram, torch.nan), basis)[1].any()

@@ -89,7 +89,7 @@ def test_without_a_generator_the_global_one_is_used():
 def test_the_plan_leaves_embeddings_and_head():
     objective = Objective(small(), lambda model, batch: model(batch).mean(), [torch.zeros(1, 8, dtype=torch.long)])
     plan = make_plan(*blocks_of(objective, "parameter"), "auto", 2**30)
-    assert plan.left == {
+    assert plan.unrotated == {
         "tokens.weight": "an embedding",
         "positions.weight": "an embedding",
         "head.weight": "the output head",

@@ -32,7 +32,7 @@ class Content(NamedTuple):
 
     changes: Sequence[ChangeOfBasis]
     spectra: Mapping[str, Spectrum]
-    left: Mapping[str, str]
+    unrotated: Mapping[str, str]
 
 
 def write(path: str | os.PathLike[str], content: Content) -> None:
@@ -49,7 +49,7 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
         tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in own.items()}
         blocks.append(description)
     _unshare(tensors)
-    text = write_json({"version": FORMAT_VERSION, "blocks": blocks, "left": dict(content.left)})
+    text = write_json({"version": FORMAT_VERSION, "blocks": blocks, "left": dict(content.unrotated)})
     target = Path(os.path.realpath(path))
     for forgotten in target.parent.glob(f".{glob.escape(target.name)}.*.unfinished"):
         remove_if_left_behind(forgotten)
@@ -98,8 +98,8 @@ def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
     header = record(read_json(text), "its text", "version", "blocks", "left")
     if header["version"] != FORMAT_VERSION:
         raise ValueError(f"it has format version {str(header['version'])[:20]}; this egop reads {FORMAT_VERSION}.")
-    left = record(header["left"], "the list of weights that were left alone")
-    strings(list(left.values()), "the list of weights that were left alone")
+    unrotated = record(header["left"], "the list of weights that were left alone")
+    strings(list(unrotated.values()), "the list of weights that were left alone")
     if not isinstance(header["blocks"], list):
         raise ValueError("it has no list of blocks.")
     changes, spectra = [], {}
@@ -116,7 +116,7 @@ def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
     parameters = [name for change in changes for name in change.block.parameters]
     if len(set(names)) < len(names) or len(set(parameters)) < len(parameters):
         raise ValueError("it has one block twice, or one parameter in two blocks.")
-    return Content(changes, spectra, left)
+    return Content(changes, spectra, unrotated)
 
 
 def _block(description: Any) -> Block:

@@ -48,7 +48,7 @@ class Block:
 
     @property
     def has_outputs_first(self) -> bool:
-        """Whether the first dimension of each tensor counts rows, so that some of them can be turned by themselves."""
+        """Whether the first dimension of each tensor counts rows, so that some of them can be rotated by themselves."""
         return not any(self.transposed) and not any(self.stacked)
 
     @classmethod

@@ -31,12 +31,12 @@ class Plan:
     Attributes:
         chosen: the structures, by block.
         why: why each was chosen, by block name.
-        left: why the others were left, by block name.
+        unrotated: why the others were left alone, by block name.
     """
 
     chosen: dict[Block, Structure]
     why: dict[str, str]
-    left: dict[str, str]
+    unrotated: dict[str, str]
 
     def __str__(self) -> str:
         """The plan as a table."""
@@ -45,8 +45,8 @@ class Plan:
             cost = structure.cost(block)
             name = type(structure).__name__
             rows.append([block.name, name, format_bytes(cost.bytes), f"{format_count(cost.flops)}flop"])
-        rows += [[name, "-", "", ""] for name in self.left]
-        reasons = [*(self.why[block.name] for block in self.chosen), *self.left.values()]
+        rows += [[name, "-", "", ""] for name in self.unrotated]
+        reasons = [*(self.why[block.name] for block in self.chosen), *self.unrotated.values()]
         table = format_table(["block", "structure", "bytes", "cost per step"], rows).splitlines()
         width = max(len(line) for line in table)
         return "\n".join(
@@ -79,8 +79,8 @@ def make_plan(
     if isinstance(structure, Mapping):
         matched = {pattern: set(match([pattern], [b.name for b in blocks], "block")) for pattern in structure}
         found = {b: [structure[pattern] for pattern in structure if b.name in matched[pattern]] for b in blocks}
-        left = {block.name: "no pattern names it" for block in blocks if not found[block]}
-        return _as_told({block: structures[0] for block, structures in found.items() if structures}, left, memory)
+        unrotated = {block.name: "no pattern names it" for block in blocks if not found[block]}
+        return _as_told({block: structures[0] for block, structures in found.items() if structures}, unrotated, memory)
     return _automatic(blocks, layers, memory, candidates)
 
 
@@ -103,12 +103,12 @@ def call_it(given: object, kind: type) -> str:
     return f" Call it: egop.{given.__name__}()." if isinstance(given, type) and issubclass(given, kind) else ""
 
 
-def _as_told(told: Mapping[Block, Structure], left: dict[str, str], memory: int) -> Plan:
+def _as_told(told: Mapping[Block, Structure], unrotated: dict[str, str], memory: int) -> Plan:
     chosen = {piece: structure for block, structure in told.items() for piece in _pieces(block, structure)}
     for block, structure in chosen.items():
         structure.check(block)
     _check_memory(chosen, memory)
-    return Plan(chosen, {block.name: "as told" for block in chosen}, left)
+    return Plan(chosen, {block.name: "as told" for block in chosen}, unrotated)
 
 
 def _pieces(block: Block, structure: Structure) -> list[Block]:
@@ -119,16 +119,16 @@ def _pieces(block: Block, structure: Structure) -> list[Block]:
 def _automatic(
     blocks: Sequence[Block], layers: Mapping[str, Layer], memory: int, candidates: Sequence[Structure]
 ) -> Plan:
-    left: dict[str, str] = {}
+    unrotated: dict[str, str] = {}
     options: dict[Block, list[tuple[Structure, list[Block], int]]] = {}
     for block in blocks:
-        reasons = [layers[name].left for name in block.parameters]
+        reasons = [layers[name].unrotated for name in block.parameters]
         if all(reasons):
-            left[block.name] = reasons[0]
+            unrotated[block.name] = reasons[0]
             continue
         options[block] = [option for structure in candidates if (option := _option(structure, block))]
         if not options[block]:
-            left[block.name] = _too_wide(block)
+            unrotated[block.name] = _too_wide(block)
     # First the leanest for as many blocks as possible, then richer ones while there is memory.
     picked: dict[Block, int] = {}
     small_first = sorted((block for block in options if options[block]), key=lambda block: options[block][-1][2])
@@ -138,7 +138,7 @@ def _automatic(
             picked[block] = len(options[block]) - 1
             memory -= needed
         else:
-            left[block.name] = f"{format_bytes(needed)} at least, and {format_bytes(memory)} are left"
+            unrotated[block.name] = f"{format_bytes(needed)} at least, and {format_bytes(memory)} are left"
     if small_first and not picked:
         block = small_first[0]
         raise MemoryError(
@@ -159,7 +159,7 @@ def _automatic(
                 break
     order = {name: place for place, name in enumerate(name for block in blocks for name in block.parameters)}
     chosen = dict(sorted(chosen.items(), key=lambda item: order[item[0].parameters[0]]))
-    return Plan(chosen, why, left)
+    return Plan(chosen, why, unrotated)
 
 
 def _option(structure: Structure, block: Block) -> tuple[Structure, list[Block], int] | None:

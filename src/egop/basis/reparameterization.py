@@ -25,7 +25,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
     Args:
         changes: the changes of basis; each knows its block.
         spectrum: the spectra of the blocks that have one, by block name.
-        left: why weights were left in original coordinates, by name.
+        unrotated: why weights were left in original coordinates, by name.
         owners: of a basis that is kept in parts, the process that has each block, by block name.
 
     Example:
@@ -38,12 +38,12 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         self,
         changes: Sequence[ChangeOfBasis],
         spectrum: Mapping[str, Spectrum] | None = None,
-        left: Mapping[str, str] | None = None,
+        unrotated: Mapping[str, str] | None = None,
         owners: Mapping[str, int] | None = None,
     ) -> None:
         self._changes = {change.block.name: change for change in changes}
         self.spectrum = dict(spectrum or {})
-        self.left = dict(left or {})
+        self.unrotated = dict(unrotated or {})
         self.owners = None if owners is None else dict(owners)
         if len(self._changes) < len(changes):
             raise ValueError(f"Two blocks have one name among {[change.block.name for change in changes]}.")
@@ -99,7 +99,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
     def to(self, device: torch.device | str) -> Reparameterization:
         """The same on another device."""
         changes = [change.to(device) for change in self.values()]
-        return Reparameterization(changes, self.spectrum, self.left, self.owners)
+        return Reparameterization(changes, self.spectrum, self.unrotated, self.owners)
 
     def gathered(self) -> Reparameterization:
         """All blocks, from a basis of which each process has some (``shard_bases=True``); the same bits everywhere.
@@ -117,10 +117,10 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             spectrum, change = found[name]
             described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
             for tensor in [*change.tensors.values(), *described]:
-                processes.spread(tensor, owner)
+                processes.broadcast(tensor, owner)
         spectra = {name: spectrum for name, (spectrum, _) in found.items() if spectrum is not None}
-        left = {name: why for name, why in self.left.items() if name not in self.owners}
-        return Reparameterization([change for _, change in found.values()], spectra, left)
+        unrotated = {name: why for name, why in self.unrotated.items() if name not in self.owners}
+        return Reparameterization([change for _, change in found.values()], spectra, unrotated)
 
     def _finished(self, name: str) -> Finished | None:
         return (self.spectrum.get(name), self[name]) if name in self else None
@@ -137,7 +137,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
     def __str__(self) -> str:
         """A table of the blocks: what they are, what they cost, what their spectra say."""
         rows = [self._row(name, change) for name, change in self.items()]
-        rows += [[name, reason, "", "", "", "", ""] for name, reason in self.left.items()]
+        rows += [[name, reason, "", "", "", "", ""] for name, reason in self.unrotated.items()]
         flops = sum(change.cost_per_step for change in self.values())
         total = format_bytes(sum(change.nbytes for change in self.values()))
         rows.append(["total", "", "", total, f"{format_count(flops)}flop", "", ""])
@@ -164,7 +164,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         """Write everything to one safetensors file; written beside and renamed, so never half. A link stays one."""
         if self.owners is not None:
             raise ValueError("This process has only some blocks of the basis. Save basis.gathered() in one process.")
-        files.write(path, files.Content(list(self.values()), self.spectrum, self.left))
+        files.write(path, files.Content(list(self.values()), self.spectrum, self.unrotated))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Reparameterization:
@@ -174,8 +174,8 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             FileNotFoundError: if there is no such file.
             ValueError: if it is damaged, or of something else.
         """
-        changes, spectra, left = files.read(path, device)
-        return cls(changes, spectra, left)
+        changes, spectra, unrotated = files.read(path, device)
+        return cls(changes, spectra, unrotated)
 
 
 def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:

@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     guessed: bool = False  # by name and shape, without its module
 
     @property
-    def left(self) -> str:
+    def unrotated(self) -> str:
         """Why ``"auto"`` leaves it in original coordinates; nothing where it does not."""
         return {"embedding": "an embedding", "head": "the output head"}.get(self.role, self.why)
 
@@ -116,20 +116,20 @@ def _uses(module: nn.Module) -> Iterator[_Use]:
 
 def _told(module: nn.Module) -> dict[int, Layer]:
     """What each parameter of a module is, by its ``id``."""
-    owners: dict[int, _Use] = {}
+    uses: dict[int, _Use] = {}
     tied = False
     for use in _uses(module):
-        before = owners.get(id(use.parameter))
+        before = uses.get(id(use.parameter))
         pair = [] if before is None else [before.owner, use.owner]
         tied |= any(isinstance(each, _EMBEDDINGS) for each in pair) and any(_is_linear(each) for each in pair)
         if before is None or isinstance(use.owner, _EMBEDDINGS):
-            owners[id(use.parameter)] = use
-    layers = {key: _layer(use) for key, use in owners.items()}
+            uses[id(use.parameter)] = use
+    layers = {key: _layer(use) for key, use in uses.items()}
     weights = [key for key, layer in layers.items() if layer.role == "weight"]
-    named = _named_heads(module, owners)
+    named = _named_heads(module, uses)
     heads = [key for key in weights if key in named]
-    trained = [key for key in weights if owners[key].parameter.requires_grad]
-    if not heads and not tied and len(weights) > 1 and trained and _is_linear(owners[trained[-1]].owner):
+    trained = [key for key in weights if uses[key].parameter.requires_grad]
+    if not heads and not tied and len(weights) > 1 and trained and _is_linear(uses[trained[-1]].owner):
         heads = trained[-1:]
     return layers | {key: layers[key]._replace(role="head") for key in heads}
 
@@ -192,12 +192,10 @@ def _is_inputs_first(owner: nn.Module) -> bool:
     return len(up) == len(down) == 3 and (up[1], up[2]) == (down[2], 2 * down[1])
 
 
-def _named_heads(module: nn.Module, owners: Mapping[int, _Use]) -> set[int]:
+def _named_heads(module: nn.Module, uses: Mapping[int, _Use]) -> set[int]:
     """The weights of what the model, or a name, says is the output."""
     heads = {
-        key
-        for key, use in owners.items()
-        if use.path.rpartition(".")[2] in _HEADS and _is_linear(use.owner) and use.path
+        key for key, use in uses.items() if use.path.rpartition(".")[2] in _HEADS and _is_linear(use.owner) and use.path
     }
     for part in module.modules():
         head = _output_of(part)

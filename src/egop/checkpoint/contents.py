@@ -98,7 +98,7 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
         if owner is None or not is_sharded(owner) or (rows[path]["cut"] and not is_cut_by_rows(owner)):
             return saved.place(path, torch.empty)
         if (parts := rows[path].get("parts")) is None:
-            return saved.place(path, lambda shape, dtype: _spread(shape, dtype, owner))
+            return saved.place(path, lambda shape, dtype: _sharded(shape, dtype, owner))
         if parts != shards(owner):
             return saved.place(path, torch.empty)
         return saved.place(path, lambda shape, dtype: _room_for_part(shape, dtype, owner, parts))
@@ -173,7 +173,7 @@ def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[st
         entry.pop(STANDS_FOR, None)  # digests of the rows that one process has say nothing to others
         if block is not None and not block.rowwise:
             continue
-        owners = [parameter] if block is None else block.owners
+        owners = [parameter] if block is None else block.originals
         names = [about_of(here[owner])["name"] for owner in owners]
         for key, value in entry.items():
             place = f"optimizer/state/{index}/{key}"
@@ -195,8 +195,8 @@ def _room_for_part(shape: torch.Size, dtype: torch.dtype, owner: Any, parts: int
     return below_each_other(local(owner).new_empty((shape[0] // parts, *shape[1:]), dtype=dtype), owner)
 
 
-def _spread(shape: torch.Size, dtype: torch.dtype, owner: Any) -> Tensor:
-    """A place for a tensor that is spread over the processes as a parameter is."""
+def _sharded(shape: torch.Size, dtype: torch.dtype, owner: Any) -> Tensor:
+    """A place for a tensor that is sharded over the processes as a parameter is."""
     here = local(owner)
     if shape == owner.shape:
         return torch.empty_like(owner, dtype=dtype)

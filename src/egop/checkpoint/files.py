@@ -15,7 +15,7 @@ from torch import Tensor
 from egop.basis import read_json, write_json
 from egop.checkpoint.index import INDEX, Entry, Index, Piece, from_text, name_of, part_name, to_text
 from egop.checkpoint.parts import Wish, read_part, write_part
-from egop.checkpoint.pieces import Region, is_first_with_it, is_plainly_spread, region_here
+from egop.checkpoint.pieces import Region, is_first_with_it, is_plainly_sharded, region_here
 from egop.distributed import agreed, exchanged, local, rank, whole, world_size
 from egop.distributed import write as write_sharded
 
@@ -52,7 +52,7 @@ def write(folder: Path, save: str, tensors: dict[str, Tensor]) -> None:
     Args:
         folder: an empty one.
         save: a name for this save that no other has, the same in all processes.
-        tensors: plain, or spread over the processes as ``DTensor``; those that only the first process has are plain.
+        tensors: plain, or sharded over the processes as ``DTensor``; those that only the first process has are plain.
     """
     gathered = _gathered(tensors)
     held = agreed(lambda: _held(tensors, gathered))
@@ -112,7 +112,7 @@ class Saved:
         wholes = {
             name: torch.empty(place.shape, dtype=self._entry(name).dtype)
             for name, place in places.items()
-            if not is_plainly_spread(place)
+            if not is_plainly_sharded(place)
         }
         for part, wishes in sorted(self._wishes(places | wholes).items()):
             with torch.no_grad():
@@ -126,15 +126,15 @@ class Saved:
         A piece is compared with its checksum by those who read all of it, and in any case by one process.
         """
         wishes: dict[int, list[Wish]] = {}
-        turn = 0
+        count = 0
         for name, place in places.items():
             region, here = region_here(place), local(place)
             shape, dtype, pieces = self._entry(name)
             if region is not None and here.shape != region.shape:
-                raise ValueError(f"'{name}' of shape {tuple(shape)} is not spread as torch spreads tensors.")
+                raise ValueError(f"'{name}' of shape {tuple(shape)} is not sharded as torch shards tensors.")
             for piece in pieces:
-                turn += 1
-                check = turn % world_size() == rank()
+                count += 1
+                check = count % world_size() == rank()
                 if check or (region is not None and region.common(piece.region) is not None):
                     wishes.setdefault(piece.part, []).append(Wish(name, dtype, piece, here, region, check))
         return wishes
@@ -160,7 +160,7 @@ class Saved:
 
 def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """All of the tensors of which no process has a plain piece, in the process that writes them; None in the others."""
-    odd = [name for name, tensor in tensors.items() if not is_plainly_spread(tensor)]
+    odd = [name for name, tensor in tensors.items() if not is_plainly_sharded(tensor)]
     if any(each != odd for each in exchanged(lambda: odd)):  # to gather them would be to wait for ever
         raise ValueError("The processes have different tensors to save; what only one of them has must be plain.")
     found: dict[str, Tensor | None] = {}
@@ -185,7 +185,7 @@ def _held(tensors: dict[str, Tensor], gathered: dict[str, Tensor | None]) -> dic
             continue
         if piece.shape != region.shape:
             raise ValueError(
-                f"'{name}' is not spread as torch spreads tensors: of its shape {tuple(tensor.shape)} this process "
+                f"'{name}' is not sharded as torch shards tensors: of its shape {tuple(tensor.shape)} this process "
                 f"should have {region.shape}, but has {tuple(piece.shape)}."
             )
         held[name] = region, piece

@@ -128,7 +128,7 @@ def _check_cover(name: str, entry: Entry) -> None:
 
 
 def _cover(shape: Sequence[int], regions: Sequence[Region]) -> bool:
-    """Whether these regions are the cells of a grid, all of them, which is how tensors are spread."""
+    """Whether these regions are the cells of a grid, all of them, which is how tensors are sharded."""
     if 0 in shape:
         return not regions
     if any(len(part) != len(shape) for region in regions for part in region):

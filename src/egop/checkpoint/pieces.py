@@ -1,4 +1,4 @@
-"""Which part of a tensor a process has, when tensors are spread over processes as ``DTensor``."""
+"""Which part of a tensor a process has, when tensors are sharded over processes as ``DTensor``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def everything(tensor: Any) -> Region:
     return Region((0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def is_plainly_spread(tensor: Any) -> bool:
+def is_plainly_sharded(tensor: Any) -> bool:
     """Whether :func:`region_here` knows what a process has of it: a plain tensor, or one that is cut by torch's rule.
 
     Others (sums that are still to be made, shards of shards for tensor parallelism) have to be gathered.
@@ -49,7 +49,7 @@ def is_plainly_spread(tensor: Any) -> bool:
 
 
 def region_here(tensor: Any) -> Region | None:
-    """What this process has of a plainly spread tensor; None if nothing.
+    """What this process has of a plainly sharded tensor; None if nothing.
 
     Along each dimension of the mesh torch cuts what the dimensions before have left into pieces of equal size, as
     ``torch.chunk`` does: the last ones may be smaller, or empty.
@@ -80,5 +80,5 @@ def is_first_with_it(tensor: Any) -> bool:
     if coordinate is None:
         return False
     places = zip(tensor.placements, coordinate, strict=True)
-    gathered = not is_plainly_spread(tensor)  # then all processes have all of it
+    gathered = not is_plainly_sharded(tensor)  # then all processes have all of it
     return all(index == 0 for place, index in places if gathered or type(place) is not Shard)

@@ -124,7 +124,7 @@ def diagnose(
                 spectra[block.name] = spectrum
     except KeyboardInterrupt:
         partial = f"interrupted after {len(changes)} of {len(plan.chosen)} blocks"
-    basis = Reparameterization(changes, spectra, plan.left) if changes else None
+    basis = Reparameterization(changes, spectra, plan.unrotated) if changes else None
     found = replace(found, blocks=tuple(known.values()), basis=basis, draws=gathered.draws, pass_seconds=seconds)
     return _advised(found, partial)
 
@@ -139,7 +139,7 @@ def _planned(blocks: list[Block], plan: Plan) -> dict[str, BlockDiagnosis]:
     """What is known of each block before anything is sampled, in the model's order."""
     order = {name: place for place, name in enumerate(itertools.chain(*(block.parameters for block in blocks)))}
     chosen = {block.name: structure for block, structure in plan.chosen.items()}
-    everything = [*plan.chosen, *(block for block in blocks if block.name in plan.left)]
+    everything = [*plan.chosen, *(block for block in blocks if block.name in plan.unrotated)]
     known = {}
     for block in sorted(everything, key=lambda block: order[block.parameters[0]]):
         structure = chosen.get(block.name)
@@ -148,7 +148,7 @@ def _planned(blocks: list[Block], plan: Plan) -> dict[str, BlockDiagnosis]:
             shapes=tuple(tuple(shape) for shape in block.shapes),
             size=block.size,
             structure=type(structure).__name__ if structure is not None else None,
-            why=plan.left.get(block.name) or plan.why[block.name],
+            why=plan.unrotated.get(block.name) or plan.why[block.name],
             bytes=structure.cost(block).bytes if structure is not None else 0,
         )
     return known
@@ -180,7 +180,7 @@ def _measured(
         stable_rank=spectrum.stable_rank,
         noise_rank=min(noise, len(spectrum.eigenvalues)),
         density=density,
-        spread=float((weights * spectrum.density[:leading]).sum()) * dimension if leading else None,
+        axes=float((weights * spectrum.density[:leading]).sum()) * dimension if leading else None,
         ratio=spectrum.stable_rank / (dimension * density),
         effective_dimension=leading,
         stability=spectrum.stability,

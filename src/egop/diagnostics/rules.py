@@ -83,8 +83,8 @@ def _unpromising(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | Non
         if block.samples < block.dimension:
             return "sample more", f"{more}: the spectrum looks flat ({flat}), but {block.samples} gradients are few."
         return "leave", f"Leave it: the spectrum is flat ({flat}), no direction matters more than others."
-    if block.spread is not None and block.spread < ALIGNED:
-        axes = f"the leading directions are spread over {block.spread:.1f} of {block.dimension} axes"
+    if block.axes is not None and block.axes < ALIGNED:
+        axes = f"the leading directions are spread over {block.axes:.1f} of {block.dimension} axes"
         return "leave", f"Leave it: the axes are already aligned with the spectrum ({axes})."
     if _unstable(block):
         return "sample more", (

@@ -32,7 +32,7 @@ class BlockDiagnosis:
         stable_rank: Σ √λ_k / √λ₁.
         noise_rank: the stable rank that as many gradients without any preferred direction would show.
         density: β₁, of the leading eigenvector.
-        spread: the number of axes that the leading eigenvectors share: d β_k, averaged over those that hold 90 % of the
+        axes: the number of axes that the leading eigenvectors share: d β_k, averaged over those that hold 90 % of the
             trace with their eigenvalues as weights; about 1 means that they are coordinate axes already.
         ratio: sr / (d β₁), the theory's leading term; near or above 1 it promises nothing.
         effective_dimension: how many directions hold 90 % of the trace.
@@ -56,7 +56,7 @@ class BlockDiagnosis:
     stable_rank: float | None = None
     noise_rank: float | None = None
     density: float | None = None
-    spread: float | None = None
+    axes: float | None = None
     ratio: float | None = None
     effective_dimension: int | None = None
     stability: float | None = None

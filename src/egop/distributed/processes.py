@@ -101,7 +101,7 @@ def owners_of(costs: Sequence[float], processes: int | None = None) -> list[int]
     return owners
 
 
-def spread(tensor: Tensor, owner: int) -> None:
+def broadcast(tensor: Tensor, owner: int) -> None:
     """Give a tensor the values that it has in the owner's process."""
     if world_size() > 1 and tensor.numel():
         wire = _wire(tensor)

@@ -1,7 +1,7 @@
-"""Parameters that are spread over processes: the part that this process has, and the way back.
+"""Parameters that are sharded over processes: the part that this process has, and the way back.
 
-``fully_shard`` (FSDP2) makes every parameter a ``DTensor``, cut along its first dimension. A structure that turns each
-row by itself needs nothing but the local rows; the others get the whole tensor gathered, and write back their part.
+``fully_shard`` (FSDP2) makes every parameter a ``DTensor``, cut along its first dimension. A structure that rotates
+each row by itself needs nothing but the local rows; the others get the whole tensor, and write their part back.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pieces:
         for piece in self._owners:
             piece.grad = None
 
-    def spreading(self, piece: Tensor) -> Callable[[Tensor], Tensor]:
+    def as_sharded(self, piece: Tensor) -> Callable[[Tensor], Tensor]:
         """What makes a tensor of the processes' pieces of it; nothing to do for one that is not sharded."""
         owner = self._owners.get(piece)
         return lambda tensor: tensor if owner is None or tensor.dim() == 0 else like(tensor, owner)
@@ -73,7 +73,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def layout(tensor: Any) -> tuple[Any, ...]:
-    """How a tensor is spread: over which processes, and along which dimensions."""
+    """How a tensor is sharded: over which processes, and along which dimensions."""
     return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else ()
 
 
@@ -94,7 +94,7 @@ def write(tensor: Any, values: Tensor) -> None:
 
 
 def part_of(values: Any, tensor: Any) -> Tensor:
-    """Of values, whole or spread in any way, what this process has of a tensor with such rows: all, or its rows."""
+    """Of values, whole or sharded in any way, what this process has of a tensor with such rows: all, or its rows."""
     if not is_sharded(tensor):
         return whole(values)
     from torch.distributed.tensor import DTensor, Replicate
@@ -109,7 +109,7 @@ def part_of(values: Any, tensor: Any) -> Tensor:
 
 
 def like(piece: Tensor, tensor: Any) -> Tensor:
-    """A local piece, of a sharded tensor's shape or with such rows, as a ``DTensor`` that is spread in the same way."""
+    """A local piece, of a sharded tensor's shape or with such rows, as a ``DTensor`` that is sharded alike."""
     from torch.distributed.tensor import DTensor
 
     same = piece.shape == local(tensor).shape

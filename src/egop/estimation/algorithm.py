@@ -175,10 +175,10 @@ def estimate_plan(
     spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
     changes = [change for _, change in finished.values()]
     if processes.world_size() == 1:
-        return Reparameterization(changes, spectra, plan.left)
+        return Reparameterization(changes, spectra, plan.unrotated)
     elsewhere = {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in own}
     kept_by = {block.name: owner for block, owner in owners.items()}
-    basis = Reparameterization(changes, spectra, plan.left | elsewhere, kept_by)
+    basis = Reparameterization(changes, spectra, plan.unrotated | elsewhere, kept_by)
     return basis if shard_bases else basis.gathered()
 
 

@@ -74,17 +74,17 @@ class Initialiser:
             # From two starts: what stays at both is not written, what was drawn as it is (zeros, ones) is.
             other = {name: 2 * value + 1 for name, value in current.items()}
             drawn, again = self._one(0, current), self._one(0, other)
-            left = [
+            untouched = [
                 name
                 for name in current
                 if torch.equal(drawn[name], current[name]) and torch.equal(again[name], other[name])
             ]
             odd = _of_another_scale(drawn, current)
-        if left and processes.rank() == 0:
+        if untouched and processes.rank() == 0:
             logger.warning(
                 "egop.Initialization() leaves %s where they are: nothing in the model initialises them. "
                 "Pass init_fn=... to draw them too.",
-                _listed([f"'{name}'" for name in left]),
+                _listed([f"'{name}'" for name in untouched]),
             )
         if odd and processes.rank() == 0:
             logger.warning(

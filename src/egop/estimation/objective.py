@@ -192,13 +192,13 @@ class Objective:
         return module, lambda module, batch: self.loss(dict(module.named_parameters()), batch)
 
     def check_whole(self) -> None:
-        """Raise an error when the module's parameters are spread over processes."""
+        """Raise an error when the module's parameters are sharded over processes."""
         with one_at_a_time:
             named = [] if self.module is None else list(self.module.named_parameters())
         for name, parameter in named:
             if is_sharded(parameter):
                 raise TypeError(
-                    f"Parameter '{plain_name(name)}' is spread over processes by fully_shard, and points cannot be "
+                    f"Parameter '{plain_name(name)}' is sharded over processes by fully_shard, and points cannot be "
                     "sampled there. Estimate the basis before fully_shard is called, or with an unsharded copy of the "
                     "model; or use egop.Online(), which learns the basis from the training gradients."
                 )
@@ -252,7 +252,7 @@ class Objective:
             )
         )
         for tensor in [*kept.values(), *others]:
-            processes.spread(tensor, 0)
+            processes.broadcast(tensor, 0)
         self._kept = kept
         try:
             yield

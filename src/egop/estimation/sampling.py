@@ -115,7 +115,7 @@ class _Source:
         device = next(iter(objective.parameters.values())).device
         dimension = sum(parameter.numel() for parameter in objective.parameters.values())
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
-        self.base, self.left, self.drawn = base, samples, 0
+        self.base, self.remaining, self.drawn = base, samples, 0
         self.block = max(1, min(BLOCK_POINTS, BLOCK_VALUES // dimension))
         drawer = rho.drawer(objective)
         if drawer is None:
@@ -150,12 +150,12 @@ class _Source:
         with self.stream:
             collections.deque(itertools.islice(self.batches, count), maxlen=0)
         while count:
-            size = min(self.block, self.left)
+            size = min(self.block, self.remaining)
             if self.ready or size > count:
                 count -= len(self._part(count)[0])
             else:
                 count -= size
-                self.left -= size
+                self.remaining -= size
                 self.drawn += 1
 
     def give_back(self, points: Points) -> None:
@@ -171,8 +171,8 @@ class _Source:
         return seeds[:count], {name: value[:count] for name, value in values.items()}
 
     def _draw(self) -> tuple[list[int], dict[str, Tensor]]:
-        count = min(self.block, self.left)
-        self.left -= count
+        count = min(self.block, self.remaining)
+        self.remaining -= count
         self.drawn += 1
         # Seeds of their own: with a common one, dropout masks would be made of the numbers that made the points.
         seeds = self._seeds(self.base + self.drawn, count)

@@ -21,7 +21,7 @@ def rotate_inputs(
         model: the model whose first layer sees the data as they are; the layer's weight is changed in place.
         basis: a basis with one block, of structure ``Shared``, for that layer's weight.
         *inputs: data with the layer's inputs in the last dimension (training, validation and test data, say).
-        inverse: undo it: turn weight and data back.
+        inverse: undo it: rotate weight and data back.
 
     Returns:
         The rotated data, one tensor for each given; the given ones are not changed.

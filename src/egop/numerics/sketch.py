@@ -78,10 +78,12 @@ class RowSketch:
         return squares / self.count, vectors
 
     def _compress(self) -> None:
-        left, _ = _left_singular(self.rows, self.kept)
-        compressed = torch.empty(left.shape[1], self.rows[0].shape[1], dtype=self.rows[0].dtype, device=left.device)
+        vectors, _ = _left_singular(self.rows, self.kept)
+        compressed = torch.empty(
+            vectors.shape[1], self.rows[0].shape[1], dtype=self.rows[0].dtype, device=vectors.device
+        )
         for columns, part in _slices(self.rows):
-            compressed[:, columns] = (left.mT @ part).to(compressed.dtype)
+            compressed[:, columns] = (vectors.mT @ part).to(compressed.dtype)
         self.rows = [compressed]
 
 

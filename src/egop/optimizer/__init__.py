@@ -9,7 +9,7 @@ from egop.optimizer.recordings import Aside, InPlace, Recorder, Replayed
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher, check_decay, check_positive
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.optimizer.restoring import about_of, check_about
-from egop.optimizer.stacks import Batch, Batches
+from egop.optimizer.stacks import Stack, Stacks
 from egop.optimizer.states import COORDINATES, OWN, REFRESH, STANDS_FOR, exported
 
 __all__ = [
@@ -18,8 +18,6 @@ __all__ = [
     "REFRESH",
     "STANDS_FOR",
     "Aside",
-    "Batch",
-    "Batches",
     "BoundBlock",
     "InPlace",
     "Moments",
@@ -29,6 +27,8 @@ __all__ = [
     "Refresher",
     "ReparameterizedOptimizer",
     "Replayed",
+    "Stack",
+    "Stacks",
     "about_of",
     "check_about",
     "check_decay",

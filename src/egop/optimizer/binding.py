@@ -19,20 +19,22 @@ from egop.numerics import exact_products
 class BoundBlock:
     """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps.
 
-    Where parameters are sharded (FSDP2), a structure that turns rows one by one works on the rows that are here; for
+    Where parameters are sharded (FSDP2), a structure that rotates rows one by one works on the rows that are here; for
     any other the whole tensors are gathered in every step.
     """
 
-    def __init__(self, change: ChangeOfBasis, owners: Sequence[Tensor]) -> None:
-        self.owners = list(owners)
-        self.sharded = any(is_sharded(owner) for owner in owners)
+    def __init__(self, change: ChangeOfBasis, originals: Sequence[Tensor]) -> None:
+        self.originals = list(originals)
+        self.sharded = any(is_sharded(original) for original in originals)
         self.rowwise = change.rowwise and change.block.has_outputs_first
         self.by_rows = (
-            self.sharded and self.rowwise and all(is_sharded(owner) and is_cut_by_rows(owner) for owner in owners)
+            self.sharded
+            and self.rowwise
+            and all(is_sharded(original) and is_cut_by_rows(original) for original in originals)
         )
-        self.parameters = [local(owner) if self.by_rows else whole(owner) for owner in owners]
+        self.parameters = [local(original) if self.by_rows else whole(original) for original in originals]
         # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
-        dtype = functools.reduce(torch.promote_types, [owner.dtype for owner in owners], torch.float32)
+        dtype = functools.reduce(torch.promote_types, [original.dtype for original in originals], torch.float32)
         shapes = tuple(parameter.shape for parameter in self.parameters)
         block = dataclasses.replace(change.block, dtype=dtype, shapes=shapes)
         # Laid out as after loading, so that a resumed training rounds alike.
@@ -61,37 +63,44 @@ class BoundBlock:
         return self.parameters[0].device
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it is not frozen: a block that is keeps its basis, too."""
+        return any(original.requires_grad or original.grad is not None for original in self.originals)
+
+    @property
     def signature(self) -> tuple[Any, ...]:
-        """What two blocks must share to be batched; the same on all processes, also where pieces differ in size."""
-        return self.change.signature, tuple((owner.shape, owner.device, layout(owner)) for owner in self.owners)
+        """What two blocks must share to be stacked; the same on all processes, also where pieces differ in size."""
+        return self.change.signature, tuple(
+            (original.shape, original.device, layout(original)) for original in self.originals
+        )
 
     def stepped(self) -> list[Tensor]:
         """What has gradients for the time of a step: the coordinates, and views or copies of sharded parameters."""
-        pairs = zip(self.parameters, self.owners, strict=True)
-        return self.coordinates + [parameter for parameter, owner in pairs if parameter is not owner]
+        pairs = zip(self.parameters, self.originals, strict=True)
+        return self.coordinates + [parameter for parameter, original in pairs if parameter is not original]
 
     def pull(self) -> None:
         """Look at sharded parameters and their gradients as they are now."""
         view = local if self.by_rows else whole
-        for index, owner in enumerate(self.owners):
-            self.parameters[index] = view(owner)
-            self.parameters[index].requires_grad_(owner.requires_grad)
-            self.parameters[index].grad = None if owner.grad is None else view(owner.grad)
+        for index, original in enumerate(self.originals):
+            self.parameters[index] = view(original)
+            self.parameters[index].requires_grad_(original.requires_grad)
+            self.parameters[index].grad = None if original.grad is None else view(original.grad)
 
     def _push(self) -> None:
         """Write what was gathered back to the sharded parameters."""
-        for owner, parameter in zip(self.owners, self.parameters, strict=True):
-            if is_sharded(owner) and not self.by_rows:
-                write(owner, parameter)
+        for original, parameter in zip(self.originals, self.parameters, strict=True):
+            if is_sharded(original) and not self.by_rows:
+                write(original, parameter)
 
     def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
         """Its change of basis for the whole parameters, wherever they are."""
-        block = dataclasses.replace(self.change.block, shapes=tuple(owner.shape for owner in self.owners))
+        block = dataclasses.replace(self.change.block, shapes=tuple(original.shape for original in self.originals))
         return type(self.change)(block, self.change.tensors if tensors is None else tensors, self.change.settings)
 
-    def spread(self, place: int, tensor: Tensor) -> Tensor:
+    def as_sharded(self, place: int, tensor: Tensor) -> Tensor:
         """A tensor of the shape of one of the coordinates as all processes together have it, for a state dict."""
-        return like(tensor, self.owners[place]) if self.by_rows and tensor.dim() > 0 else tensor
+        return like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
 
     @property
     def has_gradient(self) -> bool:
@@ -146,8 +155,8 @@ class BoundBlock:
     @property
     def was_written(self) -> bool:
         """Whether someone else may have written to a parameter."""
-        places = zip(self.parameters, self.owners, self._seen, strict=True)
-        return any(not _as_seen(parameter, owner, seen) for parameter, owner, seen in places)
+        places = zip(self.parameters, self.originals, self._seen, strict=True)
+        return any(not _as_seen(parameter, original, seen) for parameter, original, seen in places)
 
     def follow(self, decoded: Sequence[Tensor]) -> None:
         """If a parameter is not what the coordinates stand for, take its new value into them.
@@ -183,7 +192,7 @@ class BoundBlock:
     ) -> None:
         """Take saved coordinates (and rest), which stand for the parameters with these digests, if they are known."""
         for place, (own, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
-            here = part_of(saved, self.owners[place]) if self.by_rows else whole(saved)
+            here = part_of(saved, self.originals[place]) if self.by_rows else whole(saved)
             if own.shape != here.shape:
                 raise ValueError(
                     f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
@@ -202,11 +211,11 @@ class BoundBlock:
 
     def stand_for(self) -> list[str]:
         """Digests of the parameters that the coordinates stand for: with them the coordinates can be restored."""
-        places = zip(self.parameters, self.owners, self._seen, strict=True)
-        return [_digest_seen(parameter, owner, seen) for parameter, owner, seen in places]
+        places = zip(self.parameters, self.originals, self._seen, strict=True)
+        return [_digest_seen(parameter, original, seen) for parameter, original, seen in places]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: what was noted is not true of their parameters, and views would take the whole batch along."""
+        """For copies: what was noted is not true of their parameters, and views would take the whole stack along."""
         own = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
         return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.replaced(own)}
 
@@ -217,7 +226,7 @@ class BoundBlock:
 
     def note(self) -> None:
         """The coordinates stand for the parameters as they are now."""
-        self._seen = [_look(*pair) for pair in zip(self.parameters, self.owners, strict=True)]
+        self._seen = [_look(*pair) for pair in zip(self.parameters, self.originals, strict=True)]
 
 
 def bind(
@@ -291,33 +300,33 @@ UNKNOWN = "0" * 32  # the digest of nothing
 _LOADED = "f" * 32  # likewise; of coordinates that were loaded, which may have been decoded in other pieces
 
 
-def _look(parameter: Tensor, owner: Tensor) -> _Look:
+def _look(parameter: Tensor, original: Tensor) -> _Look:
     """What would differ if someone else had written to the parameter, or to the sharded one that it is taken from.
 
     ``_version`` is torch's counter of in-place writes (a private name; a test notices when it changes). It misses
     writes through ``.data``; on the CPU a copy of the values costs little and shows those too.
     """
-    return parameter.detach().clone() if parameter.device.type == "cpu" else _mark(owner)
+    return parameter.detach().clone() if parameter.device.type == "cpu" else _mark(original)
 
 
-def _mark(owner: Tensor) -> tuple[int, int]:
-    return owner._version, local(owner).data_ptr()
+def _mark(original: Tensor) -> tuple[int, int]:
+    return original._version, local(original).data_ptr()
 
 
-def _as_seen(parameter: Tensor, owner: Tensor, seen: _Look) -> bool:
+def _as_seen(parameter: Tensor, original: Tensor, seen: _Look) -> bool:
     if isinstance(seen, tuple):
-        return _mark(owner) == seen
+        return _mark(original) == seen
     if isinstance(seen, Tensor):
         return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
     return _digest(parameter) == seen
 
 
-def _digest_seen(parameter: Tensor, owner: Tensor, seen: _Look) -> str:
+def _digest_seen(parameter: Tensor, original: Tensor, seen: _Look) -> str:
     if isinstance(seen, str):
         return seen
     if isinstance(seen, Tensor):
         return _digest(seen)
-    return _digest(parameter) if _as_seen(parameter, owner, seen) else UNKNOWN
+    return _digest(parameter) if _as_seen(parameter, original, seen) else UNKNOWN
 
 
 def _is(value: Tensor, parameter: Tensor) -> bool:

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from egop.basis import Known, Layer, Reparameterization, plain_name
 from egop.distributed import Pieces
 from egop.optimizer.binding import BoundBlock, bind
-from egop.optimizer.inner import check_blocks, check_class, copy_hyperparameters, fresh_states
-from egop.optimizer.moments import Moments, check_moments, movable
+from egop.optimizer.inner import check_blocks, check_class, copy_hyperparameters, fresh_states, proposed
+from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
-from egop.optimizer.stacks import Batch, Batches
+from egop.optimizer.stacks import Stack, Stacks
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Engine:
         self.blocks: list[BoundBlock] = []
         self.pieces = Pieces()
         self._inner: Optimizer | None = None
-        self._batches: Batches | None = None
+        self._stacks: Stacks | None = None
         self.bound = Bound()
 
     @property
@@ -69,13 +69,13 @@ class Engine:
         return self._inner
 
     @property
-    def batches(self) -> Batches:
-        """The blocks, batched by kind and shape: when they are wanted, not for each of many groups that are added."""
-        if self._batches is None:
+    def stacks(self) -> Stacks:
+        """The blocks, stacked by kind and shape: when they are wanted, not for each of many groups that are added."""
+        if self._stacks is None:
             # torch's own optimizers keep no gradient for the next step; of others nobody knows.
             reused = self.optimizer_class.__module__.startswith("torch.optim")
-            self._batches = Batches(self.blocks, compiled=self.compiled, reused=reused)
-        return self._batches
+            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=reused)
+        return self._stacks
 
     # --- what is bound to what ---
 
@@ -101,7 +101,7 @@ class Engine:
             inner: the optimizer over their coordinates and these; a new one if none is given.
         """
         inner = inner or self.inner_over(blocks, pieces)
-        self.blocks, self.pieces, self._inner, self._batches = blocks, pieces, inner, None
+        self.blocks, self.pieces, self._inner, self._stacks = blocks, pieces, inner, None
         self.note_bound()
 
     def inner_over(self, blocks: list[BoundBlock], pieces: Pieces) -> Optimizer:
@@ -119,7 +119,7 @@ class Engine:
                 fresh := fresh_states(self.inner, [tensor], self.hyperparameters)
             ):
                 self.inner.state[tensor] = fresh[0]
-        self._batches = None
+        self._stacks = None
         self.note_bound()
 
     def note_bound(self) -> None:
@@ -168,7 +168,9 @@ class Engine:
 
     def block_of(self, parameter: Tensor) -> BoundBlock | None:
         """The block that a parameter is in."""
-        return next((block for block in self.blocks if any(owner is parameter for owner in block.owners)), None)
+        return next(
+            (block for block in self.blocks if any(original is parameter for original in block.originals)), None
+        )
 
     def members(self) -> list[Tensor]:
         """The parameters that the groups have now."""
@@ -181,16 +183,16 @@ class Engine:
         if self.refresher is not None:
             self.refresher.before_step(self)
         copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        batches = self.batches
+        stacks = self.stacks
         try:
-            batches.collect()
+            stacks.collect()
             self.pieces.pull()
             if self.refresher is not None:
                 self.refresher.observe(self)
-            batches.encode_gradients()
+            stacks.encode_gradients()
             self._step_coordinates()
         finally:
-            batches.drop_gradients()
+            stacks.drop_gradients()
             self.pieces.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
         copy_hyperparameters(self.inner.param_groups, self.param_groups)
@@ -200,7 +202,7 @@ class Engine:
     def _step_coordinates(self) -> None:
         try:
             self.inner.step()
-            self.batches.decode_coordinates()
+            self.stacks.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
             for block in self.blocks:
                 block.distrust()
@@ -212,7 +214,7 @@ class Engine:
         copy_hyperparameters(self.param_groups, self.inner.param_groups)
         self.pieces.pull()
         try:
-            self.batches.rewrite(getattr(self.inner, mode))
+            self.stacks.rewrite(getattr(self.inner, mode))
         except BaseException:  # some coordinates may have been written already
             for block in self.blocks:
                 block.distrust()
@@ -220,6 +222,32 @@ class Engine:
         finally:
             self.pieces.drop_gradients()
         copy_hyperparameters(self.inner.param_groups, self.param_groups)
+
+    # --- what a refresh may look at, while a step is under way ---
+
+    def momentum(self, stack: Stack) -> list[Tensor] | None:
+        """The inner optimizer's running mean of gradients, for the blocks of a stack that have a gradient.
+
+        It is in coordinates, stacked, one tensor for each coordinate tensor of a block; None where there is none yet.
+        """
+        columns = zip(*(stack.blocks[index].coordinates for index in stack.active), strict=True)
+        means = [[momentum_of(self.inner.state.get(tensor, {})) for tensor in column] for column in columns]
+        found = [[mean for mean in column if mean is not None] for column in means]
+        return list(map(torch.stack, found)) if list(map(len, found)) == list(map(len, means)) else None
+
+    def proposed(self, stack: Stack) -> list[Tensor]:
+        """What the inner optimizer would add to the coordinates now, in the basis as it is; nothing is changed.
+
+        Of the blocks that have a gradient, stacked as in :meth:`momentum`. Takes as long as a step of these blocks.
+        """
+        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        change, _ = stack.active_part()
+        gradients = [gradient for part in change.encode(stack.gradients) for gradient in part.unbind()]
+        count = len(stack.coordinates)
+        tensors = [stack.blocks[index].coordinates[place] for place in range(count) for index in stack.active]
+        steps = proposed(self.inner, tensors, gradients, self.hyperparameters)
+        size = len(stack.active)
+        return [torch.stack(steps[place * size : (place + 1) * size]) for place in range(count)]
 
     # --- other bases ---
 
@@ -241,8 +269,8 @@ class Engine:
         for block in own.values():  # what is refused, before anything changes
             for coordinate in block.coordinates:
                 movable(self.inner.state.get(coordinate, {}), coordinate.shape, moments)
-        for batch, members, tensors in self.batches.moved(basis):
-            self.turn(batch, members, tensors, moments)
+        for stack, members, tensors in self.stacks.moved(basis):
+            self.rebase_stack(stack, members, tensors, moments)
 
     @torch.no_grad()
     def add_blocks(self, basis: Reparameterization) -> None:
@@ -256,28 +284,28 @@ class Engine:
         Reparameterization([block.change for block in self.blocks + new])  # checks that no two share a parameter
         for block in new:
             block.drop_rest()
-            for owner in block.owners:
-                self.inner.state.pop(self.pieces.of(owner), None)
+            for original in block.originals:
+                self.inner.state.pop(self.pieces.of(original), None)
         self.blocks = self.blocks + new
         # In the same optimizer: it may keep more than its state.
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner["params"] = inner_group(group, self.blocks, self.pieces)["params"]
         for block in new:
             self.reset_moments(block)
-        self._batches = None
+        self._stacks = None
 
-    def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
-        """Go on in other bases of some blocks of one batch: what :meth:`rebase` does, without its checks.
+    def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
+        """Go on in other bases of some blocks of one stack: what :meth:`rebase` does, without its checks.
 
         Args:
-            batch: one of :attr:`batches`.
+            stack: one of :attr:`stacks`.
             members: which of its blocks.
             tensors: their new bases, stacked.
             moments: as in :meth:`rebase`.
         """
-        batch.turn(members, tensors, self.inner.state, moments, still=self.batches.still)
+        stack.rebase(members, tensors, self.inner.state, moments, still=self.stacks.still)
         if moments == "reset":
-            for block in batch.blocks[members]:
+            for block in stack.blocks[members]:
                 self.reset_moments(block)
 
     def reset_moments(self, block: BoundBlock) -> None:
@@ -299,9 +327,9 @@ class Engine:
         self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: batches are views of memory that the blocks of a copy do not share, and its model is another."""
+        """For copies: stacks are views of memory that the blocks of a copy do not share, and its model is another."""
         self.settle()
-        return self.__dict__ | {"_batches": None, "bound": Bound(), "known": None}
+        return self.__dict__ | {"_stacks": None, "bound": Bound(), "known": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -310,7 +338,7 @@ class Engine:
 
 def inner_group(group: Mapping[str, Any], blocks: list[BoundBlock], pieces: Pieces) -> dict[str, Any]:
     """What the inner optimizer has in the place of a parameter group: coordinates, and parameters outside of blocks."""
-    inside = {id(owner): block for block in blocks for owner in block.owners}
+    inside = {id(original): block for block in blocks for original in block.originals}
     members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
     for parameter in group["params"]:
         block = inside.get(id(parameter))

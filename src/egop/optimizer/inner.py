@@ -117,6 +117,33 @@ def copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, An
         other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
 
 
+def proposed(
+    inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Any]
+) -> list[Tensor]:
+    """What a step of an optimizer would add to some of its tensors: tried on copies of them and of their states.
+
+    Args:
+        inner: the optimizer; it is not touched.
+        tensors: some that it steps.
+        gradients: of these.
+        hyperparameters: what it was made with.
+    """
+    copies: dict[int, Tensor] = {id(tensor): tensor.detach().clone().requires_grad_() for tensor in tensors}
+    groups = [
+        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        | {"params": [copies[id(tensor)] for tensor in group["params"] if id(tensor) in copies]}
+        for group in inner.param_groups
+    ]
+    trial = type(inner)([group for group in groups if group["params"]], **hyperparameters)
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        copies[id(tensor)].grad = gradient.clone()
+        if tensor in inner.state:
+            trial.state[copies[id(tensor)]] = copy.deepcopy(inner.state[tensor])
+    with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.device.type == "cuda"}):
+        trial.step()
+    return [copies[id(tensor)].detach() - tensor.detach() for tensor in tensors]
+
+
 def fresh_states(
     inner: Optimizer, tensors: Sequence[Tensor], hyperparameters: Mapping[str, Any], *, stepped: bool = False
 ) -> list[dict[str, Any]]:

@@ -47,6 +47,11 @@ _KNOWN = LINEAR | POINTS | SQUARED | MAGNITUDES | STEP_SIZES
 _PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
 
 
+def momentum_of(state: Mapping[str, Any]) -> Tensor | None:
+    """The running mean of gradients in the state of a tensor, under any of the names that torch's optimizers use."""
+    return next((state[name] for name in ("exp_avg", "momentum_buffer") if state.get(name) is not None), None)
+
+
 def check_moments(moments: str) -> None:
     """Raise an error for an unknown policy."""
     if moments not in ("rotate", "keep", "reset"):
@@ -128,7 +133,7 @@ def rotated(
         else:
             decoded = old.decode(values)
             if kind in POINTS and rest is not None:
-                decoded = tuple(part + left for part, left in zip(decoded, rest, strict=True))
+                decoded = tuple(part + kept for part, kept in zip(decoded, rest, strict=True))
             moved = new.encode(decoded)
         for state, value in zip(fresh, moved, strict=True):
             state[where] = value

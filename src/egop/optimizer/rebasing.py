@@ -18,7 +18,7 @@ _WIDE = 2048  # from here on the product of two bases takes seconds on a CPU
 StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
-def turn(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor], states: StackedStates) -> None:
+def rebase(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor], states: StackedStates) -> None:
     """Write the new bases over the old ones, and what coordinates and states are in them over these.
 
     Nothing is written before all is computed, and the host does not look at any value. What has the same basis as
@@ -64,7 +64,10 @@ def moved_states(
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for kind, places in kinds.items():
-        stacked = [{key: stack([states[i][k][key] for i in places]) for key in keys} for k, keys in enumerate(kind)]
+        stacked = [
+            {key: side_by_side([states[i][place][key] for i in places]) for key in keys}
+            for place, keys in enumerate(kind)
+        ]
         together = len(kinds) == 1
         sides = (
             (old, new, rotation, rest)
@@ -96,6 +99,6 @@ def _where(changed: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
     return torch.where(changed.reshape(changed.shape + (1,) * (kept.dim() - changed.dim())), fresh, kept)
 
 
-def stack(tensors: Sequence[Tensor]) -> Tensor:
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one shape as one; a single one is not copied."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))

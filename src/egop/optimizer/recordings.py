@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Recorder:
-    """Makes the recordings of one owner: on one stream of a device, in one pool of its memory.
+    """Makes the recordings of one original: on one stream of a device, in one pool of its memory.
 
     So none of them runs beside another, and what one returns is used before the next one runs. All of them last as long
     as this object: with the first one that goes, torch may free what the products of the others on its stream work in.

@@ -13,7 +13,7 @@ from torch import Tensor
 from egop.basis import ChangeOfBasis, Layer, Reparameterization, call_it
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
-from egop.optimizer.stacks import Batch, Batches
+from egop.optimizer.stacks import Stack, Stacks
 
 _NOT_SOUND = "the gradients' Gram matrix is not finite, or its decomposition failed"
 
@@ -29,8 +29,8 @@ class Rebasable(Protocol):
         """The blocks with their live parameters."""
 
     @property
-    def batches(self) -> Batches:
-        """The blocks, batched by kind and shape."""
+    def stacks(self) -> Stacks:
+        """The blocks, stacked by kind and shape."""
 
     def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
         """Go on in another basis."""
@@ -38,8 +38,14 @@ class Rebasable(Protocol):
     def add_blocks(self, basis: Reparameterization) -> None:
         """Give parameters outside every block a basis."""
 
-    def turn(self, batch: Batch, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
-        """Go on in other bases of some blocks of one batch."""
+    def momentum(self, stack: Stack) -> list[Tensor] | None:
+        """The inner optimizer's running mean of gradients, in coordinates; in :meth:`Refresher.observe`."""
+
+    def proposed(self, stack: Stack) -> list[Tensor]:
+        """What the inner optimizer would add to the coordinates now; in :meth:`Refresher.observe`."""
+
+    def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
+        """Go on in other bases of some blocks of one stack."""
 
 
 class Refresh(abc.ABC):
@@ -71,7 +77,11 @@ class Refresher(abc.ABC):
         """Called with fresh gradients, before the inner optimizer steps."""
 
     def observe(self, optimizer: Rebasable) -> None:  # noqa: B027 - only some look at the gradients of the training
-        """Called when the gradients have been collected in ``optimizer.batches``, before they are encoded."""
+        """Called when the gradients have been collected in ``optimizer.stacks``, before they are encoded.
+
+        Here a refresh may look at ``stack.gradients``, ``optimizer.momentum(stack)`` and ``optimizer.proposed(stack)``,
+        and give other bases: they count for this very step.
+        """
 
     @abc.abstractmethod
     def after_step(self, optimizer: Rebasable) -> None:

@@ -23,7 +23,7 @@ from egop.optimizer.loaded import warn_of_loaded
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
 from egop.optimizer.restoring import Restored, about_of, check_about, entries_of, others_of, restored
-from egop.optimizer.stacks import Batches
+from egop.optimizer.stacks import Stacks
 from egop.optimizer.states import Entry, Published, exported
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -178,9 +178,9 @@ class ReparameterizedOptimizer(Optimizer):
         )
 
     @property
-    def batches(self) -> Batches:
-        """The blocks, batched by kind and shape."""
-        return self._engine.batches
+    def stacks(self) -> Stacks:
+        """The blocks, stacked by kind and shape."""
+        return self._engine.stacks
 
     @property
     def inner(self) -> Optimizer:

@@ -187,15 +187,15 @@ def restored(engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mappi
     pieces = Pieces()
     inner = engine.inner_over(blocks, pieces)
     members = [parameter for group in engine.param_groups for parameter in group["params"]]
-    inside: dict[int, BoundBlock] = {id(owner): block for block in blocks for owner in block.owners}
+    inside: dict[int, BoundBlock] = {id(original): block for block in blocks for original in block.originals}
     states: dict[Tensor, dict[Any, Any]] = {}
     for parameter, each in zip(members, parsed, strict=True):
         if (block := inside.get(id(parameter))) is None:
             states[pieces.of(parameter)] = _placed(each.inner(0), parameter, cut=True)
-        elif block.owners[0] is parameter:
-            owners = block.owners if block.by_rows else [parameter] * len(block.coordinates)
-            for place, (coordinate, owner) in enumerate(zip(block.coordinates, owners, strict=True)):
-                states[coordinate] = _placed(each.inner(place), owner, cut=block.by_rows)
+        elif block.originals[0] is parameter:
+            originals = block.originals if block.by_rows else [parameter] * len(block.coordinates)
+            for place, (coordinate, original) in enumerate(zip(block.coordinates, originals, strict=True)):
+                states[coordinate] = _placed(each.inner(place), original, cut=block.by_rows)
     cast = any(str(each.dtype) != told.about["dtype"] for each, told in zip(members, parsed, strict=True))
     _load_inner_state(inner, states, cast=cast)
     inner.state.update(copy.deepcopy(dict(others)))
@@ -222,13 +222,13 @@ def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
     )
 
 
-def _placed(state: Mapping[Any, Any], owner: Tensor, *, cut: bool) -> dict[Any, Any]:
+def _placed(state: Mapping[Any, Any], original: Tensor, *, cut: bool) -> dict[Any, Any]:
     """Copies of a state's tensors, as this process has them: of a parameter that is cut by rows, its rows."""
 
     def placed(value: Tensor) -> Tensor:
         if value.dim() == 0:
             return whole(value).clone()
-        return (part_of(value, owner) if cut else whole(value)).to(owner.device, copy=True)
+        return (part_of(value, original) if cut else whole(value)).to(original.device, copy=True)
 
     return {key: mapped(value, placed) for key, value in state.items()}
 

@@ -1,4 +1,4 @@
-"""Blocks of one kind and shape as one batch: their products, and a change of their basis, are single calls."""
+"""Blocks of one kind and shape as one stack: their products, and a change of their basis, are single calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from egop.distributed import is_first_shard, sum_over_shards
 from egop.numerics import exact_products
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, movable
-from egop.optimizer.rebasing import StackedStates, moved_states, stack, turn
+from egop.optimizer.rebasing import StackedStates, moved_states, rebase, side_by_side
 from egop.optimizer.recordings import InPlace, Recorder, copy_all
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
@@ -22,7 +22,7 @@ States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
 _SMALL = 128 * 2**20
 
 
-class Batch:
+class Stack:
     """Blocks whose bases and coordinates lie side by side in memory, each block's own being views.
 
     Args:
@@ -42,7 +42,7 @@ class Batch:
         self.slots: list[Tensor] = []  # where they are stacked, if always in the same place
         self._owns_basis = len(blocks) > 1
         self._incoming: dict[str, Tensor] = {}  # where new bases come to, if always to the same place
-        self._turns: dict[tuple[int | None, int | None], InPlace[..., None]] = {}
+        self._rebases: dict[tuple[int | None, int | None], InPlace[..., None]] = {}
         self._share_basis()
         for index, block in enumerate(blocks):
             for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
@@ -56,11 +56,11 @@ class Batch:
     @property
     def is_first(self) -> bool:
         """Whether it is this process that has the first rows."""
-        return not self.by_rows or is_first_shard(self.blocks[0].owners[0])
+        return not self.by_rows or is_first_shard(self.blocks[0].originals[0])
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum of what each process has for its rows."""
-        return sum_over_shards(tensor, self.blocks[0].owners[0]) if self.by_rows else tensor
+        return sum_over_shards(tensor, self.blocks[0].originals[0]) if self.by_rows else tensor
 
     def collect(self, *, still: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Stack the gradients of all blocks that have one.
@@ -83,7 +83,7 @@ class Batch:
         ):
             self.active = list(range(len(self.blocks)))  # the common case, with nothing done block by block
             if not still:
-                self.gradients = [stack(group) for group in found]
+                self.gradients = [side_by_side(group) for group in found]
                 return
             self.gradients = self.slots = self.slots or [_room_for(group, dtype) for group in found]
             for slot, group in zip(self.slots, found, strict=True):
@@ -91,7 +91,7 @@ class Batch:
             return
         self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
         apart = [self.blocks[index].gradients() for index in self.active]
-        self.gradients = [stack(group) for group in zip(*apart, strict=True)]
+        self.gradients = [side_by_side(group) for group in zip(*apart, strict=True)]
 
     def drop_gradients(self) -> None:
         """Leave no gradient that a later step without one could take for its own."""
@@ -137,7 +137,7 @@ class Batch:
             for index in changed:
                 self.blocks[index].accept(decoded[index])
 
-    def turn(
+    def rebase(
         self, members: slice, tensors: Mapping[str, Tensor], states: States, moments: Moments, *, still: bool = False
     ) -> None:
         """Express some blocks' points in other bases.
@@ -161,21 +161,21 @@ class Batch:
         ]
         try:
             if not old.has_rotation:
-                self._turn_by_decoding(blocks, old, new, coordinates, moved)
+                self._rebase_by_decoding(blocks, old, new, coordinates, moved)
             elif still:
                 new = self._brought_in(new, members)
                 used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
                 used += [tensor for block in moved for state in block for tensor in state.values()]
-                again = self._turns.setdefault((members.start, members.stop), InPlace(turn, self._recorder))
+                again = self._rebases.setdefault((members.start, members.stop), InPlace(rebase, self._recorder))
                 again.of(used, old, new, coordinates, moved)
             else:
-                turn(old, new, coordinates, moved)
+                rebase(old, new, coordinates, moved)
         except BaseException:  # coordinates and basis may not belong together
             for block in blocks:
                 block.distrust()
             raise
 
-    def _turn_by_decoding(
+    def _rebase_by_decoding(
         self,
         blocks: Sequence[BoundBlock],
         old: ChangeOfBasis,
@@ -187,9 +187,9 @@ class Batch:
         with exact_products():
             decoded = zip(*old.decode(coordinates), strict=True)
             values = [block.whole(own) for block, own in zip(blocks, decoded, strict=True)]
-            encoded = new.encode([stack(group) for group in zip(*values, strict=True)])
+            encoded = new.encode([side_by_side(group) for group in zip(*values, strict=True)])
             rests = [block.rest for block in blocks if block.rest is not None]  # all have one, or none
-            rest = [stack(group) for group in zip(*rests, strict=True)] if rests else None
+            rest = [side_by_side(group) for group in zip(*rests, strict=True)] if rests else None
             targets, sources = moved_states(old, new, moved, None, rest)
         copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
         for block, value in zip(blocks, values, strict=True):
@@ -218,8 +218,8 @@ class Batch:
             block.change = block.change.replaced({name: tensor[index] for name, tensor in self.change.tensors.items()})
 
 
-class Batches:
-    """All blocks of an optimizer, batched by kind and shape.
+class Stacks:
+    """All blocks of an optimizer, stacked by kind and shape.
 
     Args:
         blocks: in any order.
@@ -232,71 +232,71 @@ class Batches:
         for block in blocks:
             alike.setdefault(block.signature, []).append(block)
         recorder = Recorder()
-        self._each = [Batch(members, recorder) for members in alike.values()]
+        self._each = [Stack(members, recorder) for members in alike.values()]
         self.still = reused and not compiled and _is_small([block for members in alike.values() for block in members])
         self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
         self._again = {method: InPlace(_all_applied, recorder) for method in ("encode", "decode")}
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Stack]:
         return iter(self._each)
 
     def __len__(self) -> int:
         return len(self._each)
 
-    def moved(self, basis: Mapping[str, ChangeOfBasis]) -> Iterator[tuple[Batch, slice, Mapping[str, Tensor]]]:
-        """The blocks for which a basis has other tensors, and these, stacked: all of a batch, or each alone."""
-        for batch in self._each:
-            fresh = [basis.get(block.name) for block in batch.blocks]
-            pairs = enumerate(zip(batch.blocks, fresh, strict=True))
+    def moved(self, basis: Mapping[str, ChangeOfBasis]) -> Iterator[tuple[Stack, slice, Mapping[str, Tensor]]]:
+        """The blocks for which a basis has other tensors, and these, stacked: all of a stack, or each alone."""
+        for stack in self._each:
+            fresh = [basis.get(block.name) for block in stack.blocks]
+            pairs = enumerate(zip(stack.blocks, fresh, strict=True))
             moved = [index for index, (block, new) in pairs if new is not None and not block.change.equal(new)]
-            together = len(moved) == len(batch.blocks)
+            together = len(moved) == len(stack.blocks)
             for members in [slice(None)] if together else [slice(index, index + 1) for index in moved]:
                 changes = [change for change in fresh[members] if change is not None]
-                yield batch, members, type(changes[0]).stack(changes).tensors
+                yield stack, members, type(changes[0]).stack(changes).tensors
 
     def collect(self) -> None:
         """Stack the gradients of all blocks that have one."""
-        copies = [copy for batch in self._each for copy in batch.collect(still=self.still)]
+        copies = [copy for stack in self._each for copy in stack.collect(still=self.still)]
         copy_all([target for target, _ in copies], [source for _, source in copies])
 
     def encode_gradients(self) -> None:
         """Give the coordinates of every block that has a gradient theirs."""
-        active = [batch for batch in self._each if batch.active]
-        for batch in active:
-            batch.follow([batch.blocks[index] for index in batch.active])
-        encoded = self._applied("encode", [(batch.active_part()[0], batch.gradients, []) for batch in active])
-        for batch, parts in zip(active, encoded, strict=True):
-            batch.gradients = []
+        active = [stack for stack in self._each if stack.active]
+        for stack in active:
+            stack.follow([stack.blocks[index] for index in stack.active])
+        encoded = self._applied("encode", [(stack.active_part()[0], stack.gradients, []) for stack in active])
+        for stack, parts in zip(active, encoded, strict=True):
+            stack.gradients = []
             for place, gradients in enumerate(parts):
-                for index, gradient in zip(batch.active, gradients, strict=True):
-                    batch.blocks[index].coordinates[place].grad = gradient
+                for index, gradient in zip(stack.active, gradients, strict=True):
+                    stack.blocks[index].coordinates[place].grad = gradient
 
     def decode_coordinates(self) -> None:
         """Write the stepped coordinates back to the parameters."""
-        active = [batch for batch in self._each if batch.active]
-        decoded = self._applied("decode", [(*batch.active_part(), batch.active_slots()) for batch in active])
+        active = [stack for stack in self._each if stack.active]
+        decoded = self._applied("decode", [(*stack.active_part(), stack.active_slots()) for stack in active])
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for batch, parts in zip(active, decoded, strict=True):
-            for index, tensors in zip(batch.active, zip(*parts, strict=True), strict=True):
-                targets += batch.blocks[index].parameters
-                sources += batch.blocks[index].whole(tensors)
+        for stack, parts in zip(active, decoded, strict=True):
+            for index, tensors in zip(stack.active, zip(*parts, strict=True), strict=True):
+                targets += stack.blocks[index].parameters
+                sources += stack.blocks[index].whole(tensors)
             if not self.still:  # what was decoded need not all be held at once
                 copy_all(targets, sources)
                 targets, sources = [], []
         copy_all(targets, sources)
-        for batch in active:
-            for index in batch.active:
-                batch.blocks[index].wrote()
+        for stack in active:
+            for index in stack.active:
+                stack.blocks[index].wrote()
 
     def rewrite(self, write: Callable[[], object]) -> None:
         """Let someone write other weights into the coordinates, as the parameters are now, and then into these."""
-        for batch in self._each:
-            batch.pull()
-        before = [[stacked.clone() for stacked in batch.coordinates] for batch in self._each]
+        for stack in self._each:
+            stack.pull()
+        before = [[stacked.clone() for stacked in stack.coordinates] for stack in self._each]
         write()
-        for batch, own in zip(self._each, before, strict=True):
-            batch.push(own)
+        for stack, own in zip(self._each, before, strict=True):
+            stack.push(own)
 
     def _applied(self, method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
         if not self.still:
@@ -306,8 +306,8 @@ class Batches:
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step."""
-        for batch in self._each:
-            batch.drop_gradients()
+        for stack in self._each:
+            stack.drop_gradients()
 
 
 Parts = Sequence[tuple[ChangeOfBasis, list[Tensor], list[Tensor]]]  # what to apply to what, and memory to use
@@ -315,7 +315,7 @@ _Apply = Callable[[str, Parts], Iterable[list[Sequence[Tensor]]]]
 
 
 def _applied(method: str, parts: Parts) -> Iterator[list[Sequence[Tensor]]]:
-    """Encode or decode, one batch after the other, so that what comes out need not all be held at once."""
+    """Encode or decode, one stack after the other, so that what comes out need not all be held at once."""
     for change, tensors, slots in parts:
         results = getattr(change, method)(tensors)
         yield [_in_layout(*pair).unbind() for pair in zip(results, slots or results, strict=True)]
@@ -335,8 +335,8 @@ def _is_small(blocks: Sequence[BoundBlock]) -> bool:
     """Whether launching the products of a step takes longer than computing them."""
     coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
     kinds = {coordinate.device.type for coordinate in coordinates}
-    turned = any(block.change.tensors for block in blocks)
-    return turned and kinds == {"cuda"} and sum(each.nbytes for each in coordinates) <= _SMALL
+    rotated = any(block.change.tensors for block in blocks)
+    return rotated and kinds == {"cuda"} and sum(each.nbytes for each in coordinates) <= _SMALL
 
 
 def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

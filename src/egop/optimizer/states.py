@@ -43,7 +43,7 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
     """
     if engine.refresher is not None:
         engine.refresher.prepare(engine)
-    inside = {id(owner): (place, block) for place, block in enumerate(engine.blocks) for owner in block.owners}
+    inside = {id(original): (place, block) for place, block in enumerate(engine.blocks) for original in block.originals}
     refresher = engine.refresher
     remembered = {} if refresher is None else refresher.memories(engine, complete=complete)
     counts = [0, 0, 0] if refresher is None else refresher.counts()
@@ -59,8 +59,8 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
             found, stepped = _inner_state(engine, [piece])
             entry = dict(found[0])
             if piece is not parameter:
-                entry = {key: mapped(value, engine.pieces.spreading(piece)) for key, value in entry.items()}
-        elif block.owners[0] is parameter:
+                entry = {key: mapped(value, engine.pieces.as_sharded(piece)) for key, value in entry.items()}
+        elif block.originals[0] is parameter:
             entry, stepped = _of_block(engine, block, complete=complete)
             entry |= {f"{REFRESH}{key}": tensor for key, tensor in remembered.get(block.name, {}).items()}
             about |= {"place": place, "block": block.whole_change().describe()}
@@ -82,12 +82,12 @@ def _of_block(engine: Engine, block: BoundBlock, *, complete: bool) -> tuple[Ent
     states, stepped = _inner_state(engine, block.coordinates)
     for place, (coordinate, state) in enumerate(zip(block.coordinates, states, strict=True)):
         for key, value in state.items():
-            entry[_key(place, key)] = mapped(value, partial(block.spread, place)) if block.by_rows else value
-        entry[f"{COORDINATES}{place}"] = block.spread(place, taken(coordinate.detach()))
+            entry[_key(place, key)] = mapped(value, partial(block.as_sharded, place)) if block.by_rows else value
+        entry[f"{COORDINATES}{place}"] = block.as_sharded(place, taken(coordinate.detach()))
     entry |= {f"{BASIS}{key}": taken(tensor) for key, tensor in block.change.tensors.items()}
     entry |= {f"{REST}{place}": taken(tensor) for place, tensor in enumerate(block.rest or [])}
     # Torch's tools ask for what is in a state before they load one: the place is always there.
-    digests = block.stand_for() if complete else [UNKNOWN] * len(block.owners)
+    digests = block.stand_for() if complete else [UNKNOWN] * len(block.originals)
     rows = [list(bytes.fromhex(digest)) for digest in digests]
     entry[STANDS_FOR] = torch.tensor(rows, dtype=torch.uint8, device=block.device)
     return entry, stepped
@@ -194,7 +194,7 @@ class Published:
                 f"optimizer.state has another '{key}' than before: a basis cannot be changed there. Use "
                 f"optimizer.rebase(basis), or load a whole state by optimizer.load_state_dict. {refused}"
             )
-        if block is not None and block.owners[0] is not parameter:
+        if block is not None and block.originals[0] is not parameter:
             raise ValueError(
                 f"optimizer.state has a '{key}' for a parameter of block '{block.name}', whose state is with its first "
                 f"parameter, '{block.change.block.parameters[0]}'. {refused}"
@@ -205,7 +205,7 @@ class Published:
 
     def _take(self, engine: Engine, parameter: Tensor, keys: set[Any]) -> None:
         block, now = engine.block_of(parameter), self.states.get(parameter, {})
-        if block is not None and block.owners[0] is not parameter:
+        if block is not None and block.originals[0] is not parameter:
             return  # its state is with the first one
         tensors = [engine.pieces.of(parameter)] if block is None else block.coordinates
         inner = {key for key in now if not str(key).startswith(OWN)}

@@ -1,26 +1,169 @@
-"""Gram matrices of gradients, stacked as the blocks of a batch are."""
+"""The statistic: running means of the gradients' Gram matrices, stacked as the blocks are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import is_sharded
-from egop.optimizer import Batch, BoundBlock
+from egop.distributed import is_sharded, local
+from egop.optimizer import BoundBlock, InPlace, Recorder, Stack, Stacks
+
+Place = tuple[Stack, slice]  # some neighbours in a stack
+_GRAM = "gram/"  # before the name of each matrix, where they are saved
+
+
+class GramMatrices:
+    """Of every block that has had a gradient the running means of its Gram matrices.
+
+    A gradient whose Gram matrix overflows (beyond 1e19 in float32) makes the next renewal of its block fail; the Gram
+    matrix then starts anew with the gradient after that.
+
+    Args:
+        decay: of the running means.
+        grams: what was remembered before, by block name.
+        totals: of these the blocks whose matrices every process has as a whole, not the part of its own rows.
+    """
+
+    def __init__(
+        self, decay: float, grams: Mapping[str, dict[str, Tensor]] | None = None, totals: Iterable[str] = ()
+    ) -> None:
+        self.decay = decay
+        self.grams = dict(grams or {})
+        self._totals = set(totals)
+        self._stacks: dict[Stack, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
+        self._known: Stacks | None = None  # whose stacks these are
+        self._add = InPlace(add, Recorder())
+
+    def observe(self, stacks: Stacks) -> None:
+        """Take the gradients of a step into the running means."""
+        if self._known is not stacks:  # what belongs to stacks that are no more is dropped
+            self._stacks = {stack: self._stacks[stack] for stack in stacks if stack in self._stacks}
+            self._known = stacks
+        active = [stack for stack in stacks if stack.active and is_renewable(stack.change)]
+        steady = [stack for stack in active if stacks.still and self._is_steady(stack)]
+        if steady:
+            parts = [(stack.change, stack.gradients, self.of(stack)) for stack in steady]
+            tensors = [tensor for _, gradients, grams in parts for tensor in (*gradients, *grams.values())]
+            self._add.of(tensors, parts, self.decay)
+        for stack in active:
+            if stack not in steady:
+                self._observe(stack)
+
+    def of(self, stack: Stack) -> dict[str, Tensor]:
+        """The Gram matrices of a stack's blocks, made when the stack is new."""
+        if stack not in self._stacks:
+            grams = zeros_for(stack.change)
+            shapes = {key: gram.shape[1:] for key, gram in grams.items()}
+            for index, block in enumerate(stack.blocks):
+                known = self.grams.get(block.name)
+                if known is not None and {key: gram.shape for key, gram in known.items()} != shapes:
+                    del self.grams[block.name]  # of another structure
+                for key, gram in self.grams.get(block.name, {}).items():
+                    self.grams[block.name][key] = grams[key][index].copy_(gram)
+                    if block.name in self._totals and stack.by_rows and not stack.is_first:
+                        grams[key][index].zero_()
+                self._totals.discard(block.name)
+            self._stacks[stack] = grams
+        return self._stacks[stack]
+
+    def places(self, stack: Stack, wanted: Iterable[int] | None = None) -> Iterator[Place]:
+        """Of these blocks of a stack, or all, those that have had a gradient, neighbours together."""
+        indices = range(len(stack.blocks)) if wanted is None else wanted
+        chosen = [index for index in indices if stack.blocks[index].name in self.grams]
+        for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
+            members = [index for _, index in run]
+            yield stack, slice(members[0], members[-1] + 1)
+
+    def traces(self, stack: Stack) -> list[float]:
+        """The trace of one Gram matrix of each block: zero without any gradient."""
+        gram = next(iter(self.of(stack).values()))
+        traces: list[float] = stack.summed(gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1)).tolist()
+        return traces
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Start anew with the next gradient of these blocks."""
+        for name in names:
+            del self.grams[name]
+
+    def saved(self, stack: Stack, *, complete: bool) -> list[dict[str, Tensor]]:
+        """What is remembered of each block of a stack, as tensors.
+
+        Args:
+            stack: whose blocks.
+            complete: summed over the processes that have rows of a block; otherwise as views of what is here.
+        """
+        sums = {key: stack.summed(gram) for key, gram in self.of(stack).items()} if complete else {}
+        return [
+            {
+                f"{_GRAM}{key}": sums[key][index] if sums else gram
+                for key, gram in (self.grams.get(block.name) or zeros_for(block.change)).items()
+            }
+            for index, block in enumerate(stack.blocks)
+        ]
+
+    def loaded(
+        self, memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock], seen: Collection[str]
+    ) -> GramMatrices:
+        """A statistic that goes on from what was saved; an error where that does not fit the blocks.
+
+        Args:
+            memories: what :meth:`saved` gave, by block name.
+            blocks: the blocks.
+            seen: the names of those that had had a gradient.
+        """
+        grams, parts = {}, set()
+        for block in blocks:
+            matrices = {key: memories[block.name][f"{_GRAM}{key}"] for key in block.change.tensors}
+            shapes = {key: gram.shape for key, gram in zeros_for(block.change).items()}
+            if any(_is_in_parts(gram, shapes[key]) for key, gram in matrices.items()):
+                parts.add(block.name)
+            elif {key: gram.shape for key, gram in matrices.items()} != shapes:
+                raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
+            if block.name in seen:
+                grams[block.name] = {key: local(gram).to(block.device, copy=True) for key, gram in matrices.items()}
+        return GramMatrices(self.decay, grams, set(grams) - parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: stacks and recordings belong to the optimizer of this one."""
+        return self.__dict__ | {"_stacks": {}, "_known": None, "_add": InPlace(add, Recorder())}
+
+    def _is_steady(self, stack: Stack) -> bool:
+        """Whether all blocks have a gradient, and have had one."""
+        self.of(stack)  # drops Gram matrices of another structure
+        return len(stack.active) == len(stack.blocks) and all(block.name in self.grams for block in stack.blocks)
+
+    def _observe(self, stack: Stack) -> None:
+        grams = self.of(stack)
+        names = [stack.blocks[index].name for index in stack.active]
+        known = [name in self.grams for name in names]
+        together = len(names) == len(stack.blocks) and len(set(known)) == 1
+        for place in [slice(None)] if together else [slice(k, k + 1) for k in range(len(names))]:
+            first = stack.active[place][0]
+            members = slice(None) if together else slice(first, first + 1)
+            # The mean starts at the first gradient's own Gram matrix.
+            decay = self.decay if known[place][0] else 0.0
+            gradients = [gradient[place] for gradient in stack.gradients]
+            part = {key: gram[members] for key, gram in grams.items()}
+            add([(stack.change.part(members), gradients, part)], decay)
+        if not all(known):
+            for name, index in zip(names, stack.active, strict=True):
+                self.grams.setdefault(name, {key: gram[index] for key, gram in grams.items()})
 
 
 def add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:
     """Take gradients into running means of Gram matrices."""
-    for change, gradients, stacks in parts:
+    for change, gradients, grams in parts:
         rows = change.rows(gradients)
         assert rows is not None
-        for key, stack in stacks.items():
+        for key, gram in grams.items():
             one_by_one = rows[key].flatten(0, -3)  # of every matrix of every block
-            stack.flatten(0, -3).baddbmm_(one_by_one.mT, one_by_one, beta=decay, alpha=1 - decay)
+            gram.flatten(0, -3).baddbmm_(one_by_one.mT, one_by_one, beta=decay, alpha=1 - decay)
 
 
 def zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
@@ -28,29 +171,18 @@ def zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
     return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}
 
 
-def is_in_parts(gram: Tensor, shape: torch.Size) -> bool:
-    """Whether this is what each process has of a Gram matrix, one below the other, as egop.checkpoint saves it."""
-    return is_sharded(gram) and gram.shape != shape
-
-
 def is_renewable(change: ChangeOfBasis) -> bool:
     """Whether a change of basis consists of eigenvectors of Gram matrices."""
     return type(change).rows is not ChangeOfBasis.rows
 
 
-def renewal_cost(batch: Batch) -> int:
+def renewal_cost(stack: Stack) -> int:
     """What the renewal of one of its blocks takes, roughly."""
-    if not is_renewable(batch.change):
+    if not is_renewable(stack.change):
         return 0
-    return sum(math.prod(tensor.shape[1:-2]) * tensor.shape[-2] ** 3 for tensor in batch.change.tensors.values())
+    return sum(math.prod(tensor.shape[1:-2]) * tensor.shape[-2] ** 3 for tensor in stack.change.tensors.values())
 
 
-def is_trained(block: BoundBlock) -> bool:
-    """Whether a block is not frozen: one that is keeps its basis, too."""
-    return any(owner.requires_grad or owner.grad is not None for owner in block.owners)
-
-
-def of_blocks(sound: Tensor) -> list[bool]:
-    """Whether all matrices of each block are sound; a block of experts has several of a kind."""
-    found: list[bool] = sound.flatten(1).all(1).tolist() if sound.dim() > 1 else sound.tolist()
-    return found
+def _is_in_parts(gram: Tensor, shape: torch.Size) -> bool:
+    """Whether this is what each process has of a Gram matrix, one below the other, as egop.checkpoint saves it."""
+    return is_sharded(gram) and gram.shape != shape

@@ -7,7 +7,6 @@ import functools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from egop.basis import (
     Kronecker,
@@ -23,8 +22,10 @@ from egop.basis import (
 )
 from egop.numerics import identity, parse_bytes
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_decay, check_moments, check_positive
-from egop.refresh.drifting import Drifting
-from egop.refresh.grams import is_renewable
+from egop.refresh.beginnings import Choose
+from egop.refresh.grams import GramMatrices, is_renewable
+from egop.refresh.methods import FROM_SCRATCH, ITERATION
+from egop.refresh.schedules import InTurn, OnceDrifted
 from egop.refresh.streaming import Streaming
 
 
@@ -47,7 +48,7 @@ class Online(Refresh):
         structure: when the optimizer has no basis to start with: a structure (``Kronecker``, ``Shared`` or ``Full``), a
             mapping of name patterns to structures, or ``"auto"``, for each weight the richer of ``Kronecker`` and
             ``Shared`` that fits; embeddings, output heads and very wide layers are left, and
-            ``optimizer.refresher.left`` says why. A structure that is named is for all weights, these too:
+            ``optimizer.refresher.unrotated`` says why. A structure that is named is for all weights, these too:
             leave them out by name patterns.
         partition: which parameters form a block, likewise.
         memory: what all bases together may take, likewise.
@@ -74,8 +75,8 @@ class Online(Refresh):
         """What keeps count for one optimizer."""
         _check_renewable(self, optimizer)
         _warn_of_guesses(self, optimizer)
-        begin = functools.partial(_identities, config=self)
-        return Streaming(begin, self.every, self.decay, self.moments, spread=self.spread)
+        schedule = InTurn(self.every, spread=self.spread)
+        return Streaming(_choose(self), GramMatrices(self.decay), schedule, ITERATION, self.moments)
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,12 @@ class WhenDrifted(Refresh):
         """What keeps count for one optimizer."""
         _check_renewable(self, optimizer)
         _warn_of_guesses(self, optimizer)
-        settings: dict[str, Any] = {"every": self.check_every, "decay": self.decay, "moments": self.moments}
-        return Drifting(self.tolerance, begin=functools.partial(_identities, config=self), **settings)
+        schedule = OnceDrifted(self.check_every, self.tolerance)
+        return Streaming(_choose(self), GramMatrices(self.decay), schedule, FROM_SCRATCH, self.moments)
+
+
+def _choose(config: Online | WhenDrifted) -> Choose:
+    return functools.partial(_identities, config=config)
 
 
 def _identities(
@@ -151,7 +156,7 @@ def _identities(
         changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
         if not is_renewable(changes[-1]):
             raise ValueError(_not_renewable(config, changes[-1].kind))
-    return Reparameterization(changes, left=plan.left)
+    return Reparameterization(changes, unrotated=plan.unrotated)
 
 
 def _weights(layers: Mapping[str, Layer]) -> list[str]:
@@ -191,11 +196,11 @@ def _warn_of_guesses(config: Online | WhenDrifted, optimizer: Rebasable) -> None
     guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
     if config.structure != "auto" or optimizer.blocks or not guessed:
         return
-    rotated = [name for name, layer in guessed.items() if not layer.left]
-    left = [f"{name} ({layer.left})" for name, layer in guessed.items() if layer.left]
+    rotated = [name for name, layer in guessed.items() if not layer.unrotated]
+    alone = [f"{name} ({layer.unrotated})" for name, layer in guessed.items() if layer.unrotated]
     warnings.warn(
         f"egop.{type(config).__name__} chooses by what each weight is, and without its module that was guessed by name "
-        f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(left)}. An embedding or an "
+        f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(alone)}. An embedding or an "
         "output head that is rotated slows training down. Give the optimizer the model itself, or model=model beside "
         "the parameters; or say what to rotate: structure={'name pattern': egop.Kronecker()}.",
         stacklevel=4,  # the line that makes the optimizer

@@ -66,8 +66,8 @@ def smoothness_lower_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) ->
     if values[0] + gamma == 0:
         return 0.0
     size = len(matrix)
-    spread = _largest_sign_form(matrix, vectors) / size
-    return size / (2 * scale) * (spread - gamma) / math.sqrt(float(values[0]) + gamma)
+    largest = _largest_sign_form(matrix, vectors) / size
+    return size / (2 * scale) * (largest - gamma) / math.sqrt(float(values[0]) + gamma)
 
 
 def density_lower_bound(spectrum: Spectrum, *, scale: float, gamma: float = 0.0, dimension: int | None = None) -> float:
@@ -93,8 +93,8 @@ def density_lower_bound(spectrum: Spectrum, *, scale: float, gamma: float = 0.0,
     top = float(spectrum.eigenvalues[0])
     if top + gamma == 0:
         return 0.0
-    spread = float((spectrum.density * spectrum.eigenvalues).max())
-    return size / (2 * scale) * (spread - gamma) / math.sqrt(top + gamma)
+    largest = float((spectrum.density * spectrum.eigenvalues).max())
+    return size / (2 * scale) * (largest - gamma) / math.sqrt(top + gamma)
 
 
 def reparameterized_constants(

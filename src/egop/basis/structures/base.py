@@ -37,7 +37,7 @@ class ChangeOfBasis(abc.ABC):
     # Whether ``decode(encode(x)) == x`` for every x. If not, the optimizer keeps the rest of the starting point, or
     # drops it, as the structure says.
     complete: ClassVar[bool] = True
-    # Whether it turns every row of a tensor by itself, so that some of the rows can be turned without the others.
+    # Whether it rotates every row of a tensor by itself, so that some of the rows can be rotated without the others.
     rowwise: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -154,11 +154,11 @@ def report(
 
 
 def _estimate(method: str, parts: Sequence[Part], ranks: int, *, fsdp2: bool = True) -> Estimate:
-    size, turned = sum(part.size for part in parts), sum(part.size for part in parts if part.memory.bases)
+    size, rotated = sum(part.size for part in parts), sum(part.size for part in parts if part.memory.bases)
     shares = [part.share(ranks) if part.way == "rows" else 1.0 for part in parts]
     return Estimate(
         method=method,
-        rotated=turned / size,
+        rotated=rotated / size,
         device=total(part.memory for part in parts),
         fsdp2=total(part.sharded(ranks) for part in parts) if fsdp2 else None,
         kept=_largest_share(parts, ranks),

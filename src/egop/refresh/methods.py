@@ -1,15 +1,20 @@
-"""How a basis follows a Gram matrix: one step of orthogonal iteration, for many at once and without a word to the host.
+"""Methods: how a basis follows a Gram matrix, for many at once and without a word to the host.
 
 All functions take matrices with any leading dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from egop.distributed import processes
 from egop.numerics import linalg, precision
 
 _PROBES = 4  # vectors that a new basis is tried on
@@ -17,7 +22,41 @@ _PROBES = 4  # vectors that a new basis is tried on
 # A first basis that is wider has no more than so many eigenvectors: all of them would take minutes (see `first`).
 WIDE, LEADING = 2048, 256
 
+# What is over sooner is not announced.
+_PATIENCE = 5.0
+# Seconds for a matrix of n columns, roughly: a full decomposition takes so many times n³, a partial one n² times rank.
+_FULL, _PARTIAL = 1e-10, 3e-10
+_FASTER = 10  # than two cores is a GPU
+
 Done = Callable[[], object]  # called after each decomposition, for a progress bar
+Renewal = Callable[..., tuple[Tensor, ...]]  # of Gram matrices and bases: new bases, and which are sound
+
+
+@dataclass(frozen=True)
+class Method:
+    """How bases follow Gram matrices.
+
+    Args:
+        first: makes the first basis of a block.
+        renewed: makes each that follows.
+        beside: whether that may be recorded, and go on beside the training until the next step takes it.
+        wide: of Gram matrices wider than this the first basis is of the strongest directions only.
+    """
+
+    first: Renewal
+    renewed: Renewal
+    beside: bool
+    wide: float
+
+    def seconds(self, matrices: Sequence[Tensor]) -> float:
+        """Roughly how long the first bases for these Gram matrices take."""
+
+        def of(matrix: Tensor) -> float:
+            width = matrix.shape[-1]
+            on_cores = _FULL * width**3 if width <= self.wide else _PARTIAL * width**2 * LEADING
+            return on_cores / (_FASTER if matrix.device.type == "cuda" else 1)
+
+        return sum(map(of, matrices))
 
 
 def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
@@ -99,3 +138,22 @@ def _near_one(matrices: Tensor) -> Tensor:
     largest = matrices.abs().amax((-2, -1), keepdim=True)
     scale = (torch.frexp(largest).mantissa / largest).clamp_max(2.0**126)
     return matrices * torch.where(largest > 0, scale, 1)
+
+
+@contextlib.contextmanager
+def announced(widths: Sequence[int], seconds: float) -> Iterator[Done]:
+    """Show a progress bar, before the work begins, if it takes long; what is called after each matrix.
+
+    Args:
+        widths: of the matrices to decompose.
+        seconds: how many all of them take, roughly.
+    """
+    text = f"First bases: {len(widths)} up to {max(widths, default=0)} wide, about {seconds:.0f} s"
+    with tqdm(total=len(widths), desc=text, disable=seconds < _PATIENCE or processes.rank() > 0) as bar:
+        yield bar.update
+
+
+# One step of orthogonal iteration; or all eigenvectors every time, also the first: a basis with some of them would be
+# taken for one that has drifted.
+ITERATION = Method(first, renewed, beside=True, wide=WIDE)
+FROM_SCRATCH = Method(from_scratch, from_scratch, beside=False, wide=math.inf)

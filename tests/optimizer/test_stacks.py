@@ -47,7 +47,7 @@ def train(optimizer, model, count=12, skip=()):
 
 
 def one_at_a_time(model, found, kind, **arguments):
-    """An optimizer of its own for each layer: no two blocks in a batch."""
+    """An optimizer of its own for each layer: no two blocks in a stack."""
     own = [
         egop.ReparameterizedOptimizer(
             [(f"{index}.{name}", parameter) for name, parameter in layer.named_parameters()],
@@ -68,18 +68,18 @@ def one_at_a_time(model, found, kind, **arguments):
 
 @pytest.mark.parametrize("skip", [(), ("1",), ("0", "3")], ids=["all", "one without", "two without"])
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_a_batch_is_its_blocks_one_by_one(structure, skip):
+def test_a_stack_is_its_blocks_one_by_one(structure, skip):
     found, arguments = basis(structure), {"lr": 0.01, "weight_decay": 0.1}
     models = network(), network()
     together = egop.ReparameterizedOptimizer(models[0], torch.optim.AdamW, found, **arguments)
-    assert max(len(batch.blocks) for batch in together.batches) == 4
+    assert max(len(stack.blocks) for stack in together.stacks) == 4
     apart = one_at_a_time(models[1], found, torch.optim.AdamW, **arguments)
     assert distance(train(together, models[0], skip=skip), train(apart, models[1], skip=skip)) < 1e-12
 
 
 @pytest.mark.parametrize("skip", [(), ("0", "3")], ids=["all", "two without"])
 @pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
-def test_gram_matrices_of_a_batch_are_those_of_its_blocks(structure, skip):
+def test_gram_matrices_of_a_stack_are_those_of_its_blocks(structure, skip):
     models, refreshes = (network(), network()), [egop.Online(every=3, structure=structure, spread=False)] * 2
     together = egop.ReparameterizedOptimizer(models[0], torch.optim.SGD, basis(structure), refresh=refreshes[0])
     apart = one_at_a_time(models[1], basis(structure), torch.optim.SGD, refresh=refreshes[1])
