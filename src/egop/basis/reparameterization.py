@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from egop.basis import files
+from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.basis.structures.views import Coordinates, as_tuple
@@ -41,20 +42,11 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         unrotated: Mapping[str, str] | None = None,
         owners: Mapping[str, int] | None = None,
     ) -> None:
+        check_disjoint([change.block for change in changes])
         self._changes = {change.block.name: change for change in changes}
         self.spectrum = dict(spectrum or {})
         self.unrotated = dict(unrotated or {})
         self.owners = None if owners is None else dict(owners)
-        if len(self._changes) < len(changes):
-            raise ValueError(f"Two blocks have one name among {[change.block.name for change in changes]}.")
-        owner: dict[str, str] = {}
-        for change in changes:
-            for parameter in change.block.parameters:
-                if parameter in owner:
-                    raise ValueError(
-                        f"Parameter '{parameter}' is in two blocks, '{owner[parameter]}' and '{change.block.name}'."
-                    )
-                owner[parameter] = change.block.name
 
     def __getitem__(self, block: str) -> ChangeOfBasis:
         """The change of basis of one block."""

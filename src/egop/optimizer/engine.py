@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Reparameterization, plain_name
+from egop.basis import Known, Layer, Reparameterization, check_disjoint, plain_name
 from egop.distributed import Pieces
 from egop.optimizer.binding import BoundBlock, bind
 from egop.optimizer.inner import check_blocks, check_class, copy_hyperparameters, fresh_states, proposed
@@ -281,7 +281,7 @@ class Engine:
         """
         self.settle()
         new = self.bind(basis, self.param_groups)
-        Reparameterization([block.change for block in self.blocks + new])  # checks that no two share a parameter
+        check_disjoint([block.change.block for block in self.blocks + new])
         for block in new:
             block.drop_rest()
             for original in block.originals:

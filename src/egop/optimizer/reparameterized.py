@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Reparameterization, layers_of, plain_name
+from egop.basis import Known, Layer, Reparameterization, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
 from egop.numerics import without_autocast
 from egop.optimizer.binding import BoundBlock
@@ -111,7 +111,7 @@ class ReparameterizedOptimizer(Optimizer):
         blocks = engine.bind(basis, self.param_groups)
         for index, own in enumerate(bases):
             blocks += engine.bind(own, self.param_groups[index : index + 1], first_group=index)
-        Reparameterization([block.change for block in blocks])  # checks that no two blocks share a parameter
+        check_disjoint([block.change.block for block in blocks])
         engine.build(blocks, Pieces())
         named = [
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
@@ -213,7 +213,7 @@ class ReparameterizedOptimizer(Optimizer):
         basis = group.pop("basis", None)
         engine.check_class([group])
         blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
-        Reparameterization([block.change for block in engine.blocks + blocks])  # checks that no two share a name
+        check_disjoint([block.change.block for block in engine.blocks + blocks])
         super().add_param_group(group)
         try:
             engine.add_group(blocks)

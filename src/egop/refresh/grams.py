@@ -45,7 +45,7 @@ class GramMatrices:
         if self._known is not stacks:  # what belongs to stacks that are no more is dropped
             self._stacks = {stack: self._stacks[stack] for stack in stacks if stack in self._stacks}
             self._known = stacks
-        active = [stack for stack in stacks if stack.active and is_renewable(stack.change)]
+        active = [stack for stack in stacks if stack.active and stack.change.is_renewable()]
         steady = [stack for stack in active if stacks.still and self._is_steady(stack)]
         if steady:
             parts = [(stack.change, stack.gradients, self.of(stack)) for stack in steady]
@@ -171,14 +171,9 @@ def zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
     return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}
 
 
-def is_renewable(change: ChangeOfBasis) -> bool:
-    """Whether a change of basis consists of eigenvectors of Gram matrices."""
-    return type(change).rows is not ChangeOfBasis.rows
-
-
 def renewal_cost(stack: Stack) -> int:
     """What the renewal of one of its blocks takes, roughly."""
-    if not is_renewable(stack.change):
+    if not stack.change.is_renewable():
         return 0
     return sum(math.prod(tensor.shape[1:-2]) * tensor.shape[-2] ** 3 for tensor in stack.change.tensors.values())
 

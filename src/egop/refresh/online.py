@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from egop.basis import (
-    Kronecker,
+    CHANGES,
+    ONLINE,
     Layer,
     Partition,
     Reparameterization,
-    Shared,
     StructureChoice,
     check_structure,
     make_plan,
@@ -23,7 +23,7 @@ from egop.basis import (
 from egop.numerics import identity, parse_bytes
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_decay, check_moments, check_positive
 from egop.refresh.beginnings import Choose
-from egop.refresh.grams import GramMatrices, is_renewable
+from egop.refresh.grams import GramMatrices
 from egop.refresh.methods import FROM_SCRATCH, ITERATION
 from egop.refresh.schedules import InTurn, OnceDrifted
 from egop.refresh.streaming import Streaming
@@ -149,12 +149,12 @@ def _identities(
     known = [*everything, *(config.partition if isinstance(config.partition, Mapping) else ())]
     structure = _structure_for(config.structure, known, [block.name for block in blocks])
     memory = parse_bytes(config.memory) - sum(block.change.nbytes for block in optimizer.blocks)
-    plan = make_plan(blocks, layers, structure, max(0, memory), (Kronecker(), Shared()))
+    plan = make_plan(blocks, layers, structure, max(0, memory), ONLINE)
     changes = []
     for block, structure in plan.chosen.items():
         shapes = structure.basis_shapes(block).items()
         changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
-        if not is_renewable(changes[-1]):
+        if not changes[-1].is_renewable():
             raise ValueError(_not_renewable(config, changes[-1].kind))
     return Reparameterization(changes, unrotated=plan.unrotated)
 
@@ -187,7 +187,7 @@ def _is_for(pattern: str, everything: Sequence[str], these: Sequence[str]) -> bo
 
 def _check_renewable(config: Online | WhenDrifted, optimizer: Rebasable) -> None:
     kinds = sorted({block.change.kind for block in optimizer.blocks})
-    if kinds and not any(is_renewable(block.change) for block in optimizer.blocks):
+    if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
         raise ValueError(_not_renewable(config, ", ".join(kinds)))
 
 
@@ -212,7 +212,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _not_renewable(config: Online | WhenDrifted, kinds: str) -> str:
+    renewable = ", ".join(kind for kind, change in CHANGES.items() if change.is_renewable())
     return (
-        f"egop.{type(config).__name__} renews bases of structure Full, Shared and Kronecker, not {kinds}. "
+        f"egop.{type(config).__name__} renews bases of structure {renewable}, not {kinds}. "
         "Use egop.Every(...), which can renew every structure."
     )

@@ -14,7 +14,7 @@ from egop.basis import ChangeOfBasis
 from egop.distributed import whole
 from egop.optimizer import Aside, BoundBlock, Moments, Rebasable, Recorder, Refresher, Replayed, Stack
 from egop.refresh.beginnings import Beginnings, Choose
-from egop.refresh.grams import GramMatrices, Place, is_renewable
+from egop.refresh.grams import GramMatrices, Place
 from egop.refresh.methods import Method, Renewal, announced, from_scratch
 from egop.refresh.schedules import Schedule
 
@@ -98,7 +98,7 @@ class Streaming(Refresher):
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
         """Whether it consists of eigenvectors of Gram matrices."""
-        return is_renewable(change)
+        return change.is_renewable()
 
     def prepare(self, optimizer: Rebasable) -> None:
         """Without a basis, start from the original coordinates."""
@@ -114,7 +114,7 @@ class Streaming(Refresher):
         memories: dict[str, dict[str, Tensor]] = {}
         made = self.beginnings.made_of(optimizer)
         for stack in optimizer.stacks:
-            if not is_renewable(stack.change):
+            if not stack.change.is_renewable():
                 continue
             for block, memory in zip(stack.blocks, self.statistic.saved(stack, complete=complete), strict=True):
                 name = block.name
@@ -127,7 +127,7 @@ class Streaming(Refresher):
         self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
     ) -> None:
         """Go on from what was saved."""
-        wanted = [block for block in blocks if is_renewable(block.change)]
+        wanted = [block for block in blocks if block.change.is_renewable()]
         if missing := [block.name for block in wanted if _PHASE not in memories[block.name]]:
             raise ValueError(
                 "The state dict is incomplete or damaged, or of another refresh: it has no Gram matrices of "

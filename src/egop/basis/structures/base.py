@@ -92,6 +92,11 @@ class ChangeOfBasis(abc.ABC):
         """
         return None
 
+    @classmethod
+    def is_renewable(cls) -> bool:
+        """Whether it consists of eigenvectors of Gram matrices, which an online basis can follow."""
+        return cls.rows is not ChangeOfBasis.rows
+
     def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
         """The rotation from another one's coordinates to these, a matrix for each tensor; None if there is none."""
         return None
