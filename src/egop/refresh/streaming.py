@@ -58,6 +58,7 @@ class Streaming(Refresher):
 
     def observe(self, optimizer: Rebasable) -> None:
         """Take the gradients into the statistic; first ones give first bases."""
+        self.statistic.move_to(optimizer.stacks)
         self.statistic.observe(optimizer.stacks)
         if begun := self.beginnings.waiting & self.statistic.grams.keys():
             self._find_first_bases(optimizer, begun)
@@ -65,6 +66,7 @@ class Streaming(Refresher):
     def after_step(self, optimizer: Rebasable) -> None:
         """Renew the bases that are due."""
         self.steps += 1
+        self.statistic.move_to(optimizer.stacks)
         due = list(self.schedule.due(optimizer.stacks, self.steps, self.statistic))
         beside = self._renew(due, self._renewed)
         if not (beside and self.method.beside):
@@ -74,6 +76,7 @@ class Streaming(Refresher):
     def renew(self, optimizer: Rebasable) -> None:
         """Renew all bases now, from scratch."""
         self.settle(optimizer)
+        self.statistic.move_to(optimizer.stacks)
         self._renew([place for stack in optimizer.stacks for place in self.statistic.places(stack)], from_scratch)
         self.settle(optimizer)
         self.renewals += 1
@@ -118,7 +121,7 @@ class Streaming(Refresher):
                 continue
             for block, memory in zip(stack.blocks, self.statistic.saved(stack, complete=complete), strict=True):
                 name = block.name
-                seen, waits = name in self.statistic.grams, name in self.beginnings.waiting
+                seen, waits = self.statistic.has_seen(block), name in self.beginnings.waiting
                 phase = [seen, waits, name in made, self.schedule.turns.get(name, -1)]
                 memories[name] = memory | {_PHASE: torch.tensor(phase, device=block.device)}
         return memories
