@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 
 # A setting of torch: whose (a backend's, or "generic", of all), and for what ("all" of its operations, or one of them).
 Setting = tuple[str, str]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MATRICES: list[Setting] = [("cuda", "matmul"), ("mkldnn", "matmul")]
 _LAYERS: list[Setting] = [("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv"), ("mkldnn", "rnn")]
@@ -33,6 +36,17 @@ def without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def in_normal_mode(method: Method) -> Method:
+    """Frameworks save from inside ``torch.inference_mode``, where tensors are made that cannot be trained with."""
+
+    @functools.wraps(method)
+    def normally(*arguments: Any, **options: Any) -> Any:
+        with torch.inference_mode(False):
+            return method(*arguments, **options)
+
+    return cast(Method, normally)
 
 
 @contextlib.contextmanager
