@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-from egop import checkpoint, theory
+from egop import checkpoint, optim, theory
 from egop.basis.reparameterization import Reparameterization
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import (
@@ -61,6 +61,7 @@ __all__ = [
     "diagnose",
     "estimate",
     "merge",
+    "optim",
     "parametrize",
     "rotate_inputs",
     "theory",

@@ -182,15 +182,3 @@ def check_refresh(refresh: object, basis: object) -> None:
         raise TypeError(
             f"refresh must be egop.Every, egop.Online or egop.WhenDrifted, got {refresh!r}.{call_it(refresh, Refresh)}"
         )
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raise an error for what is not a whole number of at least 1."""
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"Invalid {name} value: {value!r}. Must be a whole number of at least 1.")
-
-
-def check_decay(decay: float) -> None:
-    """Raise an error for what is not the decay of a running mean."""
-    if not 0 <= decay < 1:
-        raise ValueError(f"Invalid decay value: {decay}. Must be at least 0 and below 1.")

@@ -20,8 +20,8 @@ from egop.basis import (
     partition_parameters,
     plain_name,
 )
-from egop.numerics import identity, parse_bytes
-from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_decay, check_moments, check_positive
+from egop.numerics import check_fraction, check_positive, identity, parse_bytes
+from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 from egop.refresh.beginnings import Choose
 from egop.refresh.grams import GramMatrices
 from egop.refresh.methods import FROM_SCRATCH, ITERATION
@@ -67,7 +67,7 @@ class Online(Refresh):
 
     def __post_init__(self) -> None:
         check_positive("every", self.every)
-        check_decay(self.decay)
+        check_fraction("decay", self.decay)
         check_moments(self.moments)
         check_structure(self.structure)
 
@@ -103,7 +103,7 @@ class WhenDrifted(Refresh):
 
     def __post_init__(self) -> None:
         check_positive("check_every", self.check_every)
-        check_decay(self.decay)
+        check_fraction("decay", self.decay)
         check_moments(self.moments)
         check_structure(self.structure)
         if not 0 < self.tolerance < 1:
