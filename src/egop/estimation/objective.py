@@ -35,7 +35,8 @@ class Objective:
     Example:
         >>> model = torch.nn.Linear(3, 1)
         >>> batches = [(torch.ones(8, 3), torch.zeros(8, 1))]
-        >>> objective = Objective(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batches)
+        >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        >>> objective = egop.Objective(model, loss, batches)
         >>> sorted(objective.parameters)
         ['bias', 'weight']
     """
@@ -75,7 +76,7 @@ class Objective:
 
         Example:
             >>> theta = torch.zeros(2)
-            >>> objective = Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
+            >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
         """
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}.")
