@@ -203,3 +203,32 @@ def test_every_public_name_has_an_example_that_runs(name, tmp_path):
         for test in tests:
             runner.run(test, out=said.append)
     assert runner.failures == 0, "".join(said)
+
+
+TYPED_USE = """
+import torch
+import egop
+
+model = torch.nn.Linear(4, 2)
+objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+basis: egop.Reparameterization = egop.estimate(objective, rho=egop.Initialization(), structure=egop.Shared())
+change: egop.ChangeOfBasis = basis["weight"]
+optimizer: torch.optim.Optimizer = egop.ReparameterizedOptimizer(
+    model.named_parameters(), torch.optim.AdamW, basis, refresh=egop.Online(every=10), lr=1e-3
+)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+verdict: str = egop.diagnose(objective).verdict
+egop.Online(every="ten")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_uses_the_library_is_checked_by_mypy(tmp_path):
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    (tmp_path / "use.py").write_text(TYPED_USE)
+    # With the project's settings, which are strict, and so with what `make lint` has in its cache: else it takes long.
+    check = [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path / "use.py")]
+    root = Path(__file__).parent.parent
+    said = subprocess.run(check, cwd=root, capture_output=True, text=True, timeout=600).stdout
+    assert said.count("error:") == 1, said
+    assert 'Argument "every" to "Online" has incompatible type "str"; expected "int"' in said

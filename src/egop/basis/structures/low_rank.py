@@ -52,7 +52,7 @@ class AuxiliaryChange(ChangeOfBasis):
 
     @property
     def cost_per_step(self) -> int:
-        return 8 * self.block.size * self.settings["rank"]
+        return 8 * self.block.size * int(self.settings["rank"])
 
 
 class ReducedChange(ChangeOfBasis):
@@ -80,7 +80,7 @@ class ReducedChange(ChangeOfBasis):
 
     @property
     def cost_per_step(self) -> int:
-        return 4 * self.block.size * self.settings["rank"]
+        return 4 * self.block.size * int(self.settings["rank"])
 
     def round_trip_error(self) -> float:
         """Here coordinates come back, not every vector."""
