@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import zipfile
@@ -203,6 +204,13 @@ def test_every_public_name_has_an_example_that_runs(name, tmp_path):
         for test in tests:
             runner.run(test, out=said.append)
     assert runner.failures == 0, "".join(said)
+
+
+def test_the_files_that_contributors_are_sent_to_are_there():
+    root = Path(__file__).parent.parent
+    named = re.findall(r"`((?:src|docs)/[^`]*)`", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    assert [path for path in named if not (root / path).exists()] == []
 
 
 TYPED_USE = """
