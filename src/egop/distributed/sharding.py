@@ -101,7 +101,8 @@ def part_of(values: Any, tensor: Any) -> Tensor:
 
     if not is_sharded(values):
         if values.shape[0] != tensor.shape[0] and values.shape == local(tensor).shape:
-            return values  # this process's rows already
+            rows: Tensor = values  # this process's rows already
+            return rows
         everywhere = [Replicate()] * tensor.device_mesh.ndim
         values = DTensor.from_local(values.to(tensor.device), tensor.device_mesh, everywhere, run_check=False)
     found: Tensor = values.detach().redistribute(tensor.device_mesh, tensor.placements).to_local()
