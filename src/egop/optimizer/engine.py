@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.binding import BoundBlock, bind
-from egop.optimizer.inner import check_blocks, check_class, copy_hyperparameters, fresh_states, proposed
+from egop.optimizer.inner import check_blocks, check_class, fresh_states, proposed
 from egop.optimizer.membership import Bound
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
@@ -127,7 +127,7 @@ class Engine:
         """One step of the inner optimizer in coordinates."""
         if self.refresher is not None:
             self.refresher.before_step(self)
-        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         stacks = self.stacks
         try:
             stacks.collect()
@@ -140,7 +140,7 @@ class Engine:
             stacks.drop_gradients()
             self.pieces.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
-        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         if self.refresher is not None:
             self.refresher.after_step(self)
 
@@ -156,7 +156,7 @@ class Engine:
     def switch(self, mode: str) -> None:
         """Call the inner optimizer's ``train`` or ``eval``, which writes other weights."""
         self.settle()
-        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         self.pieces.pull()
         try:
             self.stacks.rewrite(getattr(self.inner, mode))
@@ -166,7 +166,7 @@ class Engine:
             raise
         finally:
             self.pieces.drop_gradients()
-        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     # --- what a refresh may look at, while a step is under way ---
 
@@ -185,7 +185,7 @@ class Engine:
 
         Of the blocks that have a gradient, stacked as in :meth:`momentum`. Takes as long as a step of these blocks.
         """
-        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         change, _ = stack.active_part()
         gradients = [gradient for part in change.encode(stack.gradients) for gradient in part.unbind()]
         count = len(stack.coordinates)
@@ -290,3 +290,9 @@ def inner_group(group: Mapping[str, Any], blocks: list[BoundBlock], pieces: Piec
         own = block.coordinates if block is not None else [pieces.of(parameter)]
         members |= {id(tensor): tensor for tensor in own}
     return {key: value for key, value in group.items() if key != "param_names"} | {"params": list(members.values())}
+
+
+def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Give groups the hyper-parameters of other ones."""
+    for one, other in zip(source, target, strict=True):
+        other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
