@@ -4,11 +4,10 @@ A new structure is a file in ``structures/``, or one of your own: it is register
 """
 
 from egop.basis.files import orthonormality_error
-from egop.basis.names import WRAPPER, plain_name
 from egop.basis.partition import Block, Partition, check_disjoint, partition_parameters
 from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
 from egop.basis.reparameterization import Reparameterization
-from egop.basis.roles import Known, Layer, layers_of
+from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
 from egop.basis.spectrum import LEADING, Spectrum, agreement
 from egop.basis.structures import (
     CHANGES,

@@ -30,9 +30,12 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         owners: of a basis that is kept in parts, the process that has each block, by block name.
 
     Example:
-        >>> basis = egop.estimate(objective)                                  # doctest: +SKIP
-        >>> coordinates = basis.encode(dict(model.named_parameters()))        # doctest: +SKIP
-        >>> basis.save("basis.safetensors")                                   # doctest: +SKIP
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), progress=False)
+        >>> list(basis), basis.spectrum["theta"].samples
+        (['theta'], 3)
+        >>> basis.save(folder / "basis.safetensors")
+        >>> coordinates = egop.Reparameterization.load(folder / "basis.safetensors").encode({"theta": torch.ones(3)})
     """
 
     def __init__(

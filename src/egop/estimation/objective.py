@@ -30,7 +30,8 @@ class Objective:
     Example:
         >>> model = torch.nn.Linear(3, 1)
         >>> batches = [(torch.ones(8, 3), torch.zeros(8, 1))]
-        >>> objective = Objective(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batches)
+        >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        >>> objective = egop.Objective(model, loss, batches)
         >>> sorted(objective.parameters)
         ['bias', 'weight']
     """
@@ -55,7 +56,7 @@ class Objective:
 
         Example:
             >>> theta = torch.zeros(2)
-            >>> objective = Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
+            >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
         """
         objective = cls.__new__(cls)
         loss = FunctionLoss(function, tensors, batched=batches is not None)

@@ -19,8 +19,8 @@ _LAYERS: list[Setting] = [("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv"),
 
 # What is read and written behind torch.backends' `fp32_precision`. Those attributes will not do: once the flags are
 # frozen (``torch.backends.disable_global_flags``) some cannot be written, mkldnn's writes another setting than it
-# reads, and ``torch.backends.cudnn.flags`` leaves inherited settings behind as chosen ones. tests/test_precision.py
-# notices should these two change.
+# reads, and ``torch.backends.cudnn.flags`` leaves inherited settings behind as chosen ones.
+# tests/numerics/test_precision.py notices should these two change.
 _read, _write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 _lock = threading.Lock()

@@ -55,6 +55,14 @@ class Online(Refresh):
         moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
         spread: renew the blocks in turn, every block once in ``every`` steps, so that all steps take about as long;
             False renews all of them in one step, as SOAP does.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(every=5), lr=1e-3)
+        >>> model(torch.ones(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> list(optimizer.basis), optimizer.refresher.unrotated
+        (['0.weight'], {'2.weight': 'the output head'})
     """
 
     every: int = 10
@@ -91,6 +99,11 @@ class WhenDrifted(Refresh):
         partition: likewise.
         memory: likewise.
         moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> refresh = egop.WhenDrifted(0.2, check_every=20, structure=egop.Kronecker())
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
     """
 
     tolerance: float = 0.1
