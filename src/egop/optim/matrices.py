@@ -35,14 +35,12 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of weights, each of two dimensions or more."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for index, parameter in enumerate(group["params"]):
+        for parameter in self.param_groups[-1]["params"]:
             if parameter.dim() < 2:
                 self.param_groups.pop()
-                name = group["param_names"][index] if "param_names" in group else f"number {index} of its group"
                 raise ValueError(
-                    f"egop.optim.{type(self).__name__} steps tensors of two or more dimensions, but parameter {name} "
-                    f"has shape {tuple(parameter.shape)}. Give vectors to another optimizer; in "
+                    f"egop.optim.{type(self).__name__} steps tensors of two or more dimensions, but got a parameter of "
+                    f"shape {tuple(parameter.shape)}. Give vectors to another optimizer; in "
                     "egop.ReparameterizedOptimizer by outside=torch.optim.AdamW."
                 )
 
