@@ -1,7 +1,7 @@
 """Experiments with made-up results: how claims come out when the records say so."""
 
-from egop_lab.experiments.base import Context
-from egop_lab.experiments.records import Record, Store
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record, Store
 
 
 def faked(experiment, outcome, path, preset="quick"):

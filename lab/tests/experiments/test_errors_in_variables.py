@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from egop_lab.experiments import errors_in_variables, tuned
-from egop_lab.experiments.base import Context, in_processes
 from egop_lab.experiments.errors_in_variables import ErrorsInVariablesExperiment, MaskedRegression, straightness
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.sweeps import EGOP, TUNING
 from egop_lab.experiments.tuned import Method
+from egop_lab.training.context import Context, in_processes
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP, TUNING
 from fakes import faked, in_this_process, verdicts
 
 SIZES = {"size": 4, "decay": 2.0, "samples": 50}

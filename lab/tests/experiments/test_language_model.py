@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import egop
-from egop_lab.experiments import language
-from egop_lab.experiments.base import Context, MissingDataError
-from egop_lab.experiments.language import COMMON, FIXED, METHODS, PERIODIC, SOAP, Run, Start, Trials
+from egop_lab.data.missing import MissingDataError
+from egop_lab.data.text import load
 from egop_lab.experiments.language_model import LanguageModelExperiment
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.residual import ADAMW, BOTH_SIDES, MUON, ONLINE
-from egop_lab.experiments.sweeps import TUNING
-from egop_lab.experiments.text import load
+from egop_lab.training import language
+from egop_lab.training.context import Context
+from egop_lab.training.language import COMMON, FIXED, METHODS, PERIODIC, SOAP, Run, Start, Trials
+from egop_lab.training.records import Store
+from egop_lab.training.residual import ADAMW, BOTH_SIDES, MUON, ONLINE
+from egop_lab.training.sweeps import TUNING
 
 EXPERIMENT = LanguageModelExperiment()
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from egop_lab.experiments.language import COMMON, FIXED, PERIODIC, SOAP
 from egop_lab.experiments.language_model import LanguageModelExperiment
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.residual import ADAMW, BOTH_SIDES, MUON, ONLINE
-from egop_lab.experiments.sweeps import TUNING
+from egop_lab.training.language import COMMON, FIXED, PERIODIC, SOAP
+from egop_lab.training.records import Record, Store
+from egop_lab.training.residual import ADAMW, BOTH_SIDES, MUON, ONLINE
+from egop_lab.training.sweeps import TUNING
 
 EXPERIMENT = LanguageModelExperiment()
 

@@ -11,10 +11,12 @@ import torch
 from PIL import Image
 
 import egop
+from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import resnet
-from egop_lab.experiments.base import Context, MissingDataError
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.residual import (
+from egop_lab.experiments.resnet import OPTIONAL, ResnetExperiment
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record, Store
+from egop_lab.training.residual import (
     ADAMW,
     BOTH_SIDES,
     METHODS,
@@ -27,8 +29,7 @@ from egop_lab.experiments.residual import (
     Run,
     Start,
 )
-from egop_lab.experiments.resnet import OPTIONAL, ResnetExperiment
-from egop_lab.experiments.sweeps import TUNING
+from egop_lab.training.sweeps import TUNING
 
 EXPERIMENT = ResnetExperiment()
 

@@ -15,7 +15,7 @@ from egop_lab.bench.machine import Setting, release
 from egop_lab.bench.methods import ADAMW, adamw, reparameterized
 from egop_lab.bench.networks import Batch, Network
 from egop_lab.bench.timing import interleaved, middle, spread, taken
-from egop_lab.experiments import residual
+from egop_lab.training import residual
 
 Row = dict[str, Any]
 

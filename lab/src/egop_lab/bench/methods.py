@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import egop
 from egop_lab.bench.networks import Network
-from egop_lab.experiments import residual
+from egop_lab.training import residual
 
 PERIOD = 10  # steps between two renewals of a basis, for every method that has one
 RANK = 16

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.experiments.gpt import GPT
-from egop_lab.experiments.models import digits_network
-from egop_lab.experiments.networks import ResidualNetwork
+from egop_lab.models.gpt import GPT
+from egop_lab.models.perceptrons import digits_network
+from egop_lab.models.residual import ResidualNetwork
 
 Batch = tuple[Tensor, Tensor]
 

@@ -14,8 +14,9 @@ from egop_lab.bench import networks
 from egop_lab.bench.machine import Setting, release
 from egop_lab.bench.networks import Network
 from egop_lab.bench.timing import interleaved, middle, spread, taken
-from egop_lab.experiments.data import Batches, digits
-from egop_lab.experiments.models import xavier_
+from egop_lab.data.batches import Batches
+from egop_lab.data.digits import digits
+from egop_lab.models.perceptrons import xavier_
 
 Row = dict[str, Any]
 

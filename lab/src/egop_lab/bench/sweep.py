@@ -9,9 +9,9 @@ import egop
 from egop_lab.bench.machine import Setting
 from egop_lab.bench.methods import some_basis
 from egop_lab.bench.timing import interleaved, middle, spread
-from egop_lab.experiments import batched
-from egop_lab.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem, network, train_alone
-from egop_lab.experiments.tuning import doublings
+from egop_lab.training import batched
+from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, network, train_alone
+from egop_lab.training.tuning import doublings
 
 Row = dict[str, Any]
 

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 import egop
 from egop.records import Curve, Run
 from egop.training import train
-from egop_lab.experiments.data import Batches, Digits, digits
-from egop_lab.experiments.models import accuracy, cross_entropy, digits_network, xavier_
+from egop_lab.data.batches import Batches, DataSet
+from egop_lab.data.digits import digits
+from egop_lab.models.perceptrons import accuracy, cross_entropy, digits_network, xavier_
 
 __all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "run", "summary"]
 
@@ -100,7 +101,7 @@ def _generator(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(len(purposes) * seed + purposes.index(purpose))
 
 
-def _estimate(model: nn.Module, data: Digits, seed: int, progress: bool) -> egop.Reparameterization:
+def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> egop.Reparameterization:
     batches = Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "sampling batches"))
     return egop.estimate(
         egop.Objective(model, cross_entropy, batches),
@@ -114,7 +115,7 @@ def _estimate(model: nn.Module, data: Digits, seed: int, progress: bool) -> egop
 
 def _train(
     model: nn.Module,
-    data: Digits,
+    data: DataSet,
     name: str,
     lr: float,
     basis: egop.Reparameterization | None,

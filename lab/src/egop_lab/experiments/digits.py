@@ -6,22 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from egop.pictures import Panel, Picture
-from egop_lab.experiments import batched
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, compare, median, verdict
-from egop_lab.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import (
-    EGOP,
-    ORIGINAL,
-    TUNING,
-    Sweep,
-    best_rate,
-    curve_series,
-    rate_series,
-    run_sweep,
-    same_in_both,
-)
-from egop_lab.experiments.tuning import doublings
+from egop_lab.experiments.base import Experiment, Judged, compare, verdict
+from egop_lab.experiments.curves import best_rate, curve_series, median, rate_series, same_in_both
+from egop_lab.training import batched
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
+from egop_lab.training.tuning import doublings
 
 # Every so many epochs the loss is kept.
 _STRIDE = {"quick": 1, "full": 5}
@@ -61,7 +53,7 @@ class DigitsExperiment(Experiment):
         reported = Sweep(seeds=range(settings["trials"]), coordinates=[ORIGINAL, EGOP], **common)
         for sweep in (tuning, reported):
             run_sweep(
-                self,
+                self.config,
                 sweep,
                 store,
                 context,

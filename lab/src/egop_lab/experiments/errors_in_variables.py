@@ -13,12 +13,15 @@ from torch import Tensor
 
 from egop import theory
 from egop.pictures import Panel, Picture, Series
-from egop_lab.experiments import baselines, batched
-from egop_lab.experiments.base import Context, Judged, Preset, finished, median, quartiles, verdict
-from egop_lab.experiments.instances import RANDOM, Trials, with_decay
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL
+from egop_lab.data.matrices import with_decay
+from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.curves import median, quartiles
 from egop_lab.experiments.tuned import Case, Method, TunedExperiment, run_alone
+from egop_lab.training import baselines, batched
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.instances import RANDOM, Trials
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL
 
 EGOP_ADAM = Method("Adam", EGOP)
 _SOAPS = (Method("SOAP"), Method("SOAP (0.95)"))

@@ -8,22 +8,14 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from egop.pictures import Panel, Picture, Series
-from egop_lab.experiments.base import (
-    Context,
-    Experiment,
-    Judged,
-    Preset,
-    Verdict,
-    bar_panel,
-    median,
-    quartiles,
-    verdict,
-)
-from egop_lab.experiments.language import BETAS, METHODS, RENEWED, SOAP, Trials, shared
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.residual import ADAMW, BOTH_SIDES, ONLINE, fast
+from egop_lab.experiments.base import Experiment, Judged, Verdict, verdict
+from egop_lab.experiments.curves import bar_panel, best_rate, median, quartiles, rate_series
 from egop_lab.experiments.resnet import epochs_to, seconds_to, target
-from egop_lab.experiments.sweeps import ORIGINAL, TUNING, best_rate, rate_series
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.language import BETAS, METHODS, RENEWED, SOAP, Trials, shared
+from egop_lab.training.records import Record, Store
+from egop_lab.training.residual import ADAMW, BOTH_SIDES, ONLINE, fast
+from egop_lab.training.sweeps import ORIGINAL, TUNING
 from egop_lab.words import counted
 
 Runs = dict[str, list[Record]]  # the reported runs by method

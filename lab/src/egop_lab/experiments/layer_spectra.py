@@ -13,11 +13,14 @@ from torch import nn
 
 import egop
 from egop.pictures import Panel, Picture, Series
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, verdict
-from egop_lab.experiments.data import Batches, Split, digits, fashion_folder, fashion_mnist, four_classes
-from egop_lab.experiments.digits_spectrum import decay, subsampled
-from egop_lab.experiments.models import cross_entropy, digits_network, xavier_
-from egop_lab.experiments.records import Record, Store
+from egop_lab.data.batches import Batches, Split
+from egop_lab.data.digits import digits
+from egop_lab.data.fashion import fashion_folder, fashion_mnist, four_classes
+from egop_lab.experiments.base import Experiment, Judged, verdict
+from egop_lab.models.perceptrons import cross_entropy, digits_network, xavier_
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.records import Record, Store
+from egop_lab.training.spectra import decay, subsampled
 
 _BATCH = 300
 _DATA = {"digits": "UCI digits", "fashion": "Fashion-MNIST"}

@@ -9,23 +9,14 @@ from typing import Any, ClassVar
 import torch
 
 from egop.pictures import Panel, Picture
-from egop_lab.experiments import batched
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, compare, median, verdict
-from egop_lab.experiments.linear_problem import BATCH, BLOCK, FIRST, SIZE, LinearProblem
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import (
-    EGOP,
-    ORIGINAL,
-    TUNING,
-    Sweep,
-    best_rate,
-    by_rate,
-    curve_series,
-    rate_series,
-    run_sweep,
-    same_in_both,
-)
-from egop_lab.experiments.tuning import doublings
+from egop_lab.experiments.base import Experiment, Judged, compare, verdict
+from egop_lab.experiments.curves import best_rate, by_rate, curve_series, median, rate_series, same_in_both
+from egop_lab.training import batched
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.linear import BATCH, BLOCK, FIRST, SIZE, LinearProblem
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
+from egop_lab.training.tuning import doublings
 
 Score = Callable[[Mapping[str, Any]], float]
 
@@ -82,7 +73,7 @@ class LinearNetworksExperiment(Experiment):
 
         def go(sweep: Sweep) -> None:
             run_sweep(
-                self,
+                self.config,
                 sweep,
                 store,
                 context,

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from egop.pictures import Panel, Picture, Series
-from egop_lab.experiments import baselines, batched
-from egop_lab.experiments.base import Judged, Preset, first_below, median, verdict
-from egop_lab.experiments.instances import RANDOM, Trials, with_decay
-from egop_lab.experiments.orthonormal import random_orthonormal
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL
+from egop_lab.data.matrices import random_orthonormal, with_decay
+from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.curves import first_below, median
 from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment, run_alone
+from egop_lab.training import baselines, batched
+from egop_lab.training.context import Preset
+from egop_lab.training.instances import RANDOM, Trials
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL
 
 # Nine digits: no figure shows a smaller difference. Runs that end this close have all found the optimum.
 AT_OPTIMUM = 1e-9

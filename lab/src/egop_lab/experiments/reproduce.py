@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from egop_lab.experiments.base import Context, Experiment, Judged, MissingDataError, Preset
-from egop_lab.experiments.records import Store
+from egop_lab.data.missing import MissingDataError
+from egop_lab.experiments.base import Experiment, Judged
 from egop_lab.experiments.registry import experiment
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.records import Store
 
 
 @dataclass(frozen=True)

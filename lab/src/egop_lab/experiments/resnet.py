@@ -8,22 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from egop.pictures import Panel, Picture, Series
-from egop_lab.experiments import images
-from egop_lab.experiments.base import (
-    Context,
-    Experiment,
-    Judged,
-    Preset,
-    Verdict,
-    bar_panel,
-    finished,
-    first_below,
-    median,
-    quartiles,
-    verdict,
-)
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.residual import (
+from egop_lab.data import images
+from egop_lab.experiments.base import Experiment, Judged, Verdict, verdict
+from egop_lab.experiments.curves import bar_panel, best_rate, first_below, median, quartiles
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.records import Record, Store
+from egop_lab.training.residual import (
     ADAMW,
     BOTH_SIDES,
     METHODS,
@@ -36,7 +26,7 @@ from egop_lab.experiments.residual import (
     fast,
     warm_up,
 )
-from egop_lab.experiments.sweeps import TUNING, best_rate
+from egop_lab.training.sweeps import TUNING
 from egop_lab.words import counted
 
 Runs = dict[str, list[Record]]  # the reported runs by method

@@ -11,21 +11,14 @@ import torch
 from torch import Tensor
 
 from egop.pictures import Panel, Picture, Series
-from egop_lab.experiments import batched
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, median, verdict
+from egop_lab.experiments.base import Experiment, Judged, verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import (
-    EGOP,
-    ORIGINAL,
-    Sweep,
-    by_rate,
-    curve_series,
-    rate_series,
-    run_sweep,
-    same_in_both,
-)
+from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
 from egop_lab.experiments.tuned import Method, small
+from egop_lab.training import batched
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, Sweep, run_sweep
 
 _PARTS = ("first", "second")
 _ALIGNED = 10.0  # degrees
@@ -110,7 +103,7 @@ class TrajectoriesExperiment(Experiment):
                 extra={**sizes, "record every": every},
             )
             run_sweep(
-                self,
+                self.config,
                 sweep,
                 store,
                 context,

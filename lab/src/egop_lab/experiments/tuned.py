@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 import torch
 
 from egop.pictures import Series
-from egop_lab.experiments import baselines, batched
-from egop_lab.experiments.base import Context, Experiment, Preset, finished, in_processes, median
-from egop_lab.experiments.instances import RANDOM, Trials
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import ORIGINAL, TUNING, Sweep, curve_series, rate_series, run_sweep
-from egop_lab.experiments.tuning import two_stage
+from egop_lab.experiments.base import Experiment
+from egop_lab.experiments.curves import curve_series, median, rate_series
+from egop_lab.training import baselines, batched
+from egop_lab.training.context import Context, Preset, finished, in_processes
+from egop_lab.training.instances import RANDOM, Trials
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import ORIGINAL, TUNING, Sweep, run_sweep
+from egop_lab.training.tuning import two_stage
 
 Case = Mapping[str, Any]
 Score = Callable[[Mapping[str, Any]], float]
@@ -195,7 +197,7 @@ class TunedExperiment(Experiment):
             if task.method.optimizer in baselines.BASELINES:
                 continue
             run_sweep(
-                self,
+                self.config,
                 Sweep(
                     rates={task.method.optimizer: task.rates},
                     seeds=task.seeds,
