@@ -13,12 +13,14 @@ from typer.testing import CliRunner
 
 import egop
 from egop_lab import cli
-from egop_lab.bench import methods, networks, run, steps, tables, targets
+from egop_lab.bench import networks, run, starts, steps, tables, targets
 from egop_lab.bench.bases import Timed
 from egop_lab.bench.machine import Rates
 from egop_lab.bench.timing import Marks, PeakMemory, interleaved
+from egop_lab.methods import BENCH, compared
 
 CPU = torch.device("cpu")
+METHODS = compared(BENCH)
 SMALL = networks.perceptron((6, 8, 8, 3), 4)
 
 
@@ -37,9 +39,7 @@ def test_a_smoke_run_has_every_part_and_nothing_fails(tmp_path):
     assert not run.failures(kept)
     shown = {(row["network"], row["method"]) for row in kept["parts"]["steps"]}
     assert shown == {
-        (network, method)
-        for network in ("MLP 12-16-16-4", "ResNet-6, width 4", "GPT 1x16")
-        for method in methods.METHODS
+        (network, method) for network in ("MLP 12-16-16-4", "ResNet-6, width 4", "GPT 1x16") for method in METHODS
     }
     for part, rows in kept["parts"].items():
         for heading, key, _ in tables.COLUMNS[part][1]:
@@ -102,12 +102,12 @@ def test_an_interrupt_loses_no_row(tmp_path, monkeypatch):
 
 def test_without_the_package_of_the_peers_their_rows_are_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    found, missing = methods.available(SMALL)
+    found, missing = starts.available(SMALL)
     assert missing
-    assert "pip install" in methods.INSTALL
-    assert {methods.SOAP, methods.SHAMPOO} == set(methods.METHODS) - {method.name for method in found}
-    kernels, _ = methods.available(networks.resnet(2, 32, width=4, depths=(1, 1)))
-    assert methods.MUON not in [method.name for method in kernels]
+    assert "pip install" in starts.INSTALL
+    assert set(METHODS) - set(found) == {"SOAP", "Shampoo"}
+    kernels, _ = starts.available(networks.resnet(2, 32, width=4, depths=(1, 1)))
+    assert "Muon" not in kernels
 
 
 def test_methods_take_turns_and_one_that_fails_leaves_the_others():
@@ -149,14 +149,14 @@ def test_peak_memory_sees_what_is_held_for_a_moment():
     assert 0.9 * 2**27 < peak.bytes < 2 * 2**27
 
 
-@pytest.mark.parametrize("method", methods.METHODS.values(), ids=list(methods.METHODS))
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("network", [SMALL, networks.resnet(2, 32, width=4, depths=(1, 1))], ids=["MLP", "ResNet"])
-def test_every_method_trains_all_parameters_and_leaves_the_gradients_it_is_given(network, method):
+def test_every_method_trains_all_parameters_and_leaves_the_gradients_it_is_given(network, name):
     start = network.make(CPU)
     batches = network.batches(CPU, 2)
     gradients = steps.gradients_of(network, start, batches)
     before = [[each.clone() for each in own] for own in gradients]
-    trial = steps.Trial(network, method, start, batches, gradients)
+    trial = steps.Trial(network, name, METHODS[name], start, batches, gradients)
     trial.alone(11)
     pairs = zip(itertools.chain(*before), itertools.chain(*gradients), strict=True)
     assert all(torch.equal(was, now) for was, now in pairs)
@@ -165,7 +165,7 @@ def test_every_method_trains_all_parameters_and_leaves_the_gradients_it_is_given
 
 
 def test_a_round_has_whole_periods():
-    trial = steps.Trial(SMALL, methods.METHODS[methods.SOAP], SMALL.make(CPU), SMALL.batches(CPU, 2))
+    trial = steps.Trial(SMALL, "SOAP", METHODS["SOAP"], SMALL.make(CPU), SMALL.batches(CPU, 2))
     counted = []
     trial.optimizer.step = lambda: counted.append(1)
     trial.turn(13)
@@ -175,7 +175,7 @@ def test_a_round_has_whole_periods():
 def test_the_basis_for_timing_is_orthonormal_and_dense():
     model = SMALL.make(CPU)
     for structure in (egop.Shared(), egop.Kronecker(), egop.Auxiliary(3)):
-        basis = methods.some_basis(model, structure)
+        basis = starts.some_basis(model, structure)
         assert len(basis) == 3
         for change in basis.values():
             assert change.round_trip_error() < 1e-5
@@ -184,7 +184,7 @@ def test_the_basis_for_timing_is_orthonormal_and_dense():
 
 def test_the_floor_counts_the_products_of_one_encode_and_one_decode():
     model = torch.nn.Sequential(torch.nn.Linear(5, 3))
-    basis = methods.some_basis(model, egop.Shared())
+    basis = starts.some_basis(model, egop.Shared())
     found = steps.floor(basis, Rates(flops=1.0, bytes=1e30))
     assert found["basis flops"] == found["floor"] == 2 * (2 * 3 * 5 * 5)
     # each reads the basis (25 numbers), reads 15 and writes 15, four bytes a number
@@ -206,7 +206,7 @@ def test_a_timed_structure_gives_the_same_basis_and_its_shares_add_up():
 
 
 def test_targets_are_judged_from_the_rows_on_their_device():
-    row = {"network": "GPT 6x384", "method": methods.SHARED_ONLINE, "SOAP over step": 2.5, "whole over AdamW": 1.1}
+    row = {"network": "GPT 6x384", "method": starts.SHARED_ONLINE, "SOAP over step": 2.5, "whole over AdamW": 1.1}
     on_cpu, on_gpu = (
         {each["words"]: each for each in targets.judge({"steps": [row]}, kind)} for kind in ("cpu", "cuda")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import time
 from typing import ClassVar
 
 import pytest
@@ -14,14 +15,16 @@ import egop
 from egop_lab.data.missing import MissingDataError
 from egop_lab.data.text import load
 from egop_lab.experiments.language_model import LanguageModelExperiment
-from egop_lab.training import language
+from egop_lab.methods import LANGUAGE, compared
+from egop_lab.training import timed
 from egop_lab.training.context import Context
-from egop_lab.training.language import COMMON, FIXED, METHODS, PERIODIC, SOAP, Run, Start, Trials
+from egop_lab.training.language import COMMON, Run
 from egop_lab.training.records import Store
-from egop_lab.training.residual import ADAMW, BOTH_SIDES, MUON, ONLINE
 from egop_lab.training.sweeps import TUNING
 
 EXPERIMENT = LanguageModelExperiment()
+METHODS = compared(LANGUAGE)
+ADAMW, FIXED, PERIODIC, ONLINE, BOTH_SIDES, SOAP, MUON = METHODS
 CPU = torch.device("cpu")
 
 
@@ -99,6 +102,18 @@ def test_a_run_gives_the_same_again_whatever_ran_before_it(toy, folder):
     assert again["validation loss"] == pytest.approx(record.result["validation loss"], rel=1e-5)
 
 
+class Noted:
+    """Batches, and a list of those that were taken."""
+
+    def __init__(self, batches, seen):
+        self.batches, self.seen = batches, seen
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.seen.append(batch.clone())
+            yield batch
+
+
 def test_all_methods_see_the_same_batches(folder):
     text = load(folder, CPU, smallest=1)
     seen = {}
@@ -106,8 +121,7 @@ def test_all_methods_see_the_same_batches(folder):
         config = Toy().settings("quick") | {"method": method, "lr": 1e-3, "seed": 3, "steps": 12}
         run = Run(text, config, CPU)
         seen[method] = []
-        loss = run.training_loss
-        run.training_loss = lambda batch, loss=loss, own=seen[method]: own.append(batch.clone()) or loss(batch)
+        run.batches = Noted(run.batches, seen[method])
         run(progress=False)
     assert len(seen[ADAMW]) == 12
     assert not torch.equal(seen[ADAMW][0], seen[ADAMW][1])
@@ -116,7 +130,7 @@ def test_all_methods_see_the_same_batches(folder):
 
 
 def test_a_finished_experiment_does_nothing_again(toy, folder, monkeypatch):
-    monkeypatch.setattr(language, "Run", None)
+    monkeypatch.setattr(Toy, "training", None)
     Toy().run(toy, context(folder))
 
 
@@ -138,12 +152,11 @@ def test_a_toy_run_gives_claims_and_pictures(toy):
 def test_weights_of_the_blocks_get_bases_and_the_others_none(folder):
     config = Toy().settings("quick") | {"method": FIXED, "lr": 1e-3, "seed": 0}
     run = Run(load(folder, CPU, smallest=1), config, CPU)
-    start = Start(run.model, run.objective, config)
     expected = {f"blocks.0.{name}.weight" for name in ("qkv", "mixed", "wider", "narrower")}
-    fixed = METHODS[FIXED](start)
+    fixed = METHODS[FIXED].make(run.start())
     assert isinstance(fixed, egop.ReparameterizedOptimizer)
     for method, kind in ((FIXED, "Shared"), (ONLINE, "Shared"), (BOTH_SIDES, "Kronecker")):
-        optimizer = METHODS[method](start)
+        optimizer = METHODS[method].make(run.start())
         run.training_loss(next(iter(run.batches))).backward()
         optimizer.step()
         assert {name: change.kind for name, change in optimizer.basis.items()} == dict.fromkeys(expected, kind)
@@ -154,7 +167,7 @@ def test_weights_of_the_blocks_get_bases_and_the_others_none(folder):
 def test_muon_and_adamw_step_as_one(folder):
     config = Toy().settings("quick") | {"method": MUON, "lr": 1e-3, "seed": 0}
     run = Run(load(folder, CPU, smallest=1), config, CPU)
-    optimizer = METHODS[MUON](Start(run.model, run.objective, config))
+    optimizer = METHODS[MUON].make(run.start())
     before = {name: value.clone() for name, value in run.model.named_parameters()}
     for rate, moves in ((0.0, False), (0.1, True)):
         for group in optimizer.param_groups:
@@ -169,7 +182,7 @@ def test_muon_and_adamw_step_as_one(folder):
 def test_the_learning_rate_warms_up_and_stays(folder):
     config = Toy().settings("quick") | {"method": ADAMW, "lr": 1e-3, "seed": 0}
     run = Run(load(folder, CPU, smallest=1), config, CPU)
-    run.optimizer = METHODS[ADAMW](Start(run.model, run.objective, config))
+    run.optimizer = METHODS[ADAMW].make(run.start())
     rates = [run.optimizer.param_groups[0]["lr"] for _ in range(2) for _ in run]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
 
@@ -188,7 +201,7 @@ def test_a_decomposition_that_fails_is_a_run_that_diverges(folder, toy, monkeypa
     def fail(*arguments, **options):
         raise torch.linalg.LinAlgError("did not converge")
 
-    monkeypatch.setattr(language, "train", fail)
+    monkeypatch.setattr(timed, "train", fail)
     found = Run(load(folder, CPU, smallest=1), next(iter(toy)).config, CPU)(progress=False)
     assert found["diverged"]
     assert len(found["validation loss"]) == len(found["seconds"]) == 2
@@ -215,8 +228,8 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     Fake.clock, Fake.best, Fake.done = 0.0, 2e-3, []
-    monkeypatch.setattr(language, "Run", Fake)
-    monkeypatch.setattr(language.time, "monotonic", lambda: Fake.clock)
+    monkeypatch.setattr(Toy, "training", Fake)
+    monkeypatch.setattr(time, "monotonic", lambda: Fake.clock)
     return Fake
 
 
@@ -235,9 +248,9 @@ def test_processes_can_tune_a_method_each(folder, tmp_path, fake):
     whole = Store(tmp_path / "whole.jsonl")
     for method in METHODS:
         own = Store(tmp_path / f"{method}.jsonl")
-        assert Toy().tune(Trials(Toy(), own, context(folder)), [method])
+        assert Toy().tune(Toy().trials(own, context(folder)), [method])
         whole.add(*own)
-    assert Toy().report(Trials(Toy(), whole, context(folder)))
+    assert Toy().report(Toy().trials(whole, context(folder)))
     assert len(fake.done) == len(set(fake.done)) == 3 * len(METHODS)
 
 
@@ -286,5 +299,5 @@ def test_missing_text_is_said_in_one_line(tmp_path, content):
 
 def test_a_missing_package_is_said_in_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(MissingDataError, match="pip install pytorch_optimizer"):
+    with pytest.raises(MissingDataError, match="pip install pytorch-optimizer"):
         Toy().run(Store(tmp_path / "r.jsonl"), context(folder))

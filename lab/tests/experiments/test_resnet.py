@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,26 +12,17 @@ import torch
 from PIL import Image
 
 import egop
+from egop_lab.data import images
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments import resnet
 from egop_lab.experiments.resnet import OPTIONAL, ResnetExperiment
+from egop_lab.methods import RESNET, compared
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
-from egop_lab.training.residual import (
-    ADAMW,
-    BOTH_SIDES,
-    METHODS,
-    MUON,
-    PERIODIC,
-    SOAP_10,
-    SOAP_EPOCH,
-    SOAP_ONCE,
-    UPFRONT,
-    Run,
-    Start,
-)
+from egop_lab.training.residual import Run
 from egop_lab.training.sweeps import TUNING
 
+METHODS = compared(RESNET)
+ADAMW, UPFRONT, PERIODIC, ONLINE, BOTH_SIDES, SOAP_ONCE, SOAP_EPOCH, SOAP_10, MUON = METHODS
 EXPERIMENT = ResnetExperiment()
 
 
@@ -109,7 +101,7 @@ def test_the_first_epoch_of_a_periodic_basis_is_that_of_the_up_front_one(toy):
 
 
 def test_a_finished_experiment_does_nothing_again(toy, folder, monkeypatch):
-    monkeypatch.setattr(resnet, "Run", None)
+    monkeypatch.setattr(Toy, "training", None)
     Toy().run(toy, context(folder))
 
 
@@ -138,8 +130,8 @@ def test_no_time_no_new_run_and_the_next_slice_goes_on(folder, tmp_path, monkeyp
             return {"ten-crop accuracy": 0.5}
 
     clock = [0.0]
-    monkeypatch.setattr(resnet, "Run", Fake)
-    monkeypatch.setattr(resnet.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Toy, "training", Fake)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     store = Store(tmp_path / "resnet.jsonl")
     Toy().run(store, context(folder, time_budget=0.0))
     assert done == [(ADAMW, TUNING)], "the first run starts at second 0"
@@ -151,7 +143,7 @@ def test_no_time_no_new_run_and_the_next_slice_goes_on(folder, tmp_path, monkeyp
 
 
 def test_a_run_that_diverges_is_a_result(folder, toy):
-    data = resnet.images.load(folder, side=20, crop=16, device=torch.device("cpu"))
+    data = images.load(folder, side=20, crop=16, device=torch.device("cpu"))
     config = dict(next(iter(toy)).config) | {"lr": 1e30, "epochs": 4}
     found = Run(data, config, torch.device("cpu"))(progress=False)
     assert found["diverged"]
@@ -166,7 +158,7 @@ def test_missing_images_are_said_in_one_line(tmp_path):
 
 def test_a_missing_package_is_said_in_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(MissingDataError, match="pip install pytorch_optimizer"):
+    with pytest.raises(MissingDataError, match="pip install pytorch-optimizer"):
         Toy().run(Store(tmp_path / "resnet.jsonl"), context(folder))
 
 
@@ -176,7 +168,7 @@ PAPER = {
     ADAMW: (0.10, 10.0, 0.5, 0.30),
     UPFRONT: (0.14, 11.0, 0.4, 0.25),
     PERIODIC: (0.20, 12.0, 0.3, 0.20),
-    "EGOP online": (0.20, 14.0, 0.3, 0.20),
+    ONLINE: (0.20, 14.0, 0.3, 0.20),
     SOAP_ONCE: (0.11, 20.0, 0.45, 0.28),
     SOAP_EPOCH: (0.19, 20.0, 0.3, 0.22),
     SOAP_10: (0.19, 21.0, 0.3, 0.22),
@@ -266,12 +258,12 @@ def test_runs_on_other_images_are_not_mixed_in(tmp_path):
 
 
 def test_convolutions_and_the_head_get_a_shared_basis_from_enough_kernel_gradients(folder):
-    data = resnet.images.load(folder, side=20, crop=16, device=torch.device("cpu"))
-    config = {"depths": [1], "width": 4, "seed": 0, "batch": 8, "crop": 16}
-    run = Run(data, config, torch.device("cpu"))
-    start = Start(run.model, run.objective, 1e-3, 1e-4, 3, 0)
-    assert start.passes == 250
-    optimizer = METHODS[UPFRONT](start)
+    data = images.load(folder, side=20, crop=16, device=torch.device("cpu"))
+    config = {"depths": [1], "width": 4, "seed": 0, "batch": 8, "crop": 16, "lr": 1e-3, "weight decay": 1e-4}
+    start = Run(data, config, torch.device("cpu")).start()
+    assert start.samples == 250
+    assert start.period == 3
+    optimizer = METHODS[UPFRONT].make(start)
     assert isinstance(optimizer, egop.ReparameterizedOptimizer)
     assert {change.kind for change in optimizer.basis.values()} == {"Shared"}
     assert set(optimizer.basis) == {"conv1.weight", "layer1.0.conv1.weight", "layer1.0.conv2.weight", "fc.weight"}

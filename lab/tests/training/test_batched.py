@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import egop
-from egop_lab.training import batched, updates
+from egop_lab.methods import TORCH
+from egop_lab.training import batched
 from egop_lab.training.instances import Trials
 from egop_lab.training.sweeps import EGOP, ORIGINAL
 
@@ -41,7 +42,7 @@ class Quartic(Trials):
 def one_at_a_time(optimizer, seed, rate, steps, basis=None, cosine=False, **options):
     problem = Quartic([seed])
     leaves = {name: torch.nn.Parameter(value[0].clone()) for name, value in problem.start().items()}
-    kind, own = updates.TORCH[optimizer]
+    kind, own = TORCH[optimizer]
     biases = {"weight_decay": 0.0} if optimizer == "AdamW" else {}
     if basis is None:
         groups = [{"params": [leaves["matrix"]]}, {"params": [leaves["vector"]], **biases}]

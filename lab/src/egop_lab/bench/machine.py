@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from egop_lab.bench.timing import Marks
-from egop_lab.training.residual import fast
+from egop_lab.training.timed import fast
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import egop
 from egop_lab.bench.machine import Setting
-from egop_lab.bench.methods import some_basis
+from egop_lab.bench.starts import some_basis
 from egop_lab.bench.timing import interleaved, middle, spread
 from egop_lab.training import batched
 from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, network, train_alone

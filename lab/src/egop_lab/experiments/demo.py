@@ -32,6 +32,7 @@ from egop.records import Curve, Run
 from egop.training import train
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
+from egop_lab.methods import torch_optimizer
 from egop_lab.models.perceptrons import accuracy, cross_entropy, digits_network, xavier_
 
 __all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "run", "summary"]
@@ -123,12 +124,7 @@ def _train(
     seed: int,
     progress: bool,
 ) -> Curve:
-    inner: type[torch.optim.Optimizer] = getattr(torch.optim, name)
-    optimizer = (
-        inner(model.named_parameters(), lr=lr)  # type: ignore[call-arg]  # the base class has no lr
-        if basis is None
-        else egop.ReparameterizedOptimizer(model.named_parameters(), inner, basis, lr=lr)
-    )
+    optimizer = torch_optimizer(name, model, lr, basis)
     batches = Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "training batches"))
 
     def evaluate(model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ from egop_lab.data.matrices import with_decay
 from egop_lab.experiments.base import Judged, verdict
 from egop_lab.experiments.curves import median, quartiles
 from egop_lab.experiments.tuned import Case, Method, TunedExperiment, run_alone
-from egop_lab.training import baselines, batched
+from egop_lab.methods import describe
+from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.instances import RANDOM, Trials
 from egop_lab.training.records import Record, Store
@@ -92,10 +93,8 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             "size": 10,
             "decay": 2.0,
             "samples": 1000,
-            "exponents": {
-                name: [-4, 4] if full else [-2, 2 if name in baselines.BASELINES else 3] for name in optimizers
-            },
-            "baselines": {name: baselines.describe(name) for name in optimizers if name in baselines.BASELINES},
+            "exponents": {name: [-4, 4] if full else [-2, 2 if describe(name) else 3] for name in optimizers},
+            "baselines": {name: call for name in optimizers if (call := describe(name))},
         }
 
     def cases(self, preset: Preset) -> list[Case]:

@@ -14,7 +14,8 @@ from egop_lab.data.matrices import random_orthonormal, with_decay
 from egop_lab.experiments.base import Judged, verdict
 from egop_lab.experiments.curves import first_below, median
 from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment, run_alone
-from egop_lab.training import baselines, batched
+from egop_lab.methods import describe
+from egop_lab.training import batched
 from egop_lab.training.context import Preset
 from egop_lab.training.instances import RANDOM, Trials
 from egop_lab.training.records import Record, Store
@@ -103,7 +104,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
             "exponents": {
                 name: ([-2, 1] if name == "Shampoo" else [-4, -1]) if not full else [-5, 2] for name in optimizers
             },
-            "baselines": {name: baselines.describe(name) for name in optimizers if name in baselines.BASELINES},
+            "baselines": {name: call for name in optimizers if (call := describe(name))},
         }
 
     def cases(self, preset: Preset) -> list[Case]:

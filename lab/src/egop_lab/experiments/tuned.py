@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import torch
 
 from egop.pictures import Series
+from egop_lab import methods
 from egop_lab.experiments.base import Experiment
 from egop_lab.experiments.curves import curve_series, median, rate_series
-from egop_lab.training import baselines, batched
+from egop_lab.training import alone, batched
 from egop_lab.training.context import Context, Preset, finished, in_processes
 from egop_lab.training.instances import RANDOM, Trials
 from egop_lab.training.records import Record, Store
@@ -194,7 +195,7 @@ class TunedExperiment(Experiment):
     def _do(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
         """Do what the store does not have yet."""
         for task in tasks:
-            if task.method.optimizer in baselines.BASELINES:
+            if methods.describe(task.method.optimizer):
                 continue
             run_sweep(
                 self.config,
@@ -217,7 +218,7 @@ class TunedExperiment(Experiment):
         configs = [
             config
             for task in tasks
-            if task.method.optimizer in baselines.BASELINES
+            if methods.describe(task.method.optimizer)
             for rate in task.rates
             for config in self._configs(context.preset, task, rate)
         ]
@@ -226,8 +227,8 @@ class TunedExperiment(Experiment):
 
     def _extra(self, task: _Task) -> dict[str, Any]:
         extra = {**task.case, "record every": task.record_every}
-        name = task.method.optimizer
-        return {**extra, "call": baselines.describe(name)} if name in baselines.BASELINES else extra
+        call = methods.describe(task.method.optimizer)
+        return {**extra, "call": call} if call else extra
 
     def _configs(self, preset: Preset, task: _Task, rate: float) -> list[dict[str, Any]]:
         own = {"optimizer": task.method.optimizer, "coordinates": task.method.coordinates, "lr": rate}
@@ -247,9 +248,9 @@ def small(context: Context) -> Iterator[Context]:
 
 
 def run_alone(experiment: TunedExperiment, config: Mapping[str, Any]) -> Record:
-    """One run of a baseline, as its configuration says."""
+    """One run of a method that cannot be batched, as its configuration says."""
     problem = experiment.trials(config, [config["seed"]])
-    found, seconds = baselines.train(
+    found, seconds = alone.train(
         problem,
         config["optimizer"],
         config["lr"],

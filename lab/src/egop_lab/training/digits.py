@@ -12,9 +12,10 @@ from egop.records import Curve
 from egop.training import train
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
+from egop_lab.methods import torch_optimizer
 from egop_lab.models import stacked as stacked_network
 from egop_lab.models.perceptrons import accuracy, cross_entropy, digits_network, xavier_
-from egop_lab.training import batched, updates
+from egop_lab.training import batched
 from egop_lab.training.context import over_processes
 
 _BATCH = 300
@@ -98,7 +99,7 @@ def train_alone(
 
     Args:
         seed: of the trial.
-        optimizer: a name in :data:`updates.TORCH`.
+        optimizer: a name in :data:`~egop_lab.methods.TORCH`.
         rate: the learning rate.
         epochs: how many.
         device: where to train.
@@ -109,15 +110,9 @@ def train_alone(
         tuple(tensor.to(device) for tensor in split.batch) for split in (data.train, data.validation, data.test)
     )
     model = network(seed).to(device)
-    kind, options = updates.TORCH[optimizer]
-    made = (
-        kind(model.parameters(), lr=rate, **options)  # type: ignore[call-arg]  # the base class has no lr
-        if basis is None
-        else egop.ReparameterizedOptimizer(model, kind, basis, lr=rate, **options)
-    )
     return train(
         model,
-        made,
+        torch_optimizer(optimizer, model, rate, basis),
         cross_entropy,
         _Epochs(train_set, seed),
         epochs,

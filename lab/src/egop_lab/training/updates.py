@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["OPTIMIZERS", "TORCH", "Rule"]
+__all__ = ["OPTIMIZERS", "Rule"]
 
 _BETAS = (0.9, 0.999)
 _MOMENTUM = 0.9
@@ -111,16 +110,7 @@ class AdamW(Adam):
         super().step(gradients)
 
 
-# torch's own and their options, whose numbers these rules give.
-TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "Adam": (torch.optim.Adam, {}),
-    "AdamW": (torch.optim.AdamW, {}),
-    "Adagrad": (torch.optim.Adagrad, {}),
-    "SGD": (torch.optim.SGD, {}),
-    "SGD+momentum": (torch.optim.SGD, {"momentum": _MOMENTUM}),
-}
-
-# The paper's four methods, and AdamW.
+# By the names of torch's own in egop_lab.methods, whose numbers these rules give: the paper's four, and AdamW.
 OPTIMIZERS: dict[str, type[Rule]] = {
     "Adam": Adam,
     "AdamW": AdamW,
