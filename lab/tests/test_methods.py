@@ -18,7 +18,7 @@ RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
 def started(**options):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    return Start(parameters=list(model.parameters()), options={"lr": 0.1}, model=model, **options)
+    return Start(model=model, options={"lr": 0.1}, **options)
 
 
 def test_names_are_unique_and_so_are_labels_of_a_comparison():
@@ -55,7 +55,7 @@ def test_the_call_says_how_often_a_basis_is_renewed():
 @pytest.mark.parametrize("method", compared(SMALL).values(), ids=list(compared(SMALL)))
 def test_none_of_the_small_problems_has_weight_decay(method):
     pytest.importorskip("pytorch_optimizer")
-    made = method.make(Start(parameters=[torch.zeros(2, 2, requires_grad=True)], options={"lr": 0.1}))
+    made = method.make(Start(model=torch.nn.Linear(2, 2), options={"lr": 0.1}))
     assert made.param_groups[0].get("weight_decay", 0.0) == 0.0
     assert made.param_groups[0]["lr"] == 0.1
 

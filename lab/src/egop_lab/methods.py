@@ -7,12 +7,12 @@ A comparison (an experiment, a part of the benchmark) takes the entries that hav
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import egop
@@ -44,12 +44,11 @@ class Start:
     """What optimizers are made from at the start of a training; a method takes of it what it needs.
 
     Attributes:
-        parameters: what is trained.
+        model: what is trained, or holds it.
         options: of every optimizer: learning rate, weight decay.
         adam: further ones of AdamW, in whatever coordinates.
         every: steps between two renewals of a basis that follows the gradients.
         period: steps between two renewals of one that is sampled again.
-        model: whose parameters they are.
         objective: its loss, to sample gradients of.
         init_fn: how the model is initialised, for bases from gradients at fresh initialisations.
         samples: how many gradients make such a basis.
@@ -58,18 +57,22 @@ class Start:
         memory: what all bases together may take.
     """
 
-    parameters: Sequence[Tensor]
+    model: nn.Module
     options: Mapping[str, Any]
     adam: Mapping[str, Any] = field(default_factory=dict)
     every: int = RENEWED
     period: int | None = None
-    model: nn.Module | None = None
     objective: egop.Objective | None = None
     init_fn: Callable[[nn.Module], Any] | None = None
     samples: int | None = None
     seed: int = 0
     inside: str | None = None
     memory: str = "2GiB"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model."""
+        return list(self.model.parameters())
 
     def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
         """A basis from gradients at fresh initialisations."""
@@ -137,7 +140,7 @@ class Method:
         name: what code calls it; no two have the same.
         labels: what it is called in records, tables and pictures, by comparison.
         build: makes its optimizer.
-        needs: what the start must have besides parameters and options.
+        needs: what the start must have besides a model and options.
         follows: whether its work repeats after ``start.every`` steps, with a renewal of its basis, rather than each.
         package: whether it comes from ``pytorch_optimizer``, or does so for networks with convolutions.
     """
@@ -205,7 +208,6 @@ def _turned(
     compile: bool = False,
 ) -> Optimizer:
     """AdamW in a basis: one from before the training, which may be sampled again, or one that follows the gradients."""
-    assert start.model is not None
     basis = None if upfront is None else start.upfront(upfront)
     refresh = start.online(online) if online is not None else start.sampled_again() if renewed else None
     return egop.ReparameterizedOptimizer(
@@ -218,7 +220,6 @@ def _muon(start: Start) -> Optimizer:
 
     torch's Muon takes no kernels, so networks with convolutions have another one, which sees them as matrices.
     """
-    assert start.model is not None
     kernels = [part.weight for part in start.model.modules() if isinstance(part, nn.Conv2d)]
     ends = set(_ends(start.model))
     inside = set(kernels or [each for each in start.parameters if each.dim() == 2 and each not in ends])
@@ -243,11 +244,11 @@ def _ends(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _upfront(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:
-    return Method(name, labels, functools.partial(_turned, upfront=structure, **options), ("model", "objective"))
+    return Method(name, labels, functools.partial(_turned, upfront=structure, **options), ("objective",))
 
 
 def _online(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:
-    return Method(name, labels, functools.partial(_turned, online=structure, **options), ("model",), follows=True)
+    return Method(name, labels, functools.partial(_turned, online=structure, **options), follows=True)
 
 
 def _foreign(name: str, labels: Mapping[str, str], build: Foreign, needs: tuple[str, ...] = ()) -> Method:
@@ -303,7 +304,7 @@ METHODS: tuple[Method, ...] = (
             {"betas": _ADAM, "eps": 1e-8, "rank": None, "scale": 1.0, "projection_type": "std", "update_proj_gap": 200},
         ),
     ),
-    Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, _muon, ("model",), package="convolutions"),
+    Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, _muon, package="convolutions"),
 )
 
 
@@ -314,8 +315,7 @@ def compared(where: str) -> dict[str, Method]:
 
 def label(where: str, name: str) -> str:
     """What a method is called in a comparison."""
-    (found,) = (method.labels[where] for method in METHODS if method.name == name)
-    return found
+    return next(method.labels[where] for method in METHODS if method.name == name)
 
 
 def describe(optimizer: str) -> str | None:

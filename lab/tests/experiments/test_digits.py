@@ -6,7 +6,7 @@ import torch
 import egop
 from egop_lab.data.digits import digits
 from egop_lab.experiments.digits import DigitsExperiment
-from egop_lab.models.perceptrons import cross_entropy, xavier_
+from egop_lab.models.small import cross_entropy, xavier_
 from egop_lab.training import batched
 from egop_lab.training import digits as digits_problem
 from egop_lab.training.context import Context, over_processes

@@ -145,7 +145,7 @@ def tiny(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     split = Split(torch.rand(120, 16, generator=generator), torch.arange(120) % 3)
     monkeypatch.setattr(fashion_runs, "fashion_mnist", lambda folder: DataSet(split, split, split))
-    monkeypatch.setattr(fashion_runs, "network", small_network)
+    monkeypatch.setattr(fashion_runs, "fashion_network", small_network)
     monkeypatch.setattr(fashion_runs, "BATCH", 30)
 
 
@@ -182,7 +182,7 @@ def test_a_toy_run_has_all_methods(tmp_path):
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("method", [{"rank": 0}, {"rank": 3}, {"rank": 20}, {"rank": 3, "reduced": True}])
 def test_runs_together_are_the_runs_one_at_a_time(method, monkeypatch):
-    monkeypatch.setattr(fashion_runs, "network", lambda: small_network().double())
+    monkeypatch.setattr(fashion_runs, "fashion_network", lambda: small_network().double())
     runs = Runs(100, Context(progress=False))  # the last batch is smaller
     runs.train_set, runs.validation, runs.test = (
         (images.double(), labels) for images, labels in (runs.train_set, runs.validation, runs.test)

@@ -7,11 +7,15 @@ import math
 import pytest
 import torch
 
-from egop_lab.models.residual import ResidualNetwork, initialize_, resnet34
+from egop_lab.models.residual import ResidualNetwork, initialize_
 
 
 def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def resnet34(classes=1000):
+    return ResidualNetwork((3, 4, 6, 3), 64, classes)
 
 
 def small(classes=5):

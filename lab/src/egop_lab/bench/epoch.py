@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from statistics import median
 
 from torch import Tensor, nn
 
 import egop
 from egop_lab.bench import networks
-from egop_lab.bench.machine import Setting, release
+from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Batch, Network
 from egop_lab.bench.starts import start
-from egop_lab.bench.timing import interleaved, middle, spread, taken
+from egop_lab.bench.timing import interleaved, spread, taken
 from egop_lab.methods import EPOCH, compared, label
 from egop_lab.training.residual import samples_for
 from egop_lab.training.timed import graphed
-
-Row = dict[str, Any]
 
 ADAMW, FIXED, RENEWED = (label(EPOCH, name) for name in ("adamw", "shared-fixed", "shared-renewed"))
 EAGER, GRAPH = "eager", "CUDA graph"
@@ -87,10 +85,10 @@ def run(setting: Setting) -> Iterator[Row]:
             rounds=1,
         )
         found, failed = interleaved({name: epoch for name, (epoch,) in made.items()}, setting.turns(7), limit=12)
-        base = middle(found[ADAMW]) if ADAMW in found else None
+        base = median(found[ADAMW]) if ADAMW in found else None
         for name, seconds in found.items():
             row: Row = {"network": network.name, "form": form, "method": name, "steps": steps}
-            row |= {"epoch": middle(seconds), "epoch spread": spread(seconds)}
+            row |= {"epoch": median(seconds), "epoch spread": spread(seconds)}
             yield row | ({} if base is None else {"epoch over AdamW": row["epoch"] / base})
         for name, problem in (unready | failed).items():
             yield {"network": network.name, "form": form, "method": name, "failed": problem}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,14 +12,12 @@ import torch
 import egop
 from egop.sampling import Method, sample_gradients
 from egop_lab.bench import networks
-from egop_lab.bench.machine import Setting, release
+from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.timing import interleaved, middle, spread, taken
+from egop_lab.bench.timing import interleaved, spread, taken
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
-from egop_lab.models.perceptrons import xavier_
-
-Row = dict[str, Any]
+from egop_lab.models.small import xavier_
 
 _INITIALIZATION = egop.Initialization(init_fn=xavier_)
 
@@ -61,7 +60,7 @@ def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting:
     found, failed = interleaved(turns, setting.turns(3))
     row: Row = {"network": network.name, "rho": type(rho).__name__, "batch": list(network.inputs), "samples": counts}
     for method, rates in found.items():
-        row |= {method: middle(rates), f"{method} spread": spread(rates)}
+        row |= {method: median(rates), f"{method} spread": spread(rates)}
     if not failed:
         row["vmap over loop"] = row["vmap"] / row["loop"]
     else:

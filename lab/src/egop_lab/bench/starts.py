@@ -25,14 +25,12 @@ class Start(methods.Start):
 
     def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
         """Any basis will do: the time of a step does not depend on which one it is."""
-        assert self.model is not None
         return some_basis(self.model, structure)
 
 
 def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), **options: Any) -> Start:
     """What an optimizer for a model of a network is made from; the batches are for those that sample."""
     return Start(
-        parameters=list(model.parameters()),
         # So small that weights hardly move: after a thousand steps the gradients are still those of a network.
         options={"lr": 1e-6, "weight_decay": 0.0},
         adam={"fused": True},  # the fastest that torch has

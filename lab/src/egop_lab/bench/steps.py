@@ -6,20 +6,18 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 import egop
 from egop_lab.bench import networks
-from egop_lab.bench.machine import Rates, Setting, release
+from egop_lab.bench.machine import Rates, Row, Setting, release
 from egop_lab.bench.networks import Network
 from egop_lab.bench.starts import ADAMW, INSTALL, SOAP, available, period, start
-from egop_lab.bench.timing import Marks, interleaved, middle, spread
+from egop_lab.bench.timing import Marks, interleaved, spread
 from egop_lab.methods import COMPILED, RENEWED, Method, compared
-
-Row = dict[str, Any]
 
 _BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, as in training
 
@@ -156,10 +154,10 @@ def _row(trial: Trial, turns: Sequence[Turn], rates: Rates) -> Row:
         "parameters": sum(parameter.numel() for parameter in trial.model.parameters()),
         "method": trial.name,
         "renewed every": trial.period if trial.period > 1 else None,
-        "step": middle([turn.step for turn in turns]),
+        "step": median([turn.step for turn in turns]),
         "step spread": spread(turn.step for turn in turns),
-        "longest step": middle([turn.longest for turn in turns]),
-        "whole": middle(whole),
+        "longest step": median([turn.longest for turn in turns]),
+        "whole": median(whole),
         "whole spread": spread(whole),
     }
     if isinstance(trial.optimizer, egop.ReparameterizedOptimizer):

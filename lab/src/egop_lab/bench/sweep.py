@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from statistics import median
 
 import egop
-from egop_lab.bench.machine import Setting
+from egop_lab.bench.machine import Row, Setting
 from egop_lab.bench.starts import some_basis
-from egop_lab.bench.timing import interleaved, middle, spread
+from egop_lab.bench.timing import interleaved, spread
 from egop_lab.training import batched
 from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, network, train_alone
 from egop_lab.training.tuning import doublings
-
-Row = dict[str, Any]
 
 _TOGETHER, _PLAIN, _ALONE = "together", "one at a time", "one at a time, in the batched programme"
 
@@ -34,7 +32,7 @@ def run(setting: Setting) -> Iterator[Row]:
         found, failed = interleaved(turns, setting.turns(3))
         row: Row = {"coordinates": coordinates, "runs": trials * len(rates)}
         for name, seconds in found.items():
-            row |= {name: middle(seconds), f"{name} spread": spread(seconds)}
+            row |= {name: median(seconds), f"{name} spread": spread(seconds)}
         if failed:
             row["failed"] = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         singles = [row[name] for name in (_PLAIN, _ALONE) if name in row]

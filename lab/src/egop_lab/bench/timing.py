@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -94,11 +93,6 @@ def reason(error: Exception) -> str:
     """Why something failed, in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]
-
-
-def middle(values: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(values)
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

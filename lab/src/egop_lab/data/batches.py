@@ -42,6 +42,11 @@ class DataSet:
     validation: Split
     test: Split
 
+    def on(self, device: torch.device | str) -> list[tuple[Tensor, ...]]:
+        """Features and labels of the three, each on a device."""
+        splits = (self.train, self.validation, self.test)
+        return [tuple(tensor.to(device) for tensor in split.batch) for split in splits]
+
 
 class Batches:
     """Minibatches of tensors held in memory, in a new order on every pass.

@@ -214,10 +214,7 @@ class _OnDevice:
 
     def __iter__(self) -> Iterator[Batch]:
         for images, labels in self.loader:
-            yield (
-                normalized(images.to(self.device, non_blocking=True)),
-                labels.to(self.device, non_blocking=True),
-            )
+            yield (normalized(images.to(self.device, non_blocking=True)), labels.to(self.device, non_blocking=True))
 
 
 def normalized(images: Tensor) -> Tensor:

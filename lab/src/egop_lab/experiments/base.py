@@ -41,7 +41,6 @@ class Experiment(abc.ABC):
     title: ClassVar[str]
     figures: ClassVar[str]  # which ones of the paper
     version: ClassVar[int] = 1  # goes into every configuration; raised when the code changes what a run does
-    gpu: ClassVar[bool] = False  # whether the full preset is meant for one
 
     @abc.abstractmethod
     def settings(self, preset: Preset) -> dict[str, Any]:
@@ -65,7 +64,7 @@ class Experiment(abc.ABC):
 
     def records(self, store: Store, preset: Preset, **wanted: Any) -> list[Record]:
         """The finished runs of this preset and version whose configuration has these values."""
-        own = {"experiment": self.id, "version": self.version, "preset": preset, **wanted}
+        own = self.config(preset, **wanted)
         return [r for r in store if all(r.config.get(key) == value for key, value in own.items())]
 
 

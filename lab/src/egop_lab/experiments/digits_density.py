@@ -21,7 +21,6 @@ class DigitsDensityExperiment(Experiment):
     id: ClassVar[str] = "digits-density"
     title: ClassVar[str] = "The density of the leading EGOP eigenvectors"
     figures: ClassVar[str] = "Supplementary: density of the 100 leading eigenvectors"
-    gpu: ClassVar[bool] = True
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         settings = DigitsSpectrumExperiment().settings(preset)

@@ -15,7 +15,7 @@ import egop
 from egop.pictures import Panel, Picture, Series
 from egop_lab.data.digits import digits
 from egop_lab.experiments.base import Experiment, Judged, verdict
-from egop_lab.models.perceptrons import cross_entropy, digits_network, xavier_
+from egop_lab.models.small import cross_entropy, digits_network, xavier_
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import decay, subsampled
@@ -34,7 +34,6 @@ class DigitsSpectrumExperiment(Experiment):
     id: ClassVar[str] = "digits-spectrum"
     title: ClassVar[str] = "The EGOP spectrum of the digits network"
     figures: ClassVar[str] = "EGOP eigenvalues of the digits network; supplementary: the same for several ρ"
-    gpu: ClassVar[bool] = True
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
@@ -81,10 +80,7 @@ class DigitsSpectrumExperiment(Experiment):
             Picture(
                 "digits-spectrum-rho",
                 "The same for other sampling distributions ρ: normal ones and the network's initialisation.",
-                [
-                    Panel("All eigenvalues", "k", "λₖ/λ₁", whole),
-                    Panel("The leading ones", "k", "λₖ/λ₁", leading),
-                ],
+                [Panel("All eigenvalues", "k", "λₖ/λ₁", whole), Panel("The leading ones", "k", "λₖ/λ₁", leading)],
             ),
         ]
 

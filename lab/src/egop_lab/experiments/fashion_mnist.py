@@ -36,7 +36,6 @@ class FashionMnistExperiment(Experiment):
     id: ClassVar[str] = "fashion-mnist"
     title: ClassVar[str] = "A ReLU network on Fashion-MNIST, auxiliary variables"
     figures: ClassVar[str] = "Fashion-MNIST: loss and spectrum; supplementary: accuracy and wall-clock time"
-    gpu: ClassVar[bool] = True
     version: ClassVar[int] = 2
 
     def settings(self, preset: Preset) -> dict[str, Any]:

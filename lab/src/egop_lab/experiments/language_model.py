@@ -11,16 +11,7 @@ from egop.pictures import Panel, Picture, Series
 from egop_lab.data.text import load
 from egop_lab.experiments.base import Kind
 from egop_lab.experiments.curves import bar_panel, best_rate, quartiles, rate_series
-from egop_lab.experiments.timed import (
-    Claim,
-    Measures,
-    TimedExperiment,
-    is_tuning,
-    lowest,
-    number,
-    passes_to,
-    seconds_to,
-)
+from egop_lab.experiments.timed import Claim, TimedExperiment, is_tuning, lowest, number
 from egop_lab.methods import LANGUAGE, RENEWED, compared, foreign, label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.language import BETAS, COMMON, Run
@@ -95,10 +86,7 @@ class LanguageModelExperiment(TimedExperiment):
         settings, device = self.settings(context.preset), context.device
         text = load(context.data, device, smallest=10 * settings["batch"] * settings["context"])
         common = self.config(
-            context.preset,
-            **{key: settings[key] for key in COMMON},
-            data=text.summary,
-            precision=precision(device),
+            context.preset, **{key: settings[key] for key in COMMON}, data=text.summary, precision=precision(device)
         )
         warm: set[str] = set()
 
@@ -143,13 +131,6 @@ class LanguageModelExperiment(TimedExperiment):
             raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, left))}")
         return best
 
-    def measures(self, goal: float) -> Measures:
-        where = f"to a validation loss of {goal:.3f}"
-        return {
-            "steps": (f"Steps {where}", lambda run: passes_to(run, goal) * run.config["interval"]),
-            "seconds": (f"Seconds {where}", lambda run: seconds_to(run, goal)),
-        }
-
     def said(self, claim: Claim, one: float, other: float) -> str:
         ratio = f", {one / other:.2f} of that" if max(one, other) < math.inf else ""
         return f"{claim.other} {number(other, 4)}, {claim.method} {number(one, 4)}{ratio}"
@@ -157,6 +138,7 @@ class LanguageModelExperiment(TimedExperiment):
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         runs = self.reported(store, preset)
         goal = self.goal(runs)
+        measures = self.measures(goal)
         horizontal = {f"target {goal:.3f}": goal}
         count = counted(self.settings(preset)["trials"], "trial")
         sweeps, ends = self._rates(store, preset)
@@ -179,8 +161,8 @@ class LanguageModelExperiment(TimedExperiment):
                 f"Steps and seconds of training until the validation loss is at most {goal:.3f}, AdamW's lowest "
                 "median; no bar: not reached. Seconds of a step are means over the whole run, bases included.",
                 [
-                    bar_panel("Steps to the target", "steps", runs, self.measures(goal)["steps"][1]),
-                    bar_panel("Seconds to the target", "seconds", runs, self.measures(goal)["seconds"][1]),
+                    bar_panel("Steps to the target", "steps", runs, measures["steps"][1]),
+                    bar_panel("Seconds to the target", "seconds", runs, measures["seconds"][1]),
                     bar_panel("A step", "milliseconds", runs, _step),
                 ],
             ),

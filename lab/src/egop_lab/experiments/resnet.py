@@ -10,16 +10,7 @@ import torch
 from egop.pictures import Panel, Picture, Series
 from egop_lab.data import images
 from egop_lab.experiments.curves import bar_panel, best_rate, quartiles
-from egop_lab.experiments.timed import (
-    Claim,
-    Measures,
-    TimedExperiment,
-    is_tuning,
-    lowest,
-    number,
-    passes_to,
-    seconds_to,
-)
+from egop_lab.experiments.timed import Claim, Measures, TimedExperiment, is_tuning, lowest, number
 from egop_lab.methods import RESNET, compared, foreign, label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
@@ -164,10 +155,8 @@ class ResnetExperiment(TimedExperiment):
         return best_rate(runs, lambda result: -result["ten-crop accuracy"])
 
     def measures(self, goal: float) -> Measures:
-        where = f"to a validation loss of {goal:.3f}"
         return {
-            "epochs": (f"Epochs {where}", lambda run: passes_to(run, goal)),
-            "seconds": (f"Seconds {where}", lambda run: seconds_to(run, goal)),
+            **super().measures(goal),
             "training": ("Last training loss", lambda run: run.result["training loss"][-1]),
             "validation": ("Lowest validation loss", lambda run: lowest(run.result)),
             "error": ("Share of wrong answers, ten crops", lambda run: 1 - run.result["ten-crop accuracy"]),
@@ -179,6 +168,7 @@ class ResnetExperiment(TimedExperiment):
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         runs = self.reported(store, preset)
         goal = self.goal(runs)
+        measures = self.measures(goal)
         horizontal = {f"target {goal:.3f}": goal}
 
         def lines(name: str) -> list[Series]:
@@ -202,8 +192,8 @@ class ResnetExperiment(TimedExperiment):
                 f"Epochs and seconds of training (bases included) until the validation loss is at most {goal:.3f}, "
                 "AdamW's lowest median; no bar: not reached. Accuracy of the mean output over ten crops at the end.",
                 [
-                    bar_panel("Epochs to the target", "epochs", runs, lambda run: passes_to(run, goal)),
-                    bar_panel("Seconds to the target", "seconds", runs, lambda run: seconds_to(run, goal)),
+                    bar_panel("Epochs to the target", "epochs", runs, measures["epochs"][1]),
+                    bar_panel("Seconds to the target", "seconds", runs, measures["seconds"][1]),
                     bar_panel("At the end", "ten-crop accuracy", runs, lambda run: run.result["ten-crop accuracy"]),
                 ],
             ),

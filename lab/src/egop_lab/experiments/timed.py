@@ -48,7 +48,6 @@ class Claim:
 class TimedExperiment(Experiment):
     """The settings have ``methods``, ``trials`` and, by the name in ``length``, how long a reported run is."""
 
-    gpu: ClassVar[bool] = True
     comparison: ClassVar[str]
     training: ClassVar[Callable[..., Any]]  # what one run is: of data, a configuration and a device
     length: ClassVar[str]
@@ -63,9 +62,13 @@ class TimedExperiment(Experiment):
     def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
         """The learning rate that the tuning runs give; a LookupError when some are missing."""
 
-    @abc.abstractmethod
     def measures(self, goal: float) -> Measures:
         """What is compared, by name; the goal is AdamW's best validation loss."""
+        where = f"to a validation loss of {goal:.3f}"
+        return {
+            self.length: (f"{self.length.capitalize()} {where}", lambda run: length_to(run, goal)),
+            "seconds": (f"Seconds {where}", lambda run: seconds_to(run, goal)),
+        }
 
     @abc.abstractmethod
     def said(self, claim: Claim, one: float, other: float) -> str:
@@ -111,7 +114,8 @@ class TimedExperiment(Experiment):
 
     def goal(self, runs: Runs) -> float:
         """AdamW's lowest median validation loss after any pass."""
-        return target(runs[label(self.comparison, "adamw")])
+        curves = [run.result["validation loss"] for run in runs[label(self.comparison, "adamw")]]
+        return min(quartiles(curves)[1])
 
     def done(self, store: Store, preset: Preset) -> list[Record]:
         """The runs on the same data and with the same settings as the last one: others are not to be mixed in."""
@@ -128,15 +132,10 @@ def is_tuning(run: Record) -> bool:
     return bool(run.config["seed"] >= TUNING)
 
 
-def target(runs: Sequence[Record]) -> float:
-    """The lowest median validation loss after any pass."""
-    return min(quartiles([run.result["validation loss"] for run in runs])[1])
-
-
-def passes_to(run: Record, goal: float) -> float:
-    """After how many passes the validation loss is at most the goal; infinitely many when it never is."""
+def length_to(run: Record, goal: float) -> float:
+    """After how many steps or epochs the validation loss is at most the goal; infinitely many when it never is."""
     found = first_below(run.result["validation loss"], goal)
-    return math.inf if found is None else found
+    return math.inf if found is None else found * int(run.config.get("interval", 1))
 
 
 def seconds_to(run: Record, goal: float) -> float:

@@ -88,15 +88,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw new parameters as GPT-2 does, in place: normal, smaller where a block adds to the stream; norms are ones.
-
-    Args:
-        model: the module to change.
-        generator: source of every draw; ``None`` is torch's global one, as ``egop.Initialization`` wants it.
-
-    Returns:
-        The same model.
-    """
+    """Draw new parameters as GPT-2 does, in place: normal, smaller where a block adds to the stream; norms are ones."""
     layers = sum(isinstance(part, Block) for part in model.modules())
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear | nn.Embedding):

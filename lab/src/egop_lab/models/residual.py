@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["BasicBlock", "ResidualNetwork", "initialize_", "resnet34"]
+__all__ = ["BasicBlock", "ResidualNetwork", "initialize_"]
 
 
 class BasicBlock(nn.Module):
@@ -64,22 +64,9 @@ class ResidualNetwork(nn.Module):
         return self.fc(hidden.mean((2, 3)))
 
 
-def resnet34(classes: int = 1000) -> ResidualNetwork:
-    """ResNet-34: 21,797,672 parameters for 1000 classes."""
-    return ResidualNetwork((3, 4, 6, 3), 64, classes)
-
-
 @torch.no_grad()
 def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw new parameters as torchvision does, in place: He normal kernels (by fan-out), torch's own linear layers.
-
-    Args:
-        model: the module to change.
-        generator: source of every draw; ``None`` is torch's global one, as ``egop.Initialization`` wants it.
-
-    Returns:
-        The same model.
-    """
+    """Draw new parameters as torchvision does, in place: He normal kernels (by fan-out), torch's own linear layers."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=generator)

@@ -142,14 +142,7 @@ def _notes(section: Section) -> list[str]:
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
     """The report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
-    lines = [
-        "# Reproduction of the paper",
-        "",
-        _introduction(found),
-        "",
-        counts(found),
-        "",
-    ]
+    lines = ["# Reproduction of the paper", "", _introduction(found), "", counts(found), ""]
     for section in found:
         for picture in section.pictures:
             place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from egop_lab.methods import SMALL, Start, compared
 from egop_lab.training import batched
@@ -37,8 +37,8 @@ def train(
     Returns:
         What ``problem.evaluate`` gave, a list each, and the seconds. A run that diverges ends there; ``nan`` fills up.
     """
-    leaves = {key: value[0].clone().requires_grad_() for key, value in problem.start().items()}
-    start = Start(parameters=list(leaves.values()), options={"lr": lr}, every=every)
+    leaves = {key: nn.Parameter(value[0].clone()) for key, value in problem.start().items()}
+    start = Start(model=nn.ParameterList(leaves.values()), options={"lr": lr}, every=every)
     optimizer = compared(SMALL)[name].make(start)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
     history = [_evaluated(problem, leaves)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pickle
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import torch
+from tqdm.auto import tqdm
 
 from egop_lab.training.records import Record, Store
 
@@ -57,16 +60,11 @@ def in_processes(
     description: str,
 ) -> None:
     """Do runs that cannot be batched, several processes at a time; each record is stored as it comes."""
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
-
-    from tqdm.auto import tqdm
-
     if not configs:
         return
     with (
         tqdm(total=len(configs), desc=description, unit="run", disable=not context.progress) as bar,
-        ProcessPoolExecutor(context.workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool,
+        _pool(context.workers) as pool,
     ):
         futures = [pool.submit(function, config) for config in configs]
         try:
@@ -80,13 +78,10 @@ def in_processes(
 
 def over_processes(function: Callable[[Any], Any], arguments: Sequence[Any], workers: int) -> list[Any]:
     """What a function gives for each argument, in their order; by several processes where there is more to do."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
     workers = min(workers, len(arguments))
     if workers <= 1:
         return [function(argument) for argument in arguments]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with _pool(workers) as pool:
         return [pickle.loads(found) for found in pool.map(partial(_pickled, function), arguments)]
 
 
@@ -95,5 +90,8 @@ def _pickled(function: Callable[[Any], Any], argument: Any) -> bytes:
     return pickle.dumps(function(argument))
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+def _pool(workers: int) -> ProcessPoolExecutor:
+    """Fresh processes, with one thread each."""
+    return ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    )

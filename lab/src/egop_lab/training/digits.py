@@ -13,17 +13,16 @@ from egop.training import train
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.methods import torch_optimizer
-from egop_lab.models import stacked as stacked_network
-from egop_lab.models.perceptrons import accuracy, cross_entropy, digits_network, xavier_
-from egop_lab.training import batched
+from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.training.context import over_processes
+from egop_lab.training.networks import ImageTrials
 
 _BATCH = 300
 STEPS_PER_EPOCH = 13  # 3823 images in batches of 300, the last one smaller
 
 
-class DigitsProblem(batched.Problem):
-    """Trials of the 64-32-10 network: each has its own start and its own order of the batches.
+class DigitsProblem(ImageTrials):
+    """Trials of the 64-32-10 network.
 
     Args:
         seeds: one a trial.
@@ -32,37 +31,12 @@ class DigitsProblem(batched.Problem):
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device, workers: int = 1) -> None:
-        self.seeds, self.device, self.workers = list(seeds), device, workers
-        data = digits()
-        self.train, self.validation, self.test = (
-            tuple(tensor.to(device) for tensor in split.batch) for split in (data.train, data.validation, data.test)
-        )
-        self._orders: dict[int, Tensor] = {}
-
-    def start(self) -> batched.Point:
-        networks = [dict(network(seed).named_parameters()) for seed in self.seeds]
-        return {name: torch.stack([each[name].detach() for each in networks]).to(self.device) for name in networks[0]}
-
-    def batch(self, step: int) -> Tensor:
-        epoch, batch = divmod(step, STEPS_PER_EPOCH)
-        return self._order(epoch)[:, batch * _BATCH : (batch + 1) * _BATCH]
-
-    def losses(self, point: batched.Point, batch: Tensor) -> Tensor:
-        return stacked_network.cross_entropy(point, self.train[0][batch], self.train[1][batch])
-
-    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
-        return stacked_network.evaluate(point, self.train, self.validation, self.test)
+        super().__init__(seeds, network, _source, digits().on(device), _BATCH)
+        self.device, self.workers = device, workers
 
     def bases(self) -> list[egop.Reparameterization]:
         """One basis a trial."""
         return [basis.to(self.device) for basis in over_processes(estimate, self.seeds, self.workers)]
-
-    def _order(self, epoch: int) -> Tensor:
-        """The order of the images in an epoch, a row a trial."""
-        if epoch not in self._orders:
-            orders = [_order(seed, epoch, len(self.train[1])) for seed in self.seeds]
-            self._orders = {epoch: torch.stack(orders).to(self.device)}
-        return self._orders[epoch]
 
 
 def network(seed: int) -> nn.Module:
@@ -105,22 +79,15 @@ def train_alone(
         device: where to train.
         basis: EGOP coordinates; original ones by default.
     """
-    data = digits()
-    train_set, validation, test = (
-        tuple(tensor.to(device) for tensor in split.batch) for split in (data.train, data.validation, data.test)
-    )
+    sets = digits().on(device)
     model = network(seed).to(device)
     return train(
         model,
         torch_optimizer(optimizer, model, rate, basis),
         cross_entropy,
-        _Epochs(train_set, seed),
+        _Epochs(sets[0], seed),
         epochs,
-        evaluate=lambda model: {
-            "loss": cross_entropy(model, train_set),
-            "validation accuracy": accuracy(model, validation),
-            "test accuracy": accuracy(model, test),
-        },
+        evaluate=lambda model: scores(model, *sets),
         progress=False,
     )
 
@@ -132,10 +99,11 @@ class _Epochs:
         self._tensors, self._seed, self._epoch = tensors, seed, 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        order = _order(self._seed, self._epoch, len(self._tensors[0])).to(self._tensors[0].device)
+        order = torch.randperm(len(self._tensors[0]), generator=_source(self._seed, self._epoch))
+        order = order.to(self._tensors[0].device)
         self._epoch += 1
         return (tuple(tensor[rows] for tensor in self._tensors) for rows in order.split(_BATCH))
 
 
-def _order(seed: int, epoch: int, images: int) -> Tensor:
-    return torch.randperm(images, generator=torch.Generator().manual_seed(seed * 100_003 + epoch))
+def _source(seed: int, epoch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 100_003 + epoch)

@@ -13,39 +13,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import egop
 from egop.sampling import sample_gradients
 from egop.training import train
 from egop_lab.data.batches import Batches
 from egop_lab.data.fashion import fashion_folder, fashion_mnist
-from egop_lab.models import stacked
-from egop_lab.models.perceptrons import accuracy, cross_entropy
+from egop_lab.models.small import cross_entropy, fashion_network, normal_, scores
 from egop_lab.training import batched
 from egop_lab.training.context import Context
+from egop_lab.training.networks import ImageTrials
 from egop_lab.training.spectra import subsampled
 
 BATCH = 300
 _SHOWN = 4000  # eigenvalues
 
 Curves = dict[str, list[float]]
-
-
-def network() -> nn.Sequential:
-    """The 784-100-10 network."""
-    return nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
-
-
-@torch.no_grad()
-def normal_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw weights from N(0, 1) and biases from U(±fan_in^-1/2), in place."""
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight.normal_(generator=generator)
-            bound = layer.in_features**-0.5
-            layer.bias.uniform_(-bound, bound, generator=generator)
-    return model
 
 
 class Runs:
@@ -60,10 +44,7 @@ class Runs:
         data = fashion_mnist(context.data)
         context.say(f"images: {fashion_folder(context.data)}")
         self.context = context
-        self.train_set, self.validation, self.test = (
-            tuple(tensor.to(context.device) for tensor in split.batch)
-            for split in (data.train, data.validation, data.test)
-        )
+        self.train_set, self.validation, self.test = data.on(context.device)
         self.train_set = tuple(tensor[:images] for tensor in self.train_set)
         self._kept: tuple[tuple[int, int, bool], egop.Reparameterization, float] | None = None
 
@@ -79,7 +60,7 @@ class Runs:
             cross_entropy,
             batches,
             config["epochs"],
-            evaluate=self._evaluate,
+            evaluate=lambda model: scores(model, self.train_set, self.validation, self.test),
             progress=self.context.progress,
             description=f"r = {rank}, lr {config['lr']:g}, decay {config['weight_decay']:g}",
         )
@@ -108,7 +89,7 @@ class Runs:
 
     def start(self, seed: int) -> nn.Module:
         """The network at a trial's start."""
-        return normal_(network(), generator(seed, 0)).to(self.context.device)
+        return normal_(fashion_network(), generator(seed, 0)).to(self.context.device)
 
     def _objective(self, seed: int) -> egop.Objective:
         batches = Batches(*self.train_set, size=BATCH, generator=generator(seed, 3))
@@ -147,13 +128,6 @@ class Runs:
             self._kept = (rank, seed, reduced), basis, time.perf_counter() - began
         return self._kept[1], self._kept[2]
 
-    def _evaluate(self, model: nn.Module) -> dict[str, Tensor]:
-        return {
-            "loss": cross_entropy(model, self.train_set),
-            "validation accuracy": accuracy(model, self.validation),
-            "test accuracy": accuracy(model, self.test),
-        }
-
 
 def generator(seed: int, purpose: int) -> torch.Generator:
     """A stream of its own for the start (0), the training batches (1) and the estimation (2, 3)."""
@@ -174,36 +148,18 @@ def _optimizer(
     return egop.ReparameterizedOptimizer(groups, torch.optim.AdamW, basis, lr=lr)
 
 
-class FashionProblem(batched.Problem):
-    """Trials of the network, each with its own start and its own order of the batches: those of :class:`Runs`."""
+class FashionProblem(ImageTrials):
+    """Trials of the network, with the starts and the orders of the batches of :class:`Runs`."""
 
     def __init__(self, runs: Runs, seeds: Sequence[int]) -> None:
-        self.runs, self.seeds = runs, list(seeds)
-        self.steps_per_epoch = math.ceil(len(runs.train_set[1]) / BATCH)
-        self._generators: list[torch.Generator] = []
-        self._order = torch.empty(0)
+        sources: dict[int, torch.Generator] = {}
 
-    def start(self) -> batched.Point:
-        networks = [dict(self.runs.start(seed).named_parameters()) for seed in self.seeds]
-        return {name: torch.stack([each[name].detach() for each in networks]) for name in networks[0]}
-
-    def batch(self, step: int) -> Tensor:
-        """The rows of a step's batch; steps are asked for one after the other, from the first."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        images, labels = self.runs.train_set
-        if batch == 0:
+        def source(seed: int, epoch: int) -> torch.Generator:
             if epoch == 0:
-                self._generators = [generator(seed, 1) for seed in self.seeds]
-            orders = [torch.randperm(len(labels), generator=source) for source in self._generators]
-            self._order = torch.stack(orders).to(images.device)
-        return self._order[:, batch * BATCH : (batch + 1) * BATCH]
+                sources[seed] = generator(seed, 1)
+            return sources[seed]
 
-    def losses(self, point: batched.Point, batch: Tensor) -> Tensor:
-        images, labels = self.runs.train_set
-        return stacked.cross_entropy(point, images[batch], labels[batch])
-
-    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
-        return stacked.evaluate(point, self.runs.train_set, self.runs.validation, self.runs.test)
+        super().__init__(seeds, runs.start, source, (runs.train_set, runs.validation, runs.test), BATCH)
 
 
 def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Curves], float]:

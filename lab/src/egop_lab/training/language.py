@@ -83,7 +83,6 @@ class Run(timed.Run):
         """The weights of the blocks get bases; embeddings and the head have none, as with ``"auto"``."""
         config = self.config
         return Start(
-            parameters=list(self.model.parameters()),
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
             adam={"betas": BETAS, "fused": self.device.type == "cuda"},  # on a GPU its fastest form
             period=config["period"],

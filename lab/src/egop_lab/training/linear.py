@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import egop
 from egop_lab.data.batches import Batches
 from egop_lab.data.matrices import random_orthonormal
-from egop_lab.models.perceptrons import xavier_
+from egop_lab.models.small import linear_network, xavier_
 from egop_lab.training import batched
 from egop_lab.training.context import over_processes
+from egop_lab.training.networks import NetworkTrials
 from egop_lab.training.sweeps import EGOP, ORIGINAL
 
 WIDTHS = (10, 50, 30, 10)  # the paper's appendix has 10-30-50-10; the number of parameters is the same
@@ -25,7 +26,7 @@ BLOCK = "EGOP, block"
 FIRST = "EGOP, first layer"
 
 
-class LinearProblem(batched.Problem):
+class LinearProblem(NetworkTrials):
     """Trials of ‖W₃W₂W₁A − Y‖²/n with Y = M*A, each with its own A, M*, start and order of the batches.
 
     Args:
@@ -46,9 +47,8 @@ class LinearProblem(batched.Problem):
         device: torch.device,
         workers: int = 1,
     ) -> None:
-        self.seeds, self.samples, self.gradients, self.workers = list(seeds), samples, gradients, workers
-        self.steps_per_epoch = samples // 2 // BATCH
-        self._to: dict[str, Any] = {"dtype": dtype, "device": device}
+        super().__init__(seeds, _network, _order, samples // 2, BATCH, dtype=dtype, device=device)
+        self.samples, self.gradients, self.workers = samples, gradients, workers
         made = [_data(seed, samples) for seed in self.seeds]
         inputs = torch.stack([a for a, _ in made])
         train, validation = inputs[:, : samples // 2], inputs[:, samples // 2 : samples * 7 // 10]
@@ -57,15 +57,6 @@ class LinearProblem(batched.Problem):
         # ‖E A‖² = ‖E R‖² for any R with R Rᵀ = A Aᵀ: whole data sets at the price of one batch.
         self._roots = {name: _root(a).to(**self._to) for name, a in (("loss", train), ("validation loss", validation))}
         self._bases: dict[str, list[egop.Reparameterization]] = {}
-        self._orders: dict[int, Tensor] = {}
-
-    def start(self) -> batched.Point:
-        networks = [dict(_network(seed).named_parameters()) for seed in self.seeds]
-        return {name: torch.stack([each[name].detach() for each in networks]).to(**self._to) for name in NAMES}
-
-    def batch(self, step: int) -> Tensor:
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        return self._order(epoch)[:, batch * BATCH : (batch + 1) * BATCH]
 
     def losses(self, point: batched.Point, batch: Tensor) -> Tensor:
         inputs = self.train.gather(1, batch[..., None].expand(-1, -1, WIDTHS[0]))
@@ -91,19 +82,10 @@ class LinearProblem(batched.Problem):
         first, second, third = (point[name] for name in NAMES)
         return third @ (second @ first) - self.target[:, None]
 
-    def _order(self, epoch: int) -> Tensor:
-        """The order of the samples in an epoch, a row a trial."""
-        if epoch not in self._orders:
-            count = self.train.shape[1]
-            orders = [torch.randperm(count, generator=_generator(seed, 4 + epoch)) for seed in self.seeds]
-            self._orders = {epoch: torch.stack(orders).to(self._to["device"])}
-        return self._orders[epoch]
-
 
 def _network(seed: int) -> nn.Module:
     """The network at a trial's start."""
-    layers = [nn.Linear(*sizes, bias=False) for sizes in pairwise(WIDTHS)]
-    return xavier_(nn.Sequential(*layers), _generator(seed, 0))
+    return xavier_(linear_network(*WIDTHS), _generator(seed, 0))
 
 
 def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Reparameterization:
@@ -130,6 +112,10 @@ def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Reparamete
 def _generator(seed: int, purpose: int) -> torch.Generator:
     """A stream of its own for the start (0), the data (1), the estimation (2, 3) and each epoch (from 4 on)."""
     return torch.Generator().manual_seed(100_003 * seed + purpose)
+
+
+def _order(seed: int, epoch: int) -> torch.Generator:
+    return _generator(seed, 4 + epoch)
 
 
 def _data(seed: int, samples: int) -> tuple[Tensor, Tensor]:

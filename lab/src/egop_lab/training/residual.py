@@ -87,7 +87,6 @@ class Run(timed.Run):
         """Every convolution and the head get bases."""
         config = self.config
         return Start(
-            parameters=list(self.model.parameters()),
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
             period=self.data.counts["train"] // config["batch"],
             model=self.model,

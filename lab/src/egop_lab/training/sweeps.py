@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, finished
 from egop_lab.training.records import Store
 
 P = TypeVar("P", bound=batched.Problem)
@@ -66,6 +66,11 @@ def run_sweep(
         compact: what to keep of a result, given the configuration; all of it by default.
         **options: further arguments of the training.
     """
+
+    def configs(optimizer: str, coordinates: str, rate: float) -> list[dict[str, Any]]:
+        common = {"optimizer": optimizer, "coordinates": coordinates, "lr": rate, "steps": sweep.steps}
+        return [configured(context.preset, **common, **sweep.extra, seed=seed) for seed in seeds]
+
     for first in range(0, len(sweep.seeds), sweep.at_once):
         seeds = sweep.seeds[first : first + sweep.at_once]
         made: P | None = None
@@ -73,8 +78,7 @@ def run_sweep(
             turned: batched.Basis | None = None
             asked = False
             for optimizer, rates in sweep.rates.items():
-                wanted = [_configs(configured, context.preset, sweep, optimizer, coordinates, r, seeds) for r in rates]
-                left = [rate for rate, configs in zip(rates, wanted, strict=True) if store.missing(configs)]
+                left = {rate: own for rate in rates if store.missing(own := configs(optimizer, coordinates, rate))}
                 if not left:
                     continue
                 made = made if made is not None else problem(seeds)
@@ -83,7 +87,7 @@ def run_sweep(
                 found, seconds = batched.train(
                     made,
                     optimizer,
-                    left,
+                    list(left),
                     sweep.steps,
                     basis=turned,
                     schedule=schedule,
@@ -92,23 +96,9 @@ def run_sweep(
                     **options,
                 )
                 records = []
-                for column, rate in enumerate(left):
-                    configs = _configs(configured, context.preset, sweep, optimizer, coordinates, rate, seeds)
-                    for row, config in enumerate(configs):
+                for column, own in enumerate(left.values()):
+                    for row, config in enumerate(own):
                         result = {name: values[row, column].tolist() for name, values in found.items()}
                         result = result if compact is None else compact(config, result)
                         records.append(finished(config, result, seconds / len(left) / len(seeds), context.device))
                 store.add(*records)
-
-
-def _configs(
-    configured: Callable[..., dict[str, Any]],
-    preset: Preset,
-    sweep: Sweep,
-    optimizer: str,
-    coordinates: str,
-    rate: float,
-    seeds: Iterable[int],
-) -> list[dict[str, Any]]:
-    common = {"optimizer": optimizer, "coordinates": coordinates, "lr": rate, "steps": sweep.steps}
-    return [configured(preset, **common, **sweep.extra, seed=seed) for seed in seeds]

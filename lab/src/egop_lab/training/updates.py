@@ -31,6 +31,10 @@ class Rule(abc.ABC):
 
     def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
         self.leaves, self.rates, self.decays, self.decayed = leaves, rates, decays, decayed
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027 - not every rule has a state
+        """Make the state."""
 
     @abc.abstractmethod
     def step(self, gradients: Sequence[Tensor]) -> None:
@@ -53,8 +57,7 @@ class SGD(Rule):
 class Momentum(SGD):
     """``torch.optim.SGD`` with momentum 0.9."""
 
-    def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
-        super().__init__(leaves, rates, decays, decayed)
+    def prepare(self) -> None:
         self._buffers = self.zeros()
 
     @torch.no_grad()
@@ -67,8 +70,7 @@ class Momentum(SGD):
 class Adagrad(Rule):
     """``torch.optim.Adagrad``."""
 
-    def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
-        super().__init__(leaves, rates, decays, decayed)
+    def prepare(self) -> None:
         self._sums = self.zeros()
 
     @torch.no_grad()
@@ -81,10 +83,9 @@ class Adagrad(Rule):
 class Adam(Rule):
     """``torch.optim.Adam``."""
 
-    def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
-        super().__init__(leaves, rates, decays, decayed)
+    def prepare(self) -> None:
         self._means, self._squares = self.zeros(), self.zeros()
-        self._count = torch.zeros((), dtype=torch.float64, device=rates.device)
+        self._count = torch.zeros((), dtype=torch.float64, device=self.rates.device)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from egop_lab.models.perceptrons import accuracy, cross_entropy, digits_network, xavier_
+from egop_lab.models.small import accuracy, cross_entropy, digits_network, xavier_
 
 
 def test_the_digits_network_has_the_papers_size():
