@@ -6,20 +6,15 @@ import math
 import sys
 import time
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-import egop
-from egop_lab.data import images
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments.resnet import OPTIONAL, ResnetExperiment
 from egop_lab.methods import RESNET, compared
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
-from egop_lab.training.residual import Run
 from egop_lab.training.sweeps import TUNING
+from fakes import image_folder
 
 METHODS = compared(RESNET)
 ADAMW, UPFRONT, PERIODIC, ONLINE, BOTH_SIDES, SOAP_ONCE, SOAP_EPOCH, SOAP_10, MUON = METHODS
@@ -44,15 +39,7 @@ class Toy(ResnetExperiment):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("images")
-    numbers = np.random.default_rng(0)
-    for split, count in (("train", 9), ("val", 5)):
-        for label in range(3):
-            (place / split / str(label)).mkdir(parents=True)
-            for index in range(count):
-                pixels = numbers.integers(0, 100, (20, 24, 3)) + 150 * np.eye(3, dtype=int)[label]
-                Image.fromarray(pixels.astype(np.uint8)).save(place / split / str(label) / f"{index}.png")
-    return str(place)
+    return image_folder(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -140,15 +127,6 @@ def test_no_time_no_new_run_and_the_next_slice_goes_on(folder, tmp_path, monkeyp
     Toy().run(Store(store.path), context(folder))
     assert len(done) == len(set(done)) == 2 * len(METHODS)
     assert done[-2:] == [(BOTH_SIDES, TUNING), (BOTH_SIDES, 0)], "what may be left out comes last"
-
-
-def test_a_run_that_diverges_is_a_result(folder, toy):
-    data = images.load(folder, side=20, crop=16, device=torch.device("cpu"))
-    config = dict(next(iter(toy)).config) | {"lr": 1e30, "epochs": 4}
-    found = Run(data, config, torch.device("cpu"))(progress=False)
-    assert found["diverged"]
-    assert len(found["validation loss"]) == 5
-    assert math.isnan(found["validation loss"][-1])
 
 
 def test_missing_images_are_said_in_one_line(tmp_path):
@@ -255,16 +233,3 @@ def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path)
 def test_runs_on_other_images_are_not_mixed_in(tmp_path):
     fake_store(tmp_path / "r.jsonl", PAPER | {ADAMW: (0.3, 1.0, 0.0, 0.0)}, data=100)
     assert set(verdicts(fake_store(tmp_path / "r.jsonl", PAPER)).values()) == {"holds"}
-
-
-def test_convolutions_and_the_head_get_a_shared_basis_from_enough_kernel_gradients(folder):
-    data = images.load(folder, side=20, crop=16, device=torch.device("cpu"))
-    config = {"depths": [1], "width": 4, "seed": 0, "batch": 8, "crop": 16, "lr": 1e-3, "weight decay": 1e-4}
-    start = Run(data, config, torch.device("cpu")).start()
-    assert start.samples == 250
-    assert start.period == 3
-    optimizer = METHODS[UPFRONT].make(start)
-    assert isinstance(optimizer, egop.ReparameterizedOptimizer)
-    assert {change.kind for change in optimizer.basis.values()} == {"Shared"}
-    assert set(optimizer.basis) == {"conv1.weight", "layer1.0.conv1.weight", "layer1.0.conv2.weight", "fc.weight"}
-    assert optimizer.param_groups[0]["weight_decay"] == 1e-4
