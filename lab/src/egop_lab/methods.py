@@ -244,7 +244,8 @@ def _ends(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _upfront(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:
-    return Method(name, labels, functools.partial(_turned, upfront=structure, **options), ("objective",))
+    needs = ("objective", "period") if options.get("renewed") else ("objective",)
+    return Method(name, labels, functools.partial(_turned, upfront=structure, **options), needs)
 
 
 def _online(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:

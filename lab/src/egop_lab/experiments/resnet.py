@@ -91,9 +91,8 @@ class ResnetExperiment(TimedExperiment):
         trials = self.trials(store, context)
         methods = self.settings(context.preset)["methods"]
         with fast(context.device):
-            self._all_of(trials, [method for method in methods if method not in OPTIONAL]) and self._all_of(
-                trials, OPTIONAL
-            )
+            first = [method for method in methods if method not in OPTIONAL]
+            self._all_of(trials, first) and self._all_of(trials, OPTIONAL)
 
     def trials(self, store: Store, context: Context) -> Trials:
         settings, device = self.settings(context.preset), context.device
