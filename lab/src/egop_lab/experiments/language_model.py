@@ -79,7 +79,7 @@ class LanguageModelExperiment(TimedExperiment):
 
     def run(self, store: Store, context: Context) -> None:
         trials = self.trials(store, context)
-        self.tune(trials) and self.report(trials)
+        self.tune(trials) and self.report(trials, self.settings(context.preset)["methods"])
 
     def trials(self, store: Store, context: Context) -> Trials:
         foreign(SOAP)  # which takes seconds to import: no run is to pay for it
@@ -115,15 +115,6 @@ class LanguageModelExperiment(TimedExperiment):
                     if not all(trials.do(method=method, lr=rate, steps=steps, seed=seed) for rate, seed in runs):
                         return False
         return True
-
-    def report(self, trials: Trials) -> bool:
-        """Do the runs that are reported, once all methods are tuned; whether they are all done."""
-        settings = self.settings(trials.context.preset)
-        best = {method: self.rate(settings, trials.done, method) for method in settings["methods"]}
-        runs = [(seed, method) for seed in range(settings["trials"]) for method in best]
-        steps = settings["steps"]
-        with fast(trials.context.device):
-            return all(trials.do(method=method, lr=best[method], steps=steps, seed=seed) for seed, method in runs)
 
     def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
         best, left = _search(settings, done, method)

@@ -137,10 +137,7 @@ class ResnetExperiment(TimedExperiment):
         epochs = settings["tuning epochs"]
         if not all(trials.do(method=method, lr=lr, epochs=epochs, seed=seed) for method, lr, seed in tuning):
             return False
-        best = {method: self.rate(settings, trials.done, method) for method in methods}
-        reported = [(seed, method) for seed in range(settings["trials"]) for method in methods]
-        epochs = settings["epochs"]
-        return all(trials.do(method=method, lr=best[method], epochs=epochs, seed=seed) for seed, method in reported)
+        return self.report(trials, methods)
 
     def required(self, preset: Preset) -> set[str]:
         return {method for claim in self.claims for method in (claim.method, claim.other)}

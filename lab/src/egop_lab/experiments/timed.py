@@ -14,7 +14,7 @@ from egop_lab.methods import label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed import Trials, shared
+from egop_lab.training.timed import Trials, fast, shared
 
 Runs = dict[str, list[Record]]  # the reported runs by method
 Measures = Mapping[str, tuple[str, Callable[[Record], float]]]  # what is measured, in words, and its number for a run
@@ -81,6 +81,15 @@ class TimedExperiment(Experiment):
     def chosen(self, store: Store, preset: Preset, method: str) -> float:
         """A method's learning rate."""
         return self.rate(self.settings(preset), self.done(store, preset), method)
+
+    def report(self, trials: Trials, methods: Sequence[str]) -> bool:
+        """Do the runs that are reported, of methods that are tuned; whether they are all done."""
+        settings = self.settings(trials.context.preset)
+        best = {method: self.rate(settings, trials.done, method) for method in methods}
+        runs = [(seed, method) for seed in range(settings["trials"]) for method in methods]
+        length = {self.length: settings[self.length]}
+        with fast(trials.context.device):
+            return all(trials.do(method=method, lr=best[method], **length, seed=seed) for seed, method in runs)
 
     def reported(self, store: Store, preset: Preset) -> Runs:
         """Each method's runs at its chosen rate."""
