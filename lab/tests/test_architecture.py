@@ -18,16 +18,19 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
 MODULES = {
     f"egop.{name}"
-    for name in ("basis", "checkpoint", "cli", "diagnostics.scaling", "extras", "refresh", "runs", "theory")
+    for name in (
+        *("checkpoint", "theory", "clients", "structures", "refresh"),
+        *("plotting", "pages", "pictures", "records", "training", "commands"),
+    )
 }
 # What else is used, and why.
 EXCEPTIONS = {
     (
-        "experiments/fashion_runs.py",
-        "egop.estimation.sample_gradients",
+        "training/fashion.py",
+        "egop.sampling.sample_gradients",
     ): "a spectrum from the gradients' inner products, whose basis would fill the memory",
-    ("bench/sampling.py", "egop.estimation.sample_gradients"): "how fast gradients are sampled is what it measures",
-    ("bench/sampling.py", "egop.estimation.Method"): "the type of an argument of the former",
+    ("bench/sampling.py", "egop.sampling.sample_gradients"): "how fast gradients are sampled is what it measures",
+    ("bench/sampling.py", "egop.sampling.Method"): "the type of an argument of the former",
 }
 
 
@@ -41,7 +44,7 @@ def is_public(name):
 
 
 def used(source):
-    """The names of egop that a file imports, and those that it looks up by dots: ``egop.estimation.sampling.draw``."""
+    """The names of egop that a file imports, and those that it looks up by dots: ``egop.sampling.draw``."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -61,11 +64,11 @@ def test_public_names_only(path):
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("from egop.numerics import counted", "egop.numerics.counted"),
-        ("def f():\n    import egop.numerics", "egop.numerics"),
-        ("import egop\negop.optimizer.Engine", "egop.optimizer"),
-        ("from egop.runs import json", "egop.runs.json"),
-        ("from egop import estimation", "egop.estimation"),
+        ("from egop.units import counted", "egop.units.counted"),
+        ("def f():\n    import egop.linalg", "egop.linalg"),
+        ("import egop\negop.engine.Engine", "egop.engine"),
+        ("from egop.records import json", "egop.records.json"),
+        ("from egop import sampling", "egop.sampling"),
     ],
 )
 def test_the_check_sees_what_is_not_public(source, name):
@@ -81,9 +84,49 @@ def test_the_public_modules_are_described_and_say_what_they_offer():
 
 
 def test_every_room_is_described():
-    table = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     rooms = {path.parts[0] for path in FILES} - {"__init__.py"}
     assert [room for room in sorted(rooms) if f"`{room}`" not in table and f"`{room}/`" not in table] == []
+    for room in rooms:
+        if (PACKAGE / room).is_dir():
+            assert len((ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or "").split()) > 20
+
+
+# What each room may use besides itself. Imports go one way; ``bench`` and ``experiments`` do not know of each other.
+ROOMS = {
+    "words": (),
+    "models": (),
+    "data": (),
+    "methods": ("data",),
+    "training": ("words", "models", "data", "methods"),
+    "experiments": ("words", "models", "data", "methods", "training"),
+    "bench": ("words", "models", "data", "methods", "training"),
+    "report": ("words", "training", "experiments"),
+    "cli": ("words", "training", "experiments", "bench", "report"),
+}
+
+
+def rooms_used(source):
+    """The rooms of the lab that a file imports from, at its top or inside a function."""
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports name their room"
+            names = [node.module] if node.module != "egop_lab" else [f"egop_lab.{name}" for name in names]
+        yield from (name.split(".")[1] for name in names if name.startswith("egop_lab."))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if len(path.parts) > 1 or path.name != "__init__.py"], ids=str)
+def test_imports_go_one_way(path):
+    room = path.parts[0].removesuffix(".py")
+    assert set(rooms_used((PACKAGE / path).read_text())) - {room, "__version__"} <= set(ROOMS[room])
+
+
+def test_the_rooms_have_an_order():
+    order = list(ROOMS)
+    assert all(order.index(used) < order.index(room) for room, all_used in ROOMS.items() for used in all_used)
+    assert list(rooms_used("def f():\n    from egop_lab.bench.run import run")) == ["bench"]
+    assert list(rooms_used("from egop_lab import words")) == ["words"]
 
 
 def test_both_distributions_have_one_version():

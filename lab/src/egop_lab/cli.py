@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from egop.cli import application, device_of, fail, one_line_errors, typer
+from egop.commands import application, device_of, fail, one_line_errors, typer
 from egop_lab import __version__
-from egop_lab.experiments.records import RecordError
+from egop_lab.training.records import RecordError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +37,8 @@ def demo(
         import torch
         from rich.console import Console
 
-        from egop.runs import plotting, write_json
+        from egop import plotting
+        from egop.records import write_json
         from egop_lab.experiments import demo as experiment
 
         if threads is not None:
@@ -115,8 +116,8 @@ def reproduce(
                 typer.echo(f"{id:22}{experiment(id).title}")
             typer.echo("\nRun some with: egop-lab reproduce ID ..., or all with: egop-lab reproduce --all")
             return
-        from egop_lab.experiments.base import Context
         from egop_lab.experiments.reproduce import reproduce as run
+        from egop_lab.training.context import Context
 
         context = Context(
             preset,  # type: ignore[arg-type]  # checked above
@@ -138,7 +139,7 @@ def report(
 ) -> None:
     """Make a page of everything that has been reproduced: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
-        from egop_lab import reproduction
+        from egop_lab.report import reproduction
 
         if not any(records.glob("*.jsonl")):
             fail(f"There are no records in {records}. Make some with: egop-lab reproduce --all", status=2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from egop.runs import write_json
+from egop.records import write_json
 from egop_lab.bench import bases, epoch, growth, machine, sampling, steps, sweep, tables, targets
 from egop_lab.bench.timing import reason
 from egop_lab.words import counted

@@ -1,0 +1,182 @@
+"""What finished runs leave behind, and the files that is kept in."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from egop.records import finite
+
+__all__ = ["Record", "RecordError", "Store", "config_key"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run.
+
+    Attributes:
+        config: everything that decides the outcome: experiment, its version, method, learning rate, seed, sizes, ...
+        result: what came out, as numbers and lists of numbers; ``nan`` for what was not finite.
+        seconds: how long it took; runs of one batch share their time.
+        device: where it ran.
+        versions: of the software it ran with.
+    """
+
+    config: Mapping[str, Any]
+    result: Mapping[str, Any]
+    seconds: float = 0.0
+    device: str = "cpu"
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What identifies the configuration: a changed setting never finds an old record."""
+        return config_key(self.config)
+
+
+class RecordError(ValueError):
+    """A record that cannot be read; the message says where and what to do."""
+
+
+def config_key(config: Mapping[str, Any]) -> str:
+    """A digest of a configuration, the same for equal ones whatever their order."""
+    text = json.dumps(config, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Store:
+    """The finished runs of one experiment: JSON lines, appended and synced, so that a kill loses only what ran.
+
+    Runs that are added together share a line, in which what they have in common is written once. A line that is cut off
+    (the process died while writing it) is dropped when the store is opened, and its runs are done again. Any other line
+    that cannot be read is an error: records are never thrown away silently.
+
+    Args:
+        path: the file; made with its folder when the first record is added.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records: dict[str, Record] = {}
+        if path.exists():
+            self._read()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __contains__(self, config: Mapping[str, Any]) -> bool:
+        return config_key(config) in self._records
+
+    def get(self, config: Mapping[str, Any]) -> Record | None:
+        """The record of a configuration, if its run is finished."""
+        return self._records.get(config_key(config))
+
+    def missing(self, configs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The configurations whose runs are still to be done."""
+        return [config for config in configs if config not in self]
+
+    def add(self, *records: Record) -> None:
+        """Append finished runs, all of them or none."""
+        entries = [_line(record) for record in records]
+        lines = "".join(_text(entry) + "\n" for entry in _shared(entries))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:  # a full disk: take back what was written of it
+            if self.path.exists():
+                os.truncate(self.path, size)
+            raise
+        # As they will be read again, so that a run that goes on sees the same numbers as one that was interrupted.
+        self._records |= {record.key: record for record in map(_record, entries)}
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(self.path, whole)
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                records = [_record(entry) for entry in _apart(json.loads(line))]
+            except (ValueError, TypeError, KeyError) as error:
+                raise RecordError(
+                    f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
+                    "the other records are fine."
+                ) from error
+            self._records |= {record.key: record for record in records}
+
+
+def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries of one machine as one, with what is the same in all configurations written once."""
+    places = {_text([entry["device"], entry["versions"]]) for entry in entries}
+    if len(entries) < 2 or len(places) > 1:
+        return entries
+    first, *others = (entry["config"] for entry in entries)
+    # Compared as text: 0 and 0.0 are equal, but not the same configuration.
+    common = {
+        name: value
+        for name, value in first.items()
+        if all(name in other and _text(other[name]) == _text(value) for other in others)
+    }
+    runs = [
+        {
+            "config": {name: value for name, value in entry["config"].items() if name not in common},
+            "result": entry["result"],
+            "seconds": entry["seconds"],
+        }
+        for entry in entries
+    ]
+    return [{"config": common, "runs": runs, "device": entries[0]["device"], "versions": entries[0]["versions"]}]
+
+
+def _apart(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The reverse of :func:`_shared`."""
+    if "runs" not in entry:
+        return [entry]
+    place = {name: entry[name] for name in ("device", "versions")}
+    return [{**run, **place, "config": {**entry["config"], **run["config"]}} for run in entry["runs"]]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _record(entry: dict[str, Any]) -> Record:
+    return Record(**{**entry, "result": _from_null(entry["result"])})
+
+
+def _line(record: Record) -> dict[str, Any]:
+    return {
+        "config": dict(record.config),
+        "result": _rounded(finite(record.result)),
+        "seconds": round(record.seconds, 3),
+        "device": record.device,
+        "versions": dict(record.versions),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than any figure shows, and a third of the bytes."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _from_null(value: Any) -> Any:
+    if value is None:
+        return math.nan
+    if isinstance(value, dict):
+        return {key: _from_null(entry) for key, entry in value.items()}
+    return [_from_null(entry) for entry in value] if isinstance(value, list) else value
