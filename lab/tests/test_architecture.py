@@ -18,19 +18,16 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
 MODULES = {
     f"egop.{name}"
-    for name in (
-        *("checkpoint", "theory", "clients", "structures", "refresh"),
-        *("plotting", "pages", "pictures", "records", "training", "commands"),
-    )
+    for name in ("basis", "checkpoint", "cli", "diagnostics.scaling", "extras", "refresh", "runs", "theory")
 }
 # What else is used, and why.
 EXCEPTIONS = {
     (
         "training/fashion.py",
-        "egop.sampling.sample_gradients",
+        "egop.estimation.sample_gradients",
     ): "a spectrum from the gradients' inner products, whose basis would fill the memory",
-    ("bench/sampling.py", "egop.sampling.sample_gradients"): "how fast gradients are sampled is what it measures",
-    ("bench/sampling.py", "egop.sampling.Method"): "the type of an argument of the former",
+    ("bench/sampling.py", "egop.estimation.sample_gradients"): "how fast gradients are sampled is what it measures",
+    ("bench/sampling.py", "egop.estimation.Method"): "the type of an argument of the former",
 }
 
 
@@ -44,7 +41,7 @@ def is_public(name):
 
 
 def used(source):
-    """The names of egop that a file imports, and those that it looks up by dots: ``egop.sampling.draw``."""
+    """The names of egop that a file imports, and those that it looks up by dots: ``egop.estimation.sampling.draw``."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -64,11 +61,11 @@ def test_public_names_only(path):
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("from egop.units import counted", "egop.units.counted"),
-        ("def f():\n    import egop.linalg", "egop.linalg"),
-        ("import egop\negop.engine.Engine", "egop.engine"),
-        ("from egop.records import json", "egop.records.json"),
-        ("from egop import sampling", "egop.sampling"),
+        ("from egop.numerics import counted", "egop.numerics.counted"),
+        ("def f():\n    import egop.numerics", "egop.numerics"),
+        ("import egop\negop.optimizer.Engine", "egop.optimizer"),
+        ("from egop.runs import json", "egop.runs.json"),
+        ("from egop import estimation", "egop.estimation"),
     ],
 )
 def test_the_check_sees_what_is_not_public(source, name):
@@ -94,15 +91,14 @@ def test_every_room_is_described():
 
 # What each room may use besides itself. Imports go one way; ``bench`` and ``experiments`` do not know of each other.
 ROOMS = {
-    "words": (),
     "models": (),
     "data": (),
     "methods": ("data",),
-    "training": ("words", "models", "data", "methods"),
-    "experiments": ("words", "models", "data", "methods", "training"),
-    "bench": ("words", "models", "data", "methods", "training"),
-    "report": ("words", "training", "experiments"),
-    "cli": ("words", "training", "experiments", "bench", "report"),
+    "training": ("models", "data", "methods"),
+    "experiments": ("models", "data", "methods", "training"),
+    "bench": ("models", "data", "methods", "training"),
+    "report": ("training", "experiments"),
+    "cli": ("training", "experiments", "bench", "report"),
 }
 
 
@@ -126,7 +122,7 @@ def test_the_rooms_have_an_order():
     order = list(ROOMS)
     assert all(order.index(used) < order.index(room) for room, all_used in ROOMS.items() for used in all_used)
     assert list(rooms_used("def f():\n    from egop_lab.bench.run import run")) == ["bench"]
-    assert list(rooms_used("from egop_lab import words")) == ["words"]
+    assert list(rooms_used("from egop_lab import data")) == ["data"]
 
 
 def test_both_distributions_have_one_version():

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from egop.commands import application, device_of, fail, one_line_errors, typer
+from egop.cli import application, device_of, fail, one_line_errors, typer
 from egop_lab import __version__
 from egop_lab.training.records import RecordError
 
@@ -37,8 +37,7 @@ def demo(
         import torch
         from rich.console import Console
 
-        from egop import plotting
-        from egop.records import write_json
+        from egop.runs import plotting, write_json
         from egop_lab.experiments import demo as experiment
 
         if threads is not None:
@@ -57,7 +56,7 @@ def demo(
 def _table(found: Demo) -> Table:
     from rich.table import Table
 
-    from egop_lab.words import counted
+    from egop.runs import counted
 
     table = Table(title=f"After {counted(found.epochs, 'epoch')}, from equivalent starts", title_justify="left")
     table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
@@ -165,8 +164,8 @@ def bench(
         typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
         import torch
 
+        from egop.runs import counted
         from egop_lab.bench.run import PARTS, failures, run
-        from egop_lab.words import counted
 
         if unknown := [part for part in only or [] if part not in PARTS]:
             fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from egop.records import Curve, Run
+from egop.runs import Curve, Run
 from egop_lab.experiments import demo
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from egop import scaling
-from egop.estimate import blocks_of
-from egop.objective import Objective
-from egop.plan import make_plan
+from egop.basis import make_plan
+from egop.diagnostics import scaling
+from egop.estimation import Objective, blocks_of
 from egop_lab.models.gpt import GPT, Block, initialize_
 
 SMALL = {"vocabulary": 11, "layers": 2, "width": 12, "heads": 3, "context": 8}
@@ -90,7 +89,7 @@ def test_without_a_generator_the_global_one_is_used():
 def test_the_plan_leaves_embeddings_and_head():
     objective = Objective(small(), lambda model, batch: model(batch).mean(), [torch.zeros(1, 8, dtype=torch.long)])
     plan = make_plan(*blocks_of(objective, "parameter"), "auto", 2**30)
-    assert plan.left == {
+    assert plan.unrotated == {
         "tokens.weight": "an embedding",
         "positions.weight": "an embedding",
         "head.weight": "the output head",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.cli import app
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import registry, reproduce

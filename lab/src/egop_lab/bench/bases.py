@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import egop
-from egop.structures import Accumulator, Block
+from egop.basis import Accumulator, Block
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import egop
-from egop.sampling import Method, sample_gradients
+from egop.estimation import Method, sample_gradients
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egop.records import replacing
+from egop.runs import replacing
 from egop_lab.data.batches import DataSet, Split
 from egop_lab.data.missing import MissingDataError
 

@@ -6,7 +6,7 @@ import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from egop.pictures import Picture
+from egop.runs import Picture
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 

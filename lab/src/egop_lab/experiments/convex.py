@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.data.matrices import with_decay
 from egop_lab.experiments.base import Judged, verdict
 from egop_lab.experiments.curves import first_below, median, same_in_both

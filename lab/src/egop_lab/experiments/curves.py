@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from egop.pictures import Panel, Series
+from egop.runs import Panel, Series
 from egop_lab.experiments.base import Judged
 from egop_lab.training.records import Record
 from egop_lab.training.sweeps import ORIGINAL

@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.records import Curve, Run
-from egop.training import train
+from egop.runs import Curve, Run, train
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
 from egop_lab.methods import torch_optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from egop.pictures import Panel, Picture
+from egop.runs import Panel, Picture
 from egop_lab.experiments.base import Judged, compare, verdict
 from egop_lab.experiments.curves import curve_series, median, rate_series, same_in_both
 from egop_lab.experiments.swept import SweptExperiment

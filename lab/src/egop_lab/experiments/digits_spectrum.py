@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 import egop
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.data.digits import digits
 from egop_lab.experiments.base import Experiment, Judged, verdict
 from egop_lab.models.small import cross_entropy, digits_network, xavier_

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments import fashion_claims as claims
 from egop_lab.experiments.base import Experiment, Judged
 from egop_lab.experiments.curves import first_below, median, quartiles

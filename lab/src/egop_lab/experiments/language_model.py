@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series, counted
 from egop_lab.data.text import load
 from egop_lab.experiments.base import Kind
 from egop_lab.experiments.curves import bar_panel, best_rate, quartiles, rate_series
@@ -18,7 +18,6 @@ from egop_lab.training.language import BETAS, COMMON, Run
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import ORIGINAL, TUNING
 from egop_lab.training.timed import Trials, fast, precision
-from egop_lab.words import counted
 
 ADAMW, SOAP = label(LANGUAGE, "adamw"), label(LANGUAGE, "soap")
 

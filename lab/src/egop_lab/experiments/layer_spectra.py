@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.data.batches import Batches, Split
 from egop_lab.data.digits import digits
 from egop_lab.data.fashion import fashion_folder, fashion_mnist, four_classes

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.pictures import Panel, Picture
+from egop.runs import Panel, Picture
 from egop_lab.experiments.base import Judged, compare, verdict
 from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
 from egop_lab.experiments.swept import SweptExperiment

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.data.matrices import random_orthonormal, with_decay
 from egop_lab.experiments.base import Judged, verdict
 from egop_lab.experiments.curves import first_below, median

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series, counted
 from egop_lab.data import images
 from egop_lab.experiments.curves import bar_panel, best_rate, quartiles
 from egop_lab.experiments.timed import Claim, Measures, TimedExperiment, is_tuning, lowest, number
@@ -17,7 +17,6 @@ from egop_lab.training.records import Record, Store
 from egop_lab.training.residual import Run
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed import Trials, fast, precision
-from egop_lab.words import counted
 
 ADAMW, UPFRONT, PERIODIC, BOTH_SIDES, SOAP_ONCE, SOAP_EPOCH, SOAP_10 = (
     label(RESNET, name)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop.pictures import Panel, Picture, Series
+from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Experiment, Judged, verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
 from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both

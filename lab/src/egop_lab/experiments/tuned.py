@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.pictures import Series
+from egop.runs import Series
 from egop_lab import methods
 from egop_lab.experiments.base import Experiment
 from egop_lab.experiments.curves import curve_series, median, rate_series

@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from egop import plotting
-from egop.pages import document, text
-from egop.pictures import Picture
-from egop.records import replacing
+from egop.runs import Picture, counted, document, plotting, replacing, text
 from egop_lab.experiments.base import Experiment, Judged
 from egop_lab.experiments.registry import IDS, experiment
 from egop_lab.experiments.reproduce import store_of
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
-from egop_lab.words import counted
 
 _INTRODUCTION = (
     "Made by egop-lab report from the records of egop-lab reproduce; no number here was typed by hand. Each claim of "

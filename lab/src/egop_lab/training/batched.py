@@ -22,9 +22,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import egop
+from egop.runs import counted
 from egop_lab.models.stacked import Point
 from egop_lab.training.updates import OPTIMIZERS, Rule
-from egop_lab.words import counted
 
 _WARM_UP = 2  # steps before one is recorded, for what libraries set up when first called
 

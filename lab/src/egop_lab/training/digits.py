@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.records import Curve
-from egop.training import train
+from egop.runs import Curve, train
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.methods import torch_optimizer

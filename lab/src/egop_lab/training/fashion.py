@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import egop
-from egop.sampling import sample_gradients
-from egop.training import train
+from egop.estimation import sample_gradients
+from egop.runs import train
 from egop_lab.data.batches import Batches
 from egop_lab.data.fashion import fashion_folder, fashion_mnist
 from egop_lab.models.small import cross_entropy, fashion_network, normal_, scores

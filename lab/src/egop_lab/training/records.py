@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from egop.records import finite
+from egop.runs import finite
 
 __all__ = ["Record", "RecordError", "Store", "config_key"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.training import train
+from egop.runs import train
 from egop_lab.methods import Start, compared
 from egop_lab.training.context import Context, finished
 from egop_lab.training.records import Record, Store
