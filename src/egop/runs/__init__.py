@@ -1,9 +1,9 @@
 """What people read: numbers and sizes in words, a training's curves, pictures and pages, drawn and written whole.
 
-The library, ``egop diagnose`` and the lab share it; nothing of egop is used here.
+The library and the lab share it; nothing of egop is used here. ``plotting`` is imported when it is used, since it
+needs matplotlib.
 """
 
-from egop.runs import plotting
 from egop.runs.pages import document, text
 from egop.runs.pictures import Panel, Picture, Series
 from egop.runs.records import Curve, Run, finite, replacing, write_json
