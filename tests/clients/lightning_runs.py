@@ -7,6 +7,7 @@ import warnings
 import lightning
 import runs
 import torch
+
 import training
 
 warnings.filterwarnings("ignore", module=r"lightning(\..*)?")  # advice on workers and loggers

@@ -11,9 +11,9 @@ import functools
 import os
 
 import torch
-import training
 
 import egop
+import training
 
 # Nothing here may reach the network; said before any framework is imported.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")

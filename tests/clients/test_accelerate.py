@@ -9,8 +9,9 @@ import os
 import pytest
 import runs
 import torch
-import training
 from processes import run
+
+import training
 
 pytest.importorskip("accelerate", reason=runs.MISSING)
 

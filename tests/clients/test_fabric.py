@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import runs
 import torch
+
 import training
 
 lightning = pytest.importorskip("lightning", reason=runs.MISSING)

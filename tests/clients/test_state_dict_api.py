@@ -8,7 +8,6 @@ import pytest
 import runs
 import torch
 import torch.distributed.checkpoint as dcp
-import training
 from processes import run
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import egop
+import training
 
 HALF = 4
 OPTIONS = {

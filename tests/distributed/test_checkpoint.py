@@ -13,10 +13,10 @@ import torch.distributed as dist
 from processes import run
 from resuming import CASES, SAVED, basis_of, finished, refused, resumed, training
 from torch import nn
-from training import WRAPPERS, network, steps
 
 import egop
 from egop import checkpoint
+from training import WRAPPERS, network, steps
 
 
 def begun(rank, world, wrapper, folder):

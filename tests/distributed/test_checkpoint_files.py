@@ -13,12 +13,12 @@ import pytest
 import torch
 from resuming import SAVED, finished, refused, resumed, training
 from torch import nn
-from training import steps
 
 import egop
 from egop import checkpoint
 from egop.checkpoint import files, folders
 from egop.distributed import locks
+from training import steps
 
 
 def forked(action):

@@ -11,7 +11,7 @@ from egop.basis.partition import Block, match
 from egop.basis.roles import Layer
 from egop.basis.structures import Auxiliary, Full, Kronecker, Shared, Structure
 from egop.basis.structures.views import matrix_shape
-from egop.numerics import format_bytes, format_count, format_table
+from egop.runs import format_bytes, format_count, format_table
 
 # What "auto" chooses from, richest first: where gradients are sampled, and where those of the training are followed.
 UP_FRONT: tuple[Structure, ...] = (Full(), Shared())

@@ -15,7 +15,7 @@ from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.basis.structures.views import Coordinates, as_tuple
 from egop.distributed import processes
-from egop.numerics import format_bytes, format_count, format_table
+from egop.runs import format_bytes, format_count, format_table
 
 Finished = tuple[Spectrum | None, ChangeOfBasis]
 

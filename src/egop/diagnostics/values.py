@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from egop.basis import Reparameterization
-from egop.numerics import format_bytes, format_table
+from egop.runs import format_bytes, format_table
 
 Verdict = Literal["use", "online", "sample more", "leave", "unknown"]
 

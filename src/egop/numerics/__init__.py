@@ -1,4 +1,4 @@
-"""Numbers: precision of products, random states, decompositions in float64, sketches, and numbers as people read them.
+"""Numbers: precision of products, random states, decompositions in float64, sketches.
 
 Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer products add up over processes.
 """
@@ -9,7 +9,6 @@ from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity,
 from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
 from egop.numerics.sketch import RowSketch
-from egop.numerics.units import counted, format_bytes, format_count, format_table, parse_bytes
 
 __all__ = [
     "OuterProducts",
@@ -18,19 +17,14 @@ __all__ = [
     "check_fraction",
     "check_not_negative",
     "check_positive",
-    "counted",
     "drawn_outside_torch",
     "eigenbasis",
     "exact_products",
     "fix_signs",
-    "format_bytes",
-    "format_count",
-    "format_table",
     "full_precision",
     "identity",
     "in_normal_mode",
     "linalg",
-    "parse_bytes",
     "precision",
     "random_orthonormal",
     "random_state",

@@ -20,13 +20,14 @@ from egop.basis import (
     partition_parameters,
     plain_name,
 )
-from egop.numerics import check_fraction, check_positive, identity, parse_bytes
+from egop.numerics import check_fraction, check_positive, identity
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 from egop.refresh.beginnings import Choose
 from egop.refresh.grams import GramMatrices
 from egop.refresh.methods import FROM_SCRATCH, ITERATION
 from egop.refresh.schedules import InTurn, OnceDrifted
 from egop.refresh.streaming import Streaming
+from egop.runs import parse_bytes
 
 
 @dataclass(frozen=True)

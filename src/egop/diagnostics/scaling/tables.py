@@ -10,8 +10,8 @@ from torch import nn
 from egop.basis import Auxiliary, Full, Kronecker, Reduced, Shared, Structure, StructureChoice, layers_of
 from egop.diagnostics.scaling.parts import Memory, Part, Traffic, adamw, frozen, muon, parts_of, plan_of, soap, total
 from egop.distributed import owners_of
-from egop.numerics import counted, format_bytes, format_count, format_table
 from egop.refresh import Online
+from egop.runs import counted, format_bytes, format_count, format_table
 
 EVERY = Online().every
 STRUCTURES: tuple[Structure, ...] = (Shared(), Kronecker(), Full(), Auxiliary(16), Reduced(16))
