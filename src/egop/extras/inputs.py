@@ -49,8 +49,8 @@ def rotate_inputs(
     if change.kind != "Shared" or not change.rowwise:
         side = "" if change.kind != "Shared" else " on the output side"
         raise ValueError(
-            f"Block '{name}' has structure {change.kind}{side}. Only a rotation that all rows share can be moved into the "
-            "data: estimate the basis with structure=egop.Shared()."
+            f"Block '{name}' has structure {change.kind}{side}. Only a rotation that all rows share can be moved "
+            "into the data: estimate the basis with structure=egop.Shared()."
         )
     rotation = change.tensors["basis"].mT if inverse else change.tensors["basis"]
     for each in inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,22 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         if group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(weights, updates.unbind())
+
+    def lookahead(self, weights: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """The momenta that a step with these gradients has, and what they are mapped to; nothing is changed.
+
+        Args:
+            weights: of one shape.
+            gradients: theirs, stacked.
+        """
+        groups = {id(weight): group for group in self.param_groups for weight in group["params"]}
+        momenta, mapped = [], []
+        for weight, gradient in zip(weights, gradients, strict=True):
+            group, state = groups[id(weight)], self.state.get(weight, {})
+            mean = state.get("exp_avg", torch.zeros_like(gradient))
+            momenta.append(mean.lerp(gradient, 1 - group["momentum"]))
+            mapped.append(self.mapped(_as_matrices(momenta[-1][None], last=group["matrices_last"]), group)[0])
+        return torch.stack(momenta), torch.stack(mapped)
 
     @abc.abstractmethod
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:

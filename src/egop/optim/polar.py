@@ -68,6 +68,9 @@ class PolarAdam(MatrixOptimizer):
         torch._foreach_add_(roots, group["eps"])
         return list(torch._foreach_div(momenta, roots))
 
+    # Its map is of more than the momentum.
+    lookahead = None  # type: ignore[assignment]
+
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Their polar factors."""
         return polar(matrices, group["iterations"])

@@ -60,7 +60,10 @@ class Sinkhorn(MatrixOptimizer):
 
 
 def balanced(matrices: Tensor, iterations: int) -> Tensor:
-    """Rows normalised to length √columns, columns to √rows, in turn; rows and columns of zeros stay so.
+    """Rows normalised to length √columns, columns to √rows, in turn.
+
+    Rows and columns of zeros stay so, and of what is zero but for rounding: a momentum of lower rank has such rows in
+    good coordinates, and its noise is not to be blown up.
 
     Only the scales of rows and columns are found by iteration: one product by squares a pass, and one by the matrix.
     """
@@ -77,5 +80,6 @@ def balanced(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def _inverse(lengths: Tensor, wanted: int) -> Tensor:
-    """What squared lengths have to be multiplied by."""
-    return torch.where(lengths > 0, wanted / lengths, 0)
+    """What squared lengths have to be multiplied by; nothing for those that are rounding beside the largest."""
+    limit = (16 * torch.finfo(lengths.dtype).eps) ** 2 * lengths.amax(-2, keepdim=True)
+    return torch.where(lengths > limit, wanted / lengths, 0)

@@ -65,6 +65,11 @@ class Divided(Optimizer):
         super().__setstate__(state)
         self.share()
 
+    @property
+    def inside(self) -> Optimizer:
+        """The optimizer of the coordinates."""
+        return self._parts[0]
+
     def share(self) -> None:
         """Let both have their groups of these, and all of the state."""
         for other, part in enumerate(self._parts):

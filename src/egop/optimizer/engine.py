@@ -20,6 +20,7 @@ from egop.optimizer.inner import (
     check_class,
     defaults_of,
     fresh_states,
+    lookahead,
     parse_outside,
     proposed,
     settings_for,
@@ -95,7 +96,8 @@ class Engine:
         self, basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
     ) -> list[BoundBlock]:
         """The blocks of a basis, bound to the parameters of these groups; nothing is changed."""
-        blocks = bind(basis, groups, first_group)
+        whole = bool(getattr(self.optimizer_class, "works_on_matrices", False))
+        blocks = bind(basis, groups, first_group, whole_matrices=whole)
         if self.matrices_only:
             check_blocks(self.optimizer_class, blocks)
         return blocks
@@ -274,6 +276,21 @@ class Engine:
         steps = proposed(self.inner, tensors, gradients, self.make_inner)
         size = len(stack.active)
         return [torch.stack(steps[place * size : (place + 1) * size]) for place in range(count)]
+
+    def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
+        """The momentum that this step will have, and what the inner optimizer maps it to; nothing is changed.
+
+        Of the blocks that have a gradient, in coordinates, stacked as in :meth:`momentum`.
+        """
+        self._settings_in()
+        gradients = stack.active_part()[0].encode(stack.gradients)
+        momenta, mapped = [], []
+        for place, gradient in enumerate(gradients):
+            tensors = [stack.blocks[index].coordinates[place] for index in stack.active]
+            pair = lookahead(self.inner, tensors, gradient)
+            momenta.append(pair[0])
+            mapped.append(pair[1])
+        return momenta, mapped
 
     # --- other bases ---
 

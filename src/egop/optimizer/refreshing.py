@@ -44,6 +44,9 @@ class Rebasable(Protocol):
     def proposed(self, stack: Stack) -> list[Tensor]:
         """What the inner optimizer would add to the coordinates now; in :meth:`Refresher.observe`."""
 
+    def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
+        """The momentum of this step and what the inner optimizer maps it to; in :meth:`Refresher.observe`."""
+
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Go on in other bases of some blocks of one stack."""
 
