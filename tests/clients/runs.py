@@ -1,6 +1,6 @@
 """One small training, by hand and inside a framework: what the tests of this folder compare.
 
-The network, the data and the loss are those of ``tests/distributed/training.py``, in float64.
+The network, the data and the loss are those of ``tests/training.py``, in float64.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import functools
 import os
 
 import torch
-import training
 
 import egop
+import training
 
 # Nothing here may reach the network; said before any framework is imported.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", DO_NOT_TRACK="1")

@@ -7,17 +7,17 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from training import batch, loss_of, network, sharded, steps, weights
 
 import egop
 from egop.basis.structures import low_rank
 from egop.distributed import processes
 from egop.estimation import sampling
 from egop.estimation.algorithm import Gathering
+from processes import run
+from training import batch, loss_of, network, sharded, steps, weights
 
 GAUSSIAN = egop.Gaussian(0.5)
 

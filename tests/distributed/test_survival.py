@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import STEPS, WRAPPERS, basis, batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 import egop
 from egop import checkpoint
+from processes import run
+from training import STEPS, WRAPPERS, basis, batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent.parent / "examples" / "train_distributed.py"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processes import run
 from torch.distributed.tensor.debug import CommDebugMode
-from training import WRAPPERS, batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 import egop
+from processes import run
+from training import WRAPPERS, batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 STRUCTURES = {"Shared": egop.Shared(), "Full": egop.Full(), "Kronecker": egop.Kronecker()}
 REFRESHES = {"fixed": lambda structure: None, "online": lambda structure: egop.Online(every=3, structure=structure)}

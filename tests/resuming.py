@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from training import STEPS, WRAPPERS, basis, network, optimizer_of, steps, weights
 
 import egop
 from egop import checkpoint
+from training import STEPS, WRAPPERS, basis, network, optimizer_of, steps, weights
 
 STRUCTURES = {
     "Shared": egop.Shared(),

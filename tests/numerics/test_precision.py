@@ -102,8 +102,8 @@ def training_with_frozen_flags():
 
 
 def in_a_process_of_its_own(function):
-    path = str(Path(__file__).parent)
-    code = f"import sys; sys.path.insert(0, {path!r}); import test_precision as here; here.{function.__name__}()"
+    paths = [str(path) for path in Path(__file__).parents[:2]]
+    code = f"import sys; sys.path[:0] = {paths!r}; import test_precision as here; here.{function.__name__}()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

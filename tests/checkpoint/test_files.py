@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from resuming import SAVED, finished, refused, resumed, training
 from torch import nn
-from training import steps
 
 import egop
 from egop import checkpoint
 from egop.checkpoint import files, folders
 from egop.distributed import locks
+from resuming import SAVED, finished, refused, resumed, training
+from training import steps
 
 
 def forked(action):

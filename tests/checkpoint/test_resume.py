@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
-from resuming import CASES, SAVED, basis_of, finished, refused, resumed, training
 from torch import nn
-from training import WRAPPERS, network, steps
 
 import egop
 from egop import checkpoint
+from processes import run
+from resuming import CASES, SAVED, basis_of, finished, refused, resumed, training
+from training import WRAPPERS, network, steps
 
 
 def begun(rank, world, wrapper, folder):
