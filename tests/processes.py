@@ -55,9 +55,11 @@ def _main(function, rank, world, folder, arguments):
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
         result = function(rank, world, *arguments)
         torch.save(result, Path(folder) / f"result-{rank}")
-        dist.barrier()
+        if dist.is_initialized():  # or the function has ended it
+            dist.barrier()
     except BaseException:
         (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
