@@ -16,9 +16,9 @@ TIMEOUT = 120
 
 def run(function, world, *arguments, timeout=TIMEOUT):
     """What ``function(rank, world, *arguments)`` returned in each process; an error in one of them is raised here."""
-    # Forked from a process that has only imported torch and egop: starting from nothing takes longer than most tests.
+    # Forked from a process that has imported egop and what torch imports late: that takes longer than most tests.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "egop"])
+    context.set_forkserver_preload(["egop", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_main, args=(function, rank, world, folder, arguments), daemon=True)
