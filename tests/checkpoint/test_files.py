@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import signal
+import time
 import traceback
 from pathlib import Path
 
@@ -165,7 +166,8 @@ def test_without_locks_only_what_is_old_counts_as_left_behind(tmp_path, monkeypa
     (tmp_path / "here.1-00000000.unfinished").mkdir()
     checkpoint.save(tmp_path / "here", model, optimizer)
     assert len(os.listdir(tmp_path)) == 2
-    monkeypatch.setattr(locks, "_FORGOTTEN", -1.0)
+    two_hours_later = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: two_hours_later)
     checkpoint.save(tmp_path / "here", model, optimizer)
     assert os.listdir(tmp_path) == ["here"]
 
