@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import egop
-from egop_lab.experiments.data import Batches, digits
-from egop_lab.experiments.models import cross_entropy
+from egop_lab.data.batches import Batches
+from egop_lab.data.digits import digits
+from egop_lab.models.small import cross_entropy
 
 STEPS = 200
 

@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import egop
 from egop import checkpoint
-from egop_lab.experiments.base import MissingDataError
-from egop_lab.experiments.gpt import GPT
-from egop_lab.experiments.text import Text, load
+from egop_lab.data.missing import MissingDataError
+from egop_lab.data.text import Text, load
+from egop_lab.models.gpt import GPT
 
 WARM_UP = 50  # steps
 

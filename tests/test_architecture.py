@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import zipfile
@@ -186,10 +187,63 @@ def test_the_public_names_are_in_order_and_complete():
     assert shown | {"checkpoint", "theory"} == set(egop.__all__)  # two modules are public names themselves
 
 
-@pytest.mark.parametrize(
-    "module", ["estimation.objective", "estimation.algorithm", "diagnostics.measure", "extras.frameworks"]
+def public_objects():
+    """Every public class and function, by name: those of ``egop``, and those of its public modules."""
+    modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("checkpoint", "extras", "theory"))]
+    named = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
+    return {name: public for name, public in named.items() if not inspect.ismodule(public)}
+
+
+@pytest.mark.parametrize("name", public_objects())
+def test_every_public_name_has_an_example_that_runs(name, tmp_path):
+    public = public_objects()[name]
+    if name.endswith("smoothness_constants"):
+        pytest.importorskip("cvxpy", reason="its solver is not installed")
+    globals_given = {"torch": torch, "egop": egop, "folder": tmp_path}
+    tests = doctest.DocTestFinder().find(public, name, globs=globals_given)
+    (own,) = [test for test in tests if test.name == name]
+    assert own.examples, "no example in its docstring"
+    assert not any(doctest.SKIP in example.options for example in own.examples), "an example that is never run"
+    runner = doctest.DocTestRunner()
+    said = []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for test in tests:
+            runner.run(test, out=said.append)
+    assert runner.failures == 0, "".join(said)
+
+
+def test_the_files_that_contributors_are_sent_to_are_there():
+    root = Path(__file__).parent.parent
+    named = re.findall(r"`((?:src|docs)/[^`]*)`", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    assert [path for path in named if not (root / path).exists()] == []
+
+
+TYPED_USE = """
+import torch
+import egop
+
+model = torch.nn.Linear(4, 2)
+objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+basis: egop.Reparameterization = egop.estimate(objective, rho=egop.Initialization(), structure=egop.Shared())
+change: egop.ChangeOfBasis = basis["weight"]
+optimizer: torch.optim.Optimizer = egop.ReparameterizedOptimizer(
+    model.named_parameters(), torch.optim.AdamW, basis, refresh=egop.Online(every=10), lr=1e-3
 )
-def test_the_examples_in_docstrings_run(module):
-    results = doctest.testmod(importlib.import_module(f"egop.{module}"), extraglobs={"torch": torch, "egop": egop})
-    assert results.attempted > 0
-    assert results.failed == 0
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+verdict: str = egop.diagnose(objective).verdict
+egop.Online(every="ten")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_uses_the_library_is_checked_by_mypy(tmp_path):
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    (tmp_path / "use.py").write_text(TYPED_USE)
+    # With the project's settings, which are strict, and so with what `make lint` has in its cache: else it takes long.
+    check = [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path / "use.py")]
+    root = Path(__file__).parent.parent
+    said = subprocess.run(check, cwd=root, capture_output=True, text=True, timeout=600).stdout
+    assert said.count("error:") == 1, said
+    assert 'Argument "every" to "Online" has incompatible type "str"; expected "int"' in said

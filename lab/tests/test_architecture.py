@@ -23,7 +23,7 @@ MODULES = {
 # What else is used, and why.
 EXCEPTIONS = {
     (
-        "experiments/fashion_runs.py",
+        "training/fashion.py",
         "egop.estimation.sample_gradients",
     ): "a spectrum from the gradients' inner products, whose basis would fill the memory",
     ("bench/sampling.py", "egop.estimation.sample_gradients"): "how fast gradients are sampled is what it measures",
@@ -81,9 +81,48 @@ def test_the_public_modules_are_described_and_say_what_they_offer():
 
 
 def test_every_room_is_described():
-    table = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     rooms = {path.parts[0] for path in FILES} - {"__init__.py"}
     assert [room for room in sorted(rooms) if f"`{room}`" not in table and f"`{room}/`" not in table] == []
+    for room in rooms:
+        if (PACKAGE / room).is_dir():
+            assert len((ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or "").split()) > 20
+
+
+# What each room may use besides itself. Imports go one way; ``bench`` and ``experiments`` do not know of each other.
+ROOMS = {
+    "models": (),
+    "data": (),
+    "methods": ("data",),
+    "training": ("models", "data", "methods"),
+    "experiments": ("models", "data", "methods", "training"),
+    "bench": ("models", "data", "methods", "training"),
+    "report": ("training", "experiments"),
+    "cli": ("training", "experiments", "bench", "report"),
+}
+
+
+def rooms_used(source):
+    """The rooms of the lab that a file imports from, at its top or inside a function."""
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports name their room"
+            names = [node.module] if node.module != "egop_lab" else [f"egop_lab.{name}" for name in names]
+        yield from (name.split(".")[1] for name in names if name.startswith("egop_lab."))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if len(path.parts) > 1 or path.name != "__init__.py"], ids=str)
+def test_imports_go_one_way(path):
+    room = path.parts[0].removesuffix(".py")
+    assert set(rooms_used((PACKAGE / path).read_text())) - {room, "__version__"} <= set(ROOMS[room])
+
+
+def test_the_rooms_have_an_order():
+    order = list(ROOMS)
+    assert all(order.index(used) < order.index(room) for room, all_used in ROOMS.items() for used in all_used)
+    assert list(rooms_used("def f():\n    from egop_lab.bench.run import run")) == ["bench"]
+    assert list(rooms_used("from egop_lab import data")) == ["data"]
 
 
 def test_both_distributions_have_one_version():

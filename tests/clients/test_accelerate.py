@@ -13,6 +13,8 @@ import runs
 import training
 from processes import run
 
+import training
+
 pytest.importorskip("accelerate", reason=runs.MISSING)
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egop.numerics.units import format_bytes, format_count, format_table, parse_bytes
+from egop.runs.units import format_bytes, format_count, format_table, parse_bytes
 
 
 @pytest.mark.parametrize(

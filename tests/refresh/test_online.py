@@ -299,7 +299,7 @@ def test_a_structure_that_is_none_is_refused(kind):
 @pytest.mark.parametrize("structure", [egop.Auxiliary(3), egop.Reduced(3), egop.Identity()], ids=str)
 def test_structures_that_cannot_be_renewed_are_refused_and_nothing_changes(structure, refresh):
     message = (
-        rf"egop\.{type(refresh).__name__} renews bases of structure Full, Shared and Kronecker, not "
+        rf"egop\.{type(refresh).__name__} renews bases of structure Full, Shared, Kronecker, not "
         rf"{type(structure).__name__}\. Use egop\.Every\(\.\.\.\), which can renew every structure"
     )
     model = MLP.build()

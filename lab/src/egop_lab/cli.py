@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from egop.cli import application, device_of, fail, one_line_errors, typer
 from egop_lab import __version__
-from egop_lab.experiments.records import RecordError
+from egop_lab.training.records import RecordError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def demo(
 def _table(found: Demo) -> Table:
     from rich.table import Table
 
-    from egop_lab.words import counted
+    from egop.runs import counted
 
     table = Table(title=f"After {counted(found.epochs, 'epoch')}, from equivalent starts", title_justify="left")
     table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
@@ -115,8 +115,8 @@ def reproduce(
                 typer.echo(f"{id:22}{experiment(id).title}")
             typer.echo("\nRun some with: egop-lab reproduce ID ..., or all with: egop-lab reproduce --all")
             return
-        from egop_lab.experiments.base import Context
         from egop_lab.experiments.reproduce import reproduce as run
+        from egop_lab.training.context import Context
 
         context = Context(
             preset,  # type: ignore[arg-type]  # checked above
@@ -138,7 +138,7 @@ def report(
 ) -> None:
     """Make a page of everything that has been reproduced: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
-        from egop_lab import reproduction
+        from egop_lab.report import reproduction
 
         if not any(records.glob("*.jsonl")):
             fail(f"There are no records in {records}. Make some with: egop-lab reproduce --all", status=2)
@@ -164,8 +164,8 @@ def bench(
         typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
         import torch
 
+        from egop.runs import counted
         from egop_lab.bench.run import PARTS, failures, run
-        from egop_lab.words import counted
 
         if unknown := [part for part in only or [] if part not in PARTS]:
             fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from egop_lab.experiments.base import Context
 from egop_lab.experiments.convex import (
     LEAST_SQUARES,
     LOG_SUM_EXP,
@@ -13,9 +12,10 @@ from egop_lab.experiments.convex import (
     ConvexTrials,
     stopped,
 )
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL
 from egop_lab.experiments.tuned import Method
+from egop_lab.training.context import Context
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL
 from fakes import faked, verdicts
 
 KINDS = [LOG_SUM_EXP, LOGISTIC, LEAST_SQUARES]

@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 
 from egop_lab.experiments import digits_density
-from egop_lab.experiments.base import Context
 from egop_lab.experiments.digits_density import DigitsDensityExperiment
-from egop_lab.experiments.digits_spectrum import DigitsSpectrumExperiment, subsampled
-from egop_lab.experiments.records import Record, Store
+from egop_lab.experiments.digits_spectrum import DigitsSpectrumExperiment
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record, Store
+from egop_lab.training.spectra import subsampled
 from fakes import verdicts
 
 D = 2410

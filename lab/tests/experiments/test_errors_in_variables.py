@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from egop_lab.experiments import errors_in_variables, tuned
-from egop_lab.experiments.base import Context, in_processes
+from egop_lab.experiments import tuned
 from egop_lab.experiments.errors_in_variables import ErrorsInVariablesExperiment, MaskedRegression, straightness
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.sweeps import EGOP, TUNING
 from egop_lab.experiments.tuned import Method
+from egop_lab.training.context import Context, in_processes
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP, TUNING
 from fakes import faked, in_this_process, verdicts
 
 SIZES = {"size": 4, "decay": 2.0, "samples": 50}
@@ -103,7 +103,7 @@ def test_a_run_cut_off_in_its_search_makes_the_same_records(toy, tmp_path):
 def test_runs_can_be_done_by_other_processes(toy, tmp_path):
     config = next(run.config for run in toy if run.config.get("optimizer") == "Shampoo")
     store = Store(tmp_path / "other.jsonl")
-    in_processes(errors_in_variables.run_baseline, [config], store, Context(progress=False, workers=1), "test")
+    in_processes(tuned.run_alone, [config], store, Context(progress=False, workers=1), "test")
     assert Store(store.path).get(config).result == Store(toy.path).get(config).result
 
 

@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 import egop
-from egop_lab.experiments import fashion_batched, fashion_mnist, fashion_runs
-from egop_lab.experiments.base import Context
-from egop_lab.experiments.data import FashionMNIST, Split
-from egop_lab.experiments.fashion_batched import train_together
+from egop_lab.data.batches import DataSet, Split
+from egop_lab.experiments import fashion_mnist
 from egop_lab.experiments.fashion_claims import Method, grows
 from egop_lab.experiments.fashion_mnist import FashionMnistExperiment
-from egop_lab.experiments.fashion_runs import Runs, normal_
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.sweeps import TUNING
+from egop_lab.training import fashion as fashion_runs
+from egop_lab.training.context import Context
+from egop_lab.training.fashion import Runs, normal_, train_together
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import TUNING
 
 RANKS = (50, 200, 1000, 2000)
 METHODS = ["original", "r = 3", "r = 20", "r = 3, these alone"]
@@ -144,10 +144,9 @@ def tiny(monkeypatch):
     """A 16-4-3 network and random pictures."""
     generator = torch.Generator().manual_seed(0)
     split = Split(torch.rand(120, 16, generator=generator), torch.arange(120) % 3)
-    monkeypatch.setattr(fashion_runs, "fashion_mnist", lambda folder: FashionMNIST(split, split, split))
-    monkeypatch.setattr(fashion_runs, "network", small_network)
-    for module in (fashion_runs, fashion_batched):
-        monkeypatch.setattr(module, "BATCH", 30)
+    monkeypatch.setattr(fashion_runs, "fashion_mnist", lambda folder: DataSet(split, split, split))
+    monkeypatch.setattr(fashion_runs, "fashion_network", small_network)
+    monkeypatch.setattr(fashion_runs, "BATCH", 30)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -183,7 +182,7 @@ def test_a_toy_run_has_all_methods(tmp_path):
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("method", [{"rank": 0}, {"rank": 3}, {"rank": 20}, {"rank": 3, "reduced": True}])
 def test_runs_together_are_the_runs_one_at_a_time(method, monkeypatch):
-    monkeypatch.setattr(fashion_runs, "network", lambda: small_network().double())
+    monkeypatch.setattr(fashion_runs, "fashion_network", lambda: small_network().double())
     runs = Runs(100, Context(progress=False))  # the last batch is smaller
     runs.train_set, runs.validation, runs.test = (
         (images.double(), labels) for images, labels in (runs.train_set, runs.validation, runs.test)
@@ -198,7 +197,7 @@ def test_runs_together_are_the_runs_one_at_a_time(method, monkeypatch):
 
 
 def test_nothing_is_kept_of_a_run_after_its_divergence():
-    found = fashion_batched._until_divergence({"loss": [1.0, math.inf, 2.0], "validation accuracy": [0.1, 0.2, 0.3]})
+    found = fashion_runs._until_divergence({"loss": [1.0, math.inf, 2.0], "validation accuracy": [0.1, 0.2, 0.3]})
     assert found["loss"][:2] == [1.0, math.inf]
     assert math.isnan(found["loss"][2])
     assert found["validation accuracy"][:2] == [0.1, 0.2]

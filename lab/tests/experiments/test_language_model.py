@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
+import time
 from typing import ClassVar
 
 import pytest
 import torch
 
-import egop
-from egop_lab.experiments import language
-from egop_lab.experiments.base import Context, MissingDataError
-from egop_lab.experiments.language import COMMON, FIXED, METHODS, PERIODIC, SOAP, Run, Start, Trials
+from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments.language_model import LanguageModelExperiment
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.residual import ADAMW, BOTH_SIDES, MUON, ONLINE
-from egop_lab.experiments.sweeps import TUNING
-from egop_lab.experiments.text import load
+from egop_lab.methods import LANGUAGE, compared
+from egop_lab.training.context import Context
+from egop_lab.training.language import COMMON
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import TUNING
+from fakes import TINY_LANGUAGE, text_folder
 
 EXPERIMENT = LanguageModelExperiment()
+METHODS = compared(LANGUAGE)
+ADAMW, FIXED, PERIODIC, ONLINE, BOTH_SIDES, SOAP, MUON = METHODS
 CPU = torch.device("cpu")
 
 
@@ -28,32 +29,12 @@ class Toy(LanguageModelExperiment):
     """So small that all methods run in seconds."""
 
     def settings(self, preset):
-        return super().settings("quick") | {
-            "rates": [2e-3, 8e-3],
-            "further rates": [],
-            "steps": 24,
-            "tuning steps": 4,
-            "interval": 4,
-            "windows": 6,
-            "layers": 1,
-            "width": 8,
-            "context": 8,
-            "batch": 4,
-            "warm-up": 4,
-            "samples": 2,
-            "period": 8,
-        }
+        return super().settings("quick") | TINY_LANGUAGE
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("data")
-    words = random.Random(0)
-    (place / "wikitext-2").mkdir()
-    for name, count in (("train", 4000), ("valid", 400)):
-        text = " ".join(words.choice(("one", "two", "three", "four")) for _ in range(count))
-        (place / "wikitext-2" / f"wiki.{name}.tokens").write_text(text)
-    return str(place)
+    return text_folder(tmp_path_factory.mktemp("data"))
 
 
 def context(folder, **options):
@@ -91,31 +72,8 @@ def test_methods_start_at_the_same_point_and_differ_later(toy):
     assert len({run["validation loss"][-1] for run in runs}) == len(METHODS)
 
 
-def test_a_run_gives_the_same_again_whatever_ran_before_it(toy, folder):
-    record = next(run for run in toy if run.config["method"] == PERIODIC and run.config["seed"] == 0)
-    text = load(folder, CPU, smallest=1)
-    again = Run(text, record.config, CPU)(progress=False)
-    assert again["validation loss"] == pytest.approx(record.result["validation loss"], rel=1e-5)
-
-
-def test_all_methods_see_the_same_batches(folder):
-    text = load(folder, CPU, smallest=1)
-    seen = {}
-    for method in (ADAMW, PERIODIC, ONLINE):
-        config = Toy().settings("quick") | {"method": method, "lr": 1e-3, "seed": 3, "steps": 12}
-        run = Run(text, config, CPU)
-        seen[method] = []
-        loss = run.training_loss
-        run.training_loss = lambda batch, loss=loss, own=seen[method]: own.append(batch.clone()) or loss(batch)
-        run(progress=False)
-    assert len(seen[ADAMW]) == 12
-    assert not torch.equal(seen[ADAMW][0], seen[ADAMW][1])
-    for method in (PERIODIC, ONLINE):
-        assert all(map(torch.equal, seen[ADAMW], seen[method]))
-
-
 def test_a_finished_experiment_does_nothing_again(toy, folder, monkeypatch):
-    monkeypatch.setattr(language, "Run", None)
+    monkeypatch.setattr(Toy, "training", None)
     Toy().run(toy, context(folder))
 
 
@@ -132,66 +90,6 @@ def test_a_toy_run_gives_claims_and_pictures(toy):
     assert all(series.chosen in series.x for series in rates.series)
     assert len(by_time.series[0].x) == 6
     assert f"may be tried: {', '.join(METHODS)})" in pictures[0].caption, "of two rates each is an end"
-
-
-def test_weights_of_the_blocks_get_bases_and_the_others_none(folder):
-    config = Toy().settings("quick") | {"method": FIXED, "lr": 1e-3, "seed": 0}
-    run = Run(load(folder, CPU, smallest=1), config, CPU)
-    start = Start(run.model, run.objective, config)
-    expected = {f"blocks.0.{name}.weight" for name in ("qkv", "mixed", "wider", "narrower")}
-    fixed = METHODS[FIXED](start)
-    assert isinstance(fixed, egop.ReparameterizedOptimizer)
-    for method, kind in ((FIXED, "Shared"), (ONLINE, "Shared"), (BOTH_SIDES, "Kronecker")):
-        optimizer = METHODS[method](start)
-        run.training_loss(next(iter(run.batches))).backward()
-        optimizer.step()
-        assert {name: change.kind for name, change in optimizer.basis.items()} == dict.fromkeys(expected, kind)
-        assert optimizer.param_groups[0]["weight_decay"] == 0.1
-        assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-
-
-def test_muon_and_adamw_step_as_one(folder):
-    config = Toy().settings("quick") | {"method": MUON, "lr": 1e-3, "seed": 0}
-    run = Run(load(folder, CPU, smallest=1), config, CPU)
-    optimizer = METHODS[MUON](Start(run.model, run.objective, config))
-    before = {name: value.clone() for name, value in run.model.named_parameters()}
-    for rate, moves in ((0.0, False), (0.1, True)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad()
-        run.training_loss(next(iter(run.batches))).backward()
-        optimizer.step()
-        for name, value in run.model.named_parameters():
-            assert torch.equal(value, before[name]) is not moves, name
-
-
-def test_the_learning_rate_warms_up_and_stays(folder):
-    config = Toy().settings("quick") | {"method": ADAMW, "lr": 1e-3, "seed": 0}
-    run = Run(load(folder, CPU, smallest=1), config, CPU)
-    run.optimizer = METHODS[ADAMW](Start(run.model, run.objective, config))
-    rates = [run.optimizer.param_groups[0]["lr"] for _ in range(2) for _ in run]
-    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
-
-
-def test_a_run_that_diverges_is_a_result(folder, toy):
-    text = load(folder, CPU, smallest=1)
-    for method in (ADAMW, SOAP):
-        config = dict(next(iter(toy)).config) | {"method": method, "lr": 1e30, "steps": 24}
-        found = Run(text, config, CPU)(progress=False)
-        assert found["diverged"]
-        assert len(found["validation loss"]) == 7
-        assert math.isnan(found["validation loss"][-1])
-
-
-def test_a_decomposition_that_fails_is_a_run_that_diverges(folder, toy, monkeypatch):
-    def fail(*arguments, **options):
-        raise torch.linalg.LinAlgError("did not converge")
-
-    monkeypatch.setattr(language, "train", fail)
-    found = Run(load(folder, CPU, smallest=1), next(iter(toy)).config, CPU)(progress=False)
-    assert found["diverged"]
-    assert len(found["validation loss"]) == len(found["seconds"]) == 2
-    assert all(map(math.isnan, found["validation loss"]))
 
 
 class Fake:
@@ -214,8 +112,8 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     Fake.clock, Fake.best, Fake.done = 0.0, 2e-3, []
-    monkeypatch.setattr(language, "Run", Fake)
-    monkeypatch.setattr(language.time, "monotonic", lambda: Fake.clock)
+    monkeypatch.setattr(Toy, "training", Fake)
+    monkeypatch.setattr(time, "monotonic", lambda: Fake.clock)
     return Fake
 
 
@@ -234,9 +132,9 @@ def test_processes_can_tune_a_method_each(folder, tmp_path, fake):
     whole = Store(tmp_path / "whole.jsonl")
     for method in METHODS:
         own = Store(tmp_path / f"{method}.jsonl")
-        assert Toy().tune(Trials(Toy(), own, context(folder)), [method])
+        assert Toy().tune(Toy().trials(own, context(folder)), [method])
         whole.add(*own)
-    assert Toy().report(Trials(Toy(), whole, context(folder)))
+    assert Toy().report(Toy().trials(whole, context(folder)), list(METHODS))
     assert len(fake.done) == len(set(fake.done)) == 3 * len(METHODS)
 
 
@@ -285,5 +183,5 @@ def test_missing_text_is_said_in_one_line(tmp_path, content):
 
 def test_a_missing_package_is_said_in_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(MissingDataError, match="pip install pytorch_optimizer"):
+    with pytest.raises(MissingDataError, match="pip install pytorch-optimizer"):
         Toy().run(Store(tmp_path / "r.jsonl"), context(folder))

@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 import torch
 
+from egop_lab.data.batches import DataSet, Split
+from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import layer_spectra
-from egop_lab.experiments.base import Context, MissingDataError
-from egop_lab.experiments.data import FashionMNIST, Split
-from egop_lab.experiments.digits_spectrum import subsampled
 from egop_lab.experiments.layer_spectra import LayerSpectraExperiment
-from egop_lab.experiments.records import Record, Store
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record, Store
+from egop_lab.training.spectra import subsampled
 from fakes import verdicts
 
 
@@ -53,7 +54,7 @@ def clothes(folder):
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(400) % 10
     split = Split(torch.rand(400, 784, generator=generator), labels)
-    return FashionMNIST(split, split, split)
+    return DataSet(split, split, split)
 
 
 def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):

@@ -3,12 +3,13 @@ import math
 import pytest
 import torch
 
-from egop_lab.experiments import batched, linear_problem
-from egop_lab.experiments.base import Context
 from egop_lab.experiments.linear_networks import LinearNetworksExperiment
-from egop_lab.experiments.linear_problem import BLOCK, FIRST, LinearProblem
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL, TUNING
+from egop_lab.training import batched
+from egop_lab.training import linear as linear_problem
+from egop_lab.training.context import Context
+from egop_lab.training.linear import BLOCK, FIRST, LinearProblem
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
 from fakes import verdicts
 
 CPU = torch.device("cpu")

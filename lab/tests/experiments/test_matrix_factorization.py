@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from egop_lab.experiments import tuned
-from egop_lab.experiments.base import Context
 from egop_lab.experiments.matrix_factorization import SPEED, Factorization, MatrixFactorizationExperiment, crossing
-from egop_lab.experiments.records import Store
-from egop_lab.experiments.sweeps import EGOP
 from egop_lab.experiments.tuned import Method
+from egop_lab.training.context import Context
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP
 from fakes import faked, in_this_process, verdicts
 
 SIZES = {"n": 6, "rank": 2, "condition": 2.0, "decay": 0.5, "noise": 0.01, "samples": 60}

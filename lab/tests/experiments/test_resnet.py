@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-import egop
-from egop_lab.experiments import resnet
-from egop_lab.experiments.base import Context, MissingDataError
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.residual import (
-    ADAMW,
-    BOTH_SIDES,
-    METHODS,
-    MUON,
-    PERIODIC,
-    SOAP_10,
-    SOAP_EPOCH,
-    SOAP_ONCE,
-    UPFRONT,
-    Run,
-    Start,
-)
+from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments.resnet import OPTIONAL, ResnetExperiment
-from egop_lab.experiments.sweeps import TUNING
+from egop_lab.methods import RESNET, compared
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import TUNING
+from fakes import image_folder
 
+METHODS = compared(RESNET)
+ADAMW, UPFRONT, PERIODIC, ONLINE, BOTH_SIDES, SOAP_ONCE, SOAP_EPOCH, SOAP_10, MUON = METHODS
 EXPERIMENT = ResnetExperiment()
 
 
@@ -51,15 +39,7 @@ class Toy(ResnetExperiment):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("images")
-    numbers = np.random.default_rng(0)
-    for split, count in (("train", 9), ("val", 5)):
-        for label in range(3):
-            (place / split / str(label)).mkdir(parents=True)
-            for index in range(count):
-                pixels = numbers.integers(0, 100, (20, 24, 3)) + 150 * np.eye(3, dtype=int)[label]
-                Image.fromarray(pixels.astype(np.uint8)).save(place / split / str(label) / f"{index}.png")
-    return str(place)
+    return image_folder(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +88,7 @@ def test_the_first_epoch_of_a_periodic_basis_is_that_of_the_up_front_one(toy):
 
 
 def test_a_finished_experiment_does_nothing_again(toy, folder, monkeypatch):
-    monkeypatch.setattr(resnet, "Run", None)
+    monkeypatch.setattr(Toy, "training", None)
     Toy().run(toy, context(folder))
 
 
@@ -137,8 +117,8 @@ def test_no_time_no_new_run_and_the_next_slice_goes_on(folder, tmp_path, monkeyp
             return {"ten-crop accuracy": 0.5}
 
     clock = [0.0]
-    monkeypatch.setattr(resnet, "Run", Fake)
-    monkeypatch.setattr(resnet.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Toy, "training", Fake)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     store = Store(tmp_path / "resnet.jsonl")
     Toy().run(store, context(folder, time_budget=0.0))
     assert done == [(ADAMW, TUNING)], "the first run starts at second 0"
@@ -149,15 +129,6 @@ def test_no_time_no_new_run_and_the_next_slice_goes_on(folder, tmp_path, monkeyp
     assert done[-2:] == [(BOTH_SIDES, TUNING), (BOTH_SIDES, 0)], "what may be left out comes last"
 
 
-def test_a_run_that_diverges_is_a_result(folder, toy):
-    data = resnet.images.load(folder, side=20, crop=16, device=torch.device("cpu"))
-    config = dict(next(iter(toy)).config) | {"lr": 1e30, "epochs": 4}
-    found = Run(data, config, torch.device("cpu"))(progress=False)
-    assert found["diverged"]
-    assert len(found["validation loss"]) == 5
-    assert math.isnan(found["validation loss"][-1])
-
-
 def test_missing_images_are_said_in_one_line(tmp_path):
     with pytest.raises(MissingDataError, match=r"train/CLASS/\*\.jpg"):
         EXPERIMENT.run(Store(tmp_path / "resnet.jsonl"), Context(data=str(tmp_path), progress=False))
@@ -165,7 +136,7 @@ def test_missing_images_are_said_in_one_line(tmp_path):
 
 def test_a_missing_package_is_said_in_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(MissingDataError, match="pip install pytorch_optimizer"):
+    with pytest.raises(MissingDataError, match="pip install pytorch-optimizer"):
         Toy().run(Store(tmp_path / "resnet.jsonl"), context(folder))
 
 
@@ -175,7 +146,7 @@ PAPER = {
     ADAMW: (0.10, 10.0, 0.5, 0.30),
     UPFRONT: (0.14, 11.0, 0.4, 0.25),
     PERIODIC: (0.20, 12.0, 0.3, 0.20),
-    "EGOP online": (0.20, 14.0, 0.3, 0.20),
+    ONLINE: (0.20, 14.0, 0.3, 0.20),
     SOAP_ONCE: (0.11, 20.0, 0.45, 0.28),
     SOAP_EPOCH: (0.19, 20.0, 0.3, 0.22),
     SOAP_10: (0.19, 21.0, 0.3, 0.22),
@@ -262,16 +233,3 @@ def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path)
 def test_runs_on_other_images_are_not_mixed_in(tmp_path):
     fake_store(tmp_path / "r.jsonl", PAPER | {ADAMW: (0.3, 1.0, 0.0, 0.0)}, data=100)
     assert set(verdicts(fake_store(tmp_path / "r.jsonl", PAPER)).values()) == {"holds"}
-
-
-def test_convolutions_and_the_head_get_a_shared_basis_from_enough_kernel_gradients(folder):
-    data = resnet.images.load(folder, side=20, crop=16, device=torch.device("cpu"))
-    config = {"depths": [1], "width": 4, "seed": 0, "batch": 8, "crop": 16}
-    run = Run(data, config, torch.device("cpu"))
-    start = Start(run.model, run.objective, 1e-3, 1e-4, 3, 0)
-    assert start.passes == 250
-    optimizer = METHODS[UPFRONT](start)
-    assert isinstance(optimizer, egop.ReparameterizedOptimizer)
-    assert {change.kind for change in optimizer.basis.values()} == {"Shared"}
-    assert set(optimizer.basis) == {"conv1.weight", "layer1.0.conv1.weight", "layer1.0.conv2.weight", "fc.weight"}
-    assert optimizer.param_groups[0]["weight_decay"] == 1e-4

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from egop_lab.experiments.base import Context
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL
 from egop_lab.experiments.trajectories import Plane, TrajectoriesExperiment, tilt
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL
 from fakes import verdicts
 
 SIZES = {"n": 20, "decay": 1.5, "samples": 10, "radius": 8.0}

@@ -4,13 +4,13 @@ A new structure is a file in ``structures/``, or one of your own: it is register
 """
 
 from egop.basis.files import orthonormality_error
-from egop.basis.names import WRAPPER, plain_name
-from egop.basis.partition import Block, Partition, partition_parameters
-from egop.basis.plan import Plan, StructureChoice, call_it, check_structure, make_plan
+from egop.basis.partition import Block, Partition, check_disjoint, partition_parameters
+from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
 from egop.basis.reparameterization import Reparameterization
-from egop.basis.roles import Known, Layer, layers_of
+from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
 from egop.basis.spectrum import LEADING, Spectrum, agreement
 from egop.basis.structures import (
+    CHANGES,
     Accumulator,
     Auxiliary,
     ChangeOfBasis,
@@ -29,7 +29,10 @@ from egop.basis.structures.accumulators import density
 from egop.basis.texts import read_json, record, whole_numbers, write_json
 
 __all__ = [
+    "CHANGES",
     "LEADING",
+    "ONLINE",
+    "UP_FRONT",
     "WRAPPER",
     "Accumulator",
     "Auxiliary",
@@ -53,6 +56,7 @@ __all__ = [
     "Summary",
     "agreement",
     "call_it",
+    "check_disjoint",
     "check_structure",
     "density",
     "layers_of",

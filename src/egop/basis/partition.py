@@ -163,3 +163,18 @@ def _by_kind(partition: str, weights: Mapping[str, Layer]) -> dict[str, list[str
         together = partition == "layer" and dot and layer.role == "weight"
         groups.setdefault(owner if together else name, []).append(name)
     return groups
+
+
+def check_disjoint(blocks: Sequence[Block]) -> None:
+    """Raise an error when two blocks have one name, or share a parameter."""
+    names = [block.name for block in blocks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Two blocks have one name among {names}.")
+    block_of: dict[str, str] = {}
+    for block in blocks:
+        for parameter in block.parameters:
+            if parameter in block_of:
+                raise ValueError(
+                    f"Parameter '{parameter}' is in two blocks, '{block_of[parameter]}' and '{block.name}'."
+                )
+            block_of[parameter] = block.name

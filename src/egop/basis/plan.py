@@ -9,9 +9,13 @@ from typing import Literal
 
 from egop.basis.partition import Block, match
 from egop.basis.roles import Layer
-from egop.basis.structures import Auxiliary, Full, Shared, Structure
+from egop.basis.structures import Auxiliary, Full, Kronecker, Shared, Structure
 from egop.basis.structures.views import matrix_shape
-from egop.numerics import format_bytes, format_count, format_table
+from egop.runs import format_bytes, format_count, format_table
+
+# What "auto" chooses from, richest first: where gradients are sampled, and where those of the training are followed.
+UP_FRONT: tuple[Structure, ...] = (Full(), Shared())
+ONLINE: tuple[Structure, ...] = (Kronecker(), Shared())
 
 StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
 
@@ -60,7 +64,7 @@ def make_plan(
     layers: Mapping[str, Layer],
     structure: StructureChoice,
     memory: int,
-    candidates: Sequence[Structure] = (Full(), Shared()),
+    candidates: Sequence[Structure] = UP_FRONT,
 ) -> Plan:
     """Decide on the structure of each block.
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from egop.basis import files
+from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.basis.structures.views import Coordinates, as_tuple
 from egop.distributed import processes
-from egop.numerics import format_bytes, format_count, format_table
+from egop.runs import format_bytes, format_count, format_table
 
 Finished = tuple[Spectrum | None, ChangeOfBasis]
 
@@ -29,9 +30,12 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         owners: of a basis that is kept in parts, the process that has each block, by block name.
 
     Example:
-        >>> basis = egop.estimate(objective)                                  # doctest: +SKIP
-        >>> coordinates = basis.encode(dict(model.named_parameters()))        # doctest: +SKIP
-        >>> basis.save("basis.safetensors")                                   # doctest: +SKIP
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), progress=False)
+        >>> list(basis), basis.spectrum["theta"].samples
+        (['theta'], 3)
+        >>> basis.save(folder / "basis.safetensors")
+        >>> coordinates = egop.Reparameterization.load(folder / "basis.safetensors").encode({"theta": torch.ones(3)})
     """
 
     def __init__(
@@ -41,20 +45,11 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         unrotated: Mapping[str, str] | None = None,
         owners: Mapping[str, int] | None = None,
     ) -> None:
+        check_disjoint([change.block for change in changes])
         self._changes = {change.block.name: change for change in changes}
         self.spectrum = dict(spectrum or {})
         self.unrotated = dict(unrotated or {})
         self.owners = None if owners is None else dict(owners)
-        if len(self._changes) < len(changes):
-            raise ValueError(f"Two blocks have one name among {[change.block.name for change in changes]}.")
-        owner: dict[str, str] = {}
-        for change in changes:
-            for parameter in change.block.parameters:
-                if parameter in owner:
-                    raise ValueError(
-                        f"Parameter '{parameter}' is in two blocks, '{owner[parameter]}' and '{change.block.name}'."
-                    )
-                owner[parameter] = change.block.name
 
     def __getitem__(self, block: str) -> ChangeOfBasis:
         """The change of basis of one block."""

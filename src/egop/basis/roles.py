@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from egop.basis.names import WRAPPER, plain_name
+# What DistributedDataParallel puts before every name, and torch.compile into it.
+WRAPPER, _COMPILED = "module.", "_orig_mod."
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = nn.modules.conv._ConvNd  # the base of all of them has no public name
@@ -18,6 +19,11 @@ _TRANSPOSED = nn.modules.conv._ConvTransposeNd
 _LAYERS = (nn.Linear, nn.Bilinear, _CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 # What output layers are called, where the model does not say which one it is.
 _HEADS = {"lm_head", "head", "classifier", "score", "embed_out"}
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter has in the model as its author wrote it, without what ``torch.compile`` adds."""
+    return name.replace(_COMPILED, "")
 
 
 class Layer(NamedTuple):

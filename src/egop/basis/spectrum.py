@@ -24,6 +24,14 @@ class Spectrum:
             leading subspaces of k = ``effective_dimension(0.9)`` directions (the smaller k of both halves), from 0 to
             1. Independent subspaces would agree to about k/d. None when it was not asked for, or there is nothing to
             compare. A basis of two sides has the product of both sides' agreements.
+
+    Example:
+        >>> loss = lambda theta: (torch.tensor([1.0, 0.1, 0.01]) * theta.square()).sum()
+        >>> objective = egop.Objective.from_function(loss, {"theta": torch.zeros(3)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), samples=1000, progress=False)
+        >>> spectrum = basis.spectrum["theta"]
+        >>> round(spectrum.stable_rank, 1), spectrum.effective_dimension(0.9)
+        (1.1, 1)
     """
 
     eigenvalues: Tensor

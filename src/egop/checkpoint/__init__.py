@@ -54,7 +54,9 @@ def save(
             dictionaries of them. Those of the first process are saved.
 
     Example:
-        >>> egop.checkpoint.save(f"run/step-{step:06d}", model, optimizer, keep=3, step=step)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(), lr=1e-3)
+        >>> egop.checkpoint.save(folder / "step-000100", model, optimizer, keep=3, step=100)
     """
     if keep is not None and keep < 1:
         raise ValueError(f"Invalid keep value: {keep}. Must be at least 1, or None to keep all.")
@@ -86,6 +88,13 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Reparam
 
     Returns:
         What ``save`` was given as ``extra``.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(), lr=1e-3)
+        >>> egop.checkpoint.save(folder / "step-000100", model, optimizer, step=100)
+        >>> egop.checkpoint.load(egop.checkpoint.latest(folder), model, optimizer)
+        {'step': 100}
     """
     agreed(lambda: check_kind(optimizer))
     saved = _opened(Path(directory))
@@ -107,6 +116,13 @@ def extra(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
     Args:
         directory: what :func:`save` was given, or :func:`latest` has found.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        >>> egop.checkpoint.save(folder / "step-000100", model, optimizer, width=2)
+        >>> egop.checkpoint.extra(folder / "step-000100")
+        {'width': 2}
     """
     saved = _opened(Path(directory))
     return agreed(lambda: _reading(Path(directory), extra_of, saved))

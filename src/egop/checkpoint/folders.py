@@ -114,6 +114,14 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest whole checkpoint of the name ``step-000123`` in a folder, or None; unfinished ones do not count.
 
     Inside a process group all processes call this together, and get what the first one has found.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        >>> for step in (100, 200):
+        ...     egop.checkpoint.save(folder / f"step-{step:06d}", model, optimizer)
+        >>> egop.checkpoint.latest(folder).name
+        'step-000200'
     """
     # The name alone, since processes may see the folder under different paths.
     newest = exchanged(lambda: _newest(Path(folder)) if rank() == 0 else None)[0]

@@ -81,8 +81,7 @@ def plan(
     """Say what memory and communication a model would take under each structure, AdamW, SOAP and Muon."""
     with one_line_errors():
         from egop.diagnostics import factories, scaling
-        from egop.numerics import parse_bytes
-        from egop.runs import write_json
+        from egop.runs import parse_bytes, write_json
 
         try:
             structures = scaling.STRUCTURES if structure is None else (factories.parse_structure(structure),)

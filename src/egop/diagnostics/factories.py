@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -27,6 +27,7 @@ __all__ = [
     "parse_structure",
 ]
 
+T = TypeVar("T")
 _WANTED = "an egop.Objective or a tuple (model, loss_fn, loader)"
 
 
@@ -136,7 +137,7 @@ def factory_in(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
         own = _factories(module)
         there = f" It has: {', '.join(own[:10])}." if own else ""
         raise FactoryError(f"{where!r} has no {name!r}.{there}")
-    factory = getattr(module, name)
+    factory: Callable[[], Any] = getattr(module, name)
     if not callable(factory):
         raise FactoryError(f"{where}:{name} must be a function without arguments, it is {type(factory).__name__}.")
     return factory
@@ -162,7 +163,7 @@ def _needs_nothing(function: Callable[..., Any]) -> bool:
     return True
 
 
-def guarded(function: Callable[[], Any], opening: str) -> Any:
+def guarded(function: Callable[[], T], opening: str) -> T:
     """Call what a user wrote: whatever it raises, also ``sys.exit``, becomes one line."""
     try:
         return function()

@@ -37,7 +37,8 @@ from egop.estimation import (
     gradients_for,
     samples_wanted,
 )
-from egop.numerics import identity, parse_bytes
+from egop.numerics import identity
+from egop.runs import parse_bytes
 
 # A time is the median of this many, or of fewer where they take long.
 _REPEATS = 9

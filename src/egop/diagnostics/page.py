@@ -10,8 +10,7 @@ from typing import Any
 from egop import __version__
 from egop.diagnostics.racing import Race, end
 from egop.diagnostics.values import COLUMNS, BlockDiagnosis, Diagnosis
-from egop.numerics import counted
-from egop.runs import Panel, Run, Series, document, plotting, replacing, text, write_json
+from egop.runs import Panel, Run, Series, counted, document, plotting, replacing, text, write_json
 
 __all__ = ["page", "write"]
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from egop.basis import Reparameterization
 from egop.estimation import Objective
-from egop.numerics import counted
 from egop.optimizer import ReparameterizedOptimizer
 from egop.refresh import Online
-from egop.runs import Run, train
+from egop.runs import Run, counted, train
 
 __all__ = ["LEARNING_RATES", "STEPS", "Race", "end", "race"]
 

@@ -11,7 +11,7 @@ import torch
 
 from egop.basis import Layer
 from egop.diagnostics.values import BlockDiagnosis, Verdict
-from egop.numerics import format_bytes
+from egop.runs import format_bytes
 
 # A stable rank of at least this share of what directionless noise would show is a flat spectrum.
 FLAT = 0.8

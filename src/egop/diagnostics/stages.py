@@ -14,7 +14,7 @@ from egop.diagnostics.factories import FactoryError, first_line, load_objective,
 from egop.diagnostics.measure import diagnose
 from egop.diagnostics.racing import Race, race
 from egop.diagnostics.values import Diagnosis
-from egop.numerics import parse_bytes
+from egop.runs import parse_bytes
 
 
 @dataclass(frozen=True)

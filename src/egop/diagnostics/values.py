@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from egop.basis import Reparameterization
-from egop.numerics import format_bytes, format_table
+from egop.runs import format_bytes, format_table
 
 Verdict = Literal["use", "online", "sample more", "leave", "unknown"]
 
@@ -39,6 +39,12 @@ class BlockDiagnosis:
         stability: how far two bases from half of the draws agree, see :attr:`egop.Spectrum.stability`.
         verdict: in a word.
         advice: in a sentence.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.sum().square(), {"theta": torch.zeros(8)})
+        >>> block = egop.diagnose(objective, samples=200, progress=False).blocks[0]
+        >>> block.name, block.structure, round(block.stable_rank, 3), round(block.ratio, 3)
+        ('theta', 'Full', 1.0, 0.125)
     """
 
     name: str
@@ -115,6 +121,12 @@ class Diagnosis:
         refresh: when to renew the basis, in a sentence.
         online: whether the model is of a kind that needs ``refresh=egop.Online()``.
         partial: what is missing, when it was interrupted; empty when it is complete.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.sum().square(), {"theta": torch.zeros(8)})
+        >>> diagnosis = egop.diagnose(objective, samples=200, progress=False)
+        >>> diagnosis.draws, list(diagnosis.basis), diagnosis.refresh
+        (200, ['theta'], 'estimate once before training.')
     """
 
     blocks: tuple[BlockDiagnosis, ...]

@@ -22,36 +22,36 @@ class Pieces:
     """
 
     def __init__(self) -> None:
-        self._owners: dict[Tensor, Tensor] = {}  # by what is here of them
+        self._originals: dict[Tensor, Tensor] = {}  # by what is here of them
 
     def of(self, parameter: Tensor) -> Tensor:
         """What stands for a parameter; one that is not sharded is stepped itself."""
         if not is_sharded(parameter):
             return parameter
-        for piece, owner in self._owners.items():
-            if owner is parameter:
+        for piece, original in self._originals.items():
+            if original is parameter:
                 return piece
         piece = local(parameter).requires_grad_(parameter.requires_grad)
-        self._owners[piece] = parameter
+        self._originals[piece] = parameter
         return piece
 
     def pull(self) -> None:
         """Look at the parameters and their gradients as they are now."""
-        for piece, owner in self._owners.items():
-            now = local(owner)
+        for piece, original in self._originals.items():
+            now = local(original)
             if now.data_ptr() != piece.data_ptr():  # replaced, as by loading with assign=True
                 piece.data = now
-            piece.grad = None if owner.grad is None else local(owner.grad)
+            piece.grad = None if original.grad is None else local(original.grad)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step."""
-        for piece in self._owners:
+        for piece in self._originals:
             piece.grad = None
 
     def as_sharded(self, piece: Tensor) -> Callable[[Tensor], Tensor]:
         """What makes a tensor of the processes' pieces of it; nothing to do for one that is not sharded."""
-        owner = self._owners.get(piece)
-        return lambda tensor: tensor if owner is None or tensor.dim() == 0 else like(tensor, owner)
+        original = self._originals.get(piece)
+        return lambda tensor: tensor if original is None or tensor.dim() == 0 else like(tensor, original)
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -101,7 +101,8 @@ def part_of(values: Any, tensor: Any) -> Tensor:
 
     if not is_sharded(values):
         if values.shape[0] != tensor.shape[0] and values.shape == local(tensor).shape:
-            return values  # this process's rows already
+            rows: Tensor = values  # this process's rows already
+            return rows
         everywhere = [Replicate()] * tensor.device_mesh.ndim
         values = DTensor.from_local(values.to(tensor.device), tensor.device_mesh, everywhere, run_check=False)
     found: Tensor = values.detach().redistribute(tensor.device_mesh, tensor.placements).to_local()

@@ -29,10 +29,11 @@ from egop.basis import (
 )
 from egop.distributed import processes
 from egop.estimation import division
+from egop.estimation.chunks import Method
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
-from egop.estimation.sampling import Method, check_samples, sample_gradients
-from egop.numerics import parse_bytes
+from egop.estimation.sampling import check_samples, sample_gradients
+from egop.runs import parse_bytes
 
 logger = logging.getLogger("egop")
 

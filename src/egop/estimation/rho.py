@@ -17,7 +17,16 @@ from egop.estimation.objective import Objective
 
 
 class Distribution(abc.ABC):
-    """A distribution of parameter points. A subclass writes :meth:`draw`, and :meth:`drawer` where that is faster."""
+    """A distribution of parameter points. A subclass writes :meth:`draw`, and :meth:`drawer` where that is faster.
+
+    Example:
+        >>> class Corners(egop.Distribution):  # of a cube
+        ...     def draw(self, objective, generator):
+        ...         signs = lambda like: torch.randint(0, 2, like.shape, generator=generator) - 0.5
+        ...         return {name: signs(value) for name, value in objective.parameters.items()}
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
+        >>> basis = egop.estimate(objective, rho=Corners(), progress=False)
+    """
 
     @abc.abstractmethod
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
@@ -38,6 +47,13 @@ class Gaussian(Distribution):
     Args:
         scale: the standard deviation.
         center: a tensor for each parameter name; the origin by default.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
+        >>> rho = egop.Gaussian(0.1, center={"theta": torch.ones(3)})
+        >>> basis = egop.estimate(objective, rho=rho, samples=100, progress=False)
+        >>> round(basis.spectrum["theta"].stable_rank, 1)  # near the center all gradients are alike
+        1.1
     """
 
     scale: float = 1.0
@@ -68,6 +84,12 @@ class Ball(Distribution):
     Args:
         radius: the ball's radius, over all parameters together.
         center: a tensor for each parameter name; the origin by default.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
+        >>> point = egop.Ball(radius=2.0).draw(objective, torch.Generator().manual_seed(0))
+        >>> bool(point["theta"].norm() <= 2)
+        True
     """
 
     radius: float
@@ -108,6 +130,12 @@ class Initialization(Distribution):
             layer's ``reset_parameters()``, then what its author wrote, such as transformers' ``_init_weights``. What
             none of them writes stays where it is; a log line says so, and also where what they draw has another scale
             than the model has.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+        >>> rho = egop.Initialization(lambda model: torch.nn.init.orthogonal_(model.weight))
+        >>> basis = egop.estimate(objective, rho=rho, structure=egop.Full(), progress=False)
     """
 
     init_fn: Callable[[nn.Module], object] | None = None
@@ -147,6 +175,10 @@ class Recentered(Distribution):
     Args:
         scale: the standard deviation of the noise added to each entry; 0 stays at the current point, so that the
             samples differ by their mini-batches (and dropout masks) only.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.ones(3)})
+        >>> basis = egop.estimate(objective, rho=egop.Recentered(0.1), samples=100, progress=False)
     """
 
     scale: float = 0.0

@@ -135,13 +135,15 @@ class BallConstrainedAdagrad(Optimizer):
             if group["center"] == GIVEN:
                 raise RuntimeError("The state has lost the center that was given; make a new optimizer with it.")
             state["center"] = parameter.detach().clone()
-        return state["center"]
+        center: Tensor = state["center"]
+        return center
 
     def _squares(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
         if "sum" not in state:
             state["sum"] = torch.full_like(parameter, group["eps"] ** 2)
-        return state["sum"]
+        squares: Tensor = state["sum"]
+        return squares
 
 
 class Moving(NamedTuple):

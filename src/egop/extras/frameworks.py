@@ -65,8 +65,7 @@ def trainer_optimizer(
 
     Example:
         >>> network = torch.nn.Linear(4, 2)
-        >>> refresh = egop.Online()
-        >>> made = egop.extras.frameworks.trainer_optimizer(network, torch.optim.AdamW, refresh=refresh, lr=1e-3)
+        >>> made = egop.extras.trainer_optimizer(network, torch.optim.AdamW, refresh=egop.Online(), lr=1e-3)
         >>> # trainer = transformers.Trainer(network, arguments, train_dataset=..., optimizer_cls_and_kwargs=made)
     """
     if "weight_decay" in hyperparameters:

@@ -27,10 +27,14 @@ def rotate_inputs(
         The rotated data, one tensor for each given; the given ones are not changed.
 
     Example:
+        >>> model, data = torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.eye(4)
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [data])
         >>> first = {"first": ["0.weight"]}
-        >>> basis = egop.estimate(objective, partition=first, structure=egop.Shared())  # doctest: +SKIP
-        >>> train, test = egop.rotate_inputs(model, basis, train, test)                 # doctest: +SKIP
-        >>> optimizer = torch.optim.Adam(model.parameters())                            # doctest: +SKIP
+        >>> basis = egop.estimate(objective, partition=first, structure=egop.Shared(), progress=False)
+        >>> before = model(data)
+        >>> (rotated,) = egop.rotate_inputs(model, basis, data)
+        >>> torch.allclose(model(rotated), before, atol=1e-6)
+        True
     """
     if len(basis) != 1:
         raise ValueError(f"The basis must have one block, the first layer's weight; it has {list(basis)}.")

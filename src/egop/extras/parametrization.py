@@ -29,9 +29,13 @@ def parametrize(model: nn.Module, basis: Reparameterization) -> nn.Module:
         The same model.
 
     Example:
-        >>> egop.parametrize(model, basis)                                         # doctest: +SKIP
-        >>> optimizer = torch.optim.Adam(model.parameters())                       # doctest: +SKIP
-        >>> egop.merge(model)                                                      # doctest: +SKIP
+        >>> model = torch.nn.Linear(4, 2)
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+        >>> basis = egop.estimate(objective, structure=egop.Full(), progress=False)
+        >>> model = egop.parametrize(model, basis)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> {name: tuple(value.shape) for name, value in model.named_parameters()}
+        {'bias': (2,), 'parametrizations.weight.original0': (8,)}
     """
     places = {
         plain_name(f"{prefix}.{name}" if prefix else name): (part, name)
@@ -69,6 +73,13 @@ def merge(model: nn.Module) -> nn.Module:
 
     Returns:
         The same model.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+        >>> model = egop.parametrize(model, egop.estimate(objective, structure=egop.Full(), progress=False))
+        >>> sorted(name for name, _ in egop.merge(model).named_parameters())
+        ['bias', 'weight']
     """
     places = [
         (part, name)

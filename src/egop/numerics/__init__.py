@@ -1,31 +1,26 @@
-"""Numbers: precision of products, random states, decompositions in float64, sketches, and numbers as people read them.
+"""Numbers: precision of products, random states, decompositions in float64, sketches.
 
 Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer products add up over processes.
 """
 
 from egop.numerics import linalg, precision
 from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, random_orthonormal
-from egop.numerics.precision import exact_products, full_precision, without_autocast
+from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
 from egop.numerics.sketch import RowSketch
-from egop.numerics.units import counted, format_bytes, format_count, format_table, parse_bytes
 
 __all__ = [
     "OuterProducts",
     "RandomStream",
     "RowSketch",
-    "counted",
     "drawn_outside_torch",
     "eigenbasis",
     "exact_products",
     "fix_signs",
-    "format_bytes",
-    "format_count",
-    "format_table",
     "full_precision",
     "identity",
+    "in_normal_mode",
     "linalg",
-    "parse_bytes",
     "precision",
     "random_orthonormal",
     "random_state",

@@ -171,7 +171,8 @@ def random_orthonormal(rows: int, columns: int, generator: torch.Generator, stac
     """Orthonormal columns in a random direction (uniform by Haar measure), in float64; or a stack of such matrices."""
     normal = torch.randn(*stack, rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
     vectors, triangle = torch.linalg.qr(normal)
-    return vectors * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    signed: Tensor = vectors * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    return signed
 
 
 def identity(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -215,7 +216,8 @@ def orthonormalized(matrices: Tensor) -> Tensor:
     if not _has_fast_float64(matrices.device):
         vectors, triangle = torch.linalg.qr(matrices)
         signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
-        return vectors * torch.where(signs == 0, 1, signs).unsqueeze(-2)
+        signed: Tensor = vectors * torch.where(signs == 0, 1, signs).unsqueeze(-2)
+        return signed
     return cholesky_qr(matrices)
 
 
@@ -238,13 +240,15 @@ def _cholesky(matrices: Tensor) -> Tensor:
     """
     if matrices.dim() > 2 and matrices.shape[-1] > _WIDE:
         return torch.stack([_cholesky(each) for each in matrices])
-    return torch.linalg.cholesky_ex(matrices)[0]
+    lower: Tensor = torch.linalg.cholesky_ex(matrices)[0]
+    return lower
 
 
 def _divided(columns: Tensor, lower: Tensor) -> Tensor:
     """The columns divided by the transpose of a triangle: by its inverse, which is faster unless it is very wide."""
     if lower.shape[-1] > _VERY_WIDE:
-        return torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+        divided: Tensor = torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False)
+        return divided
     return columns @ inverse_of_lower(lower).mT
 
 
@@ -273,7 +277,7 @@ def inverse_of_lower(lower: Tensor) -> Tensor:
 def _on_diagonal(matrices: Tensor, size: int) -> Tensor:
     """The squares of some size along the diagonal, as views."""
     count = matrices.shape[-1] // size
-    squares = matrices.unflatten(-1, (count, size)).unflatten(-3, (count, size))
+    squares: Tensor = matrices.unflatten(-1, (count, size)).unflatten(-3, (count, size))
     return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 

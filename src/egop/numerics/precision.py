@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 
 # A setting of torch: whose (a backend's, or "generic", of all), and for what ("all" of its operations, or one of them).
 Setting = tuple[str, str]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MATRICES: list[Setting] = [("cuda", "matmul"), ("mkldnn", "matmul")]
 _LAYERS: list[Setting] = [("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv"), ("mkldnn", "rnn")]
 
 # What is read and written behind torch.backends' `fp32_precision`. Those attributes will not do: once the flags are
 # frozen (``torch.backends.disable_global_flags``) some cannot be written, mkldnn's writes another setting than it
-# reads, and ``torch.backends.cudnn.flags`` leaves inherited settings behind as chosen ones. tests/test_precision.py
-# notices should these two change.
+# reads, and ``torch.backends.cudnn.flags`` leaves inherited settings behind as chosen ones.
+# tests/numerics/test_precision.py notices should these two change.
 _read, _write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 _lock = threading.Lock()
@@ -33,6 +36,17 @@ def without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def in_normal_mode(method: Method) -> Method:
+    """Frameworks save from inside ``torch.inference_mode``, where tensors are made that cannot be trained with."""
+
+    @functools.wraps(method)
+    def normally(*arguments: Any, **options: Any) -> Any:
+        with torch.inference_mode(False):
+            return method(*arguments, **options)
+
+    return cast(Method, normally)
 
 
 @contextlib.contextmanager

@@ -130,7 +130,8 @@ def orthonormal_columns(matrix: Tensor, slice_bytes: int = _SLICE_BYTES, overwri
     if matrix.numel() * 8 <= slice_bytes:
         basis, triangle = torch.linalg.qr(matrix.double())
         signs = triangle.diagonal().sign()
-        return (basis * torch.where(signs == 0, 1, signs)).to(matrix.dtype)
+        signed: Tensor = basis * torch.where(signs == 0, 1, signs)
+        return signed.to(matrix.dtype)
     rows = max(1, slice_bytes // (8 * matrix.shape[1]))
     result = matrix if overwrite else matrix.clone()
     eye = torch.eye(matrix.shape[1], dtype=torch.float64, device=matrix.device)

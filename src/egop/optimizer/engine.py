@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Reparameterization, plain_name
+from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.binding import BoundBlock, bind
-from egop.optimizer.inner import check_blocks, check_class, copy_hyperparameters, fresh_states, proposed
+from egop.optimizer.inner import check_blocks, check_class, fresh_states, proposed
+from egop.optimizer.membership import Bound
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.stacks import Stack, Stacks
-
-
-@dataclass
-class Bound:
-    """Parameters as they were bound."""
-
-    names: list[str] = field(default_factory=list)
-    members: list[Tensor] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    devices: list[torch.device] = field(default_factory=list)
 
 
 class Engine:
@@ -124,47 +113,7 @@ class Engine:
 
     def note_bound(self) -> None:
         """The parameters are bound as they are now."""
-        members = self.members()
-        names = [plain_name(name) for group in self.param_groups for name in group["param_names"]]
-        self.bound = Bound(names, members, [each.dtype for each in members], [each.device for each in members])
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the parameters are still those that were bound, in their precision and where they were."""
-        members, bound = self.members(), self.bound
-        return (
-            len(members) == len(bound.members)
-            and all(map(operator.is_, members, bound.members))
-            and all(len(group["params"]) == len(group.get("param_names", ())) for group in self.param_groups)
-            and [each.dtype for each in members] == bound.dtypes
-            and [each.device for each in members] == bound.devices
-        )
-
-    def names_now(self) -> list[str]:
-        """The names of the parameters that the groups have now: of one that was bound its own, else its place's."""
-        members, bound = self.members(), self.bound
-        if len(members) != len(bound.members):
-            raise ValueError("Their number is another one: add parameters by optimizer.add_param_group.")
-        if len({id(each) for each in members}) < len(members):
-            raise ValueError("One of them is there twice.")
-        own = {id(each): name for each, name in zip(bound.members, bound.names, strict=True)}
-        taken = {own[id(each)] for each in members if id(each) in own}
-        names = [own.get(id(each), place) for each, place in zip(members, bound.names, strict=True)]
-        for each, name in zip(members, names, strict=True):
-            if id(each) not in own and name in taken:
-                raise ValueError(f"One is new where '{name}' was, which is still there: nobody knows what it is.")
-            if not each.is_leaf:
-                raise ValueError(f"'{name}' is not a leaf: it was computed from others.")
-        return names
-
-    def replaced(self) -> dict[Tensor, Tensor]:
-        """The parameters that stand where others were bound, by these."""
-        members = self.members()
-        if len(members) != len(self.bound.members):
-            return {}
-        known = {id(each) for each in self.bound.members}
-        pairs = zip(self.bound.members, members, strict=True)
-        return {old: new for old, new in pairs if old is not new and id(new) not in known}
+        self.bound = Bound.of(self.param_groups)
 
     def block_of(self, parameter: Tensor) -> BoundBlock | None:
         """The block that a parameter is in."""
@@ -172,17 +121,13 @@ class Engine:
             (block for block in self.blocks if any(original is parameter for original in block.originals)), None
         )
 
-    def members(self) -> list[Tensor]:
-        """The parameters that the groups have now."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     # --- a step ---
 
     def step(self) -> None:
         """One step of the inner optimizer in coordinates."""
         if self.refresher is not None:
             self.refresher.before_step(self)
-        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         stacks = self.stacks
         try:
             stacks.collect()
@@ -195,7 +140,7 @@ class Engine:
             stacks.drop_gradients()
             self.pieces.drop_gradients()
         # Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups.
-        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
         if self.refresher is not None:
             self.refresher.after_step(self)
 
@@ -211,7 +156,7 @@ class Engine:
     def switch(self, mode: str) -> None:
         """Call the inner optimizer's ``train`` or ``eval``, which writes other weights."""
         self.settle()
-        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         self.pieces.pull()
         try:
             self.stacks.rewrite(getattr(self.inner, mode))
@@ -221,7 +166,7 @@ class Engine:
             raise
         finally:
             self.pieces.drop_gradients()
-        copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     # --- what a refresh may look at, while a step is under way ---
 
@@ -240,7 +185,7 @@ class Engine:
 
         Of the blocks that have a gradient, stacked as in :meth:`momentum`. Takes as long as a step of these blocks.
         """
-        copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         change, _ = stack.active_part()
         gradients = [gradient for part in change.encode(stack.gradients) for gradient in part.unbind()]
         count = len(stack.coordinates)
@@ -281,7 +226,7 @@ class Engine:
         """
         self.settle()
         new = self.bind(basis, self.param_groups)
-        Reparameterization([block.change for block in self.blocks + new])  # checks that no two share a parameter
+        check_disjoint([block.change.block for block in self.blocks + new])
         for block in new:
             block.drop_rest()
             for original in block.originals:
@@ -345,3 +290,9 @@ def inner_group(group: Mapping[str, Any], blocks: list[BoundBlock], pieces: Piec
         own = block.coordinates if block is not None else [pieces.of(parameter)]
         members |= {id(tensor): tensor for tensor in own}
     return {key: value for key, value in group.items() if key != "param_names"} | {"params": list(members.values())}
+
+
+def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Give groups the hyper-parameters of other ones."""
+    for one, other in zip(source, target, strict=True):
+        other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})

@@ -111,12 +111,6 @@ def defaults_of(
         ) from error
 
 
-def copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Give groups the hyper-parameters of other ones."""
-    for one, other in zip(source, target, strict=True):
-        other.update({key: value for key, value in one.items() if key not in ("params", "param_names")})
-
-
 def proposed(
     inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Any]
 ) -> list[Tensor]:

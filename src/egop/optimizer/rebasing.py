@@ -10,7 +10,7 @@ from torch import Tensor
 from egop.basis import ChangeOfBasis
 from egop.numerics import exact_products
 from egop.optimizer.moments import rotated
-from egop.optimizer.recordings import copy_all
+from egop.optimizer.recordings import copy_all, side_by_side
 
 _WIDE = 2048  # from here on the product of two bases takes seconds on a CPU
 
@@ -97,8 +97,3 @@ def _changed(old: ChangeOfBasis, new: ChangeOfBasis) -> Tensor:
 def _where(changed: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
     """What is new for those that have changed, for the others what they had."""
     return torch.where(changed.reshape(changed.shape + (1,) * (kept.dim() - changed.dim())), fresh, kept)
-
-
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one; a single one is not copied."""
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))

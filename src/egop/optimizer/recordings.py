@@ -181,3 +181,8 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one; a single one is not copied."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))

@@ -49,7 +49,15 @@ class Rebasable(Protocol):
 
 
 class Refresh(abc.ABC):
-    """When and how an optimizer's basis is renewed: configuration only."""
+    """When and how an optimizer's basis is renewed: configuration only.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> refresh: egop.Refresh | None = egop.Online(every=5, structure=egop.Shared())
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
+        >>> optimizer.refresher.counts()  # steps, renewals, failures
+        [0, 0, 0]
+    """
 
     @abc.abstractmethod
     def begin(self, optimizer: Rebasable) -> Refresher:

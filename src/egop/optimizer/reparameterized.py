@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Reparameterization, layers_of, plain_name
+from egop.basis import Known, Layer, Reparameterization, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
-from egop.numerics import without_autocast
+from egop.numerics import in_normal_mode, without_autocast
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.engine import Engine
-from egop.optimizer.groups import check_real, named_groups
+from egop.optimizer.groups import named_groups
 from egop.optimizer.inner import check_optimizer, defaults_of
 from egop.optimizer.loaded import warn_of_loaded
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
-from egop.optimizer.restoring import Restored, about_of, check_about, entries_of, others_of, restored
+from egop.optimizer.restoring import Restored, parsed, rebound
 from egop.optimizer.stacks import Stacks
 from egop.optimizer.states import Entry, Published, exported
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _in_normal_mode(method: Method) -> Method:
-    """Frameworks save from inside ``torch.inference_mode``, where tensors are made that cannot be trained with."""
-
-    @functools.wraps(method)
-    def normally(*arguments: Any, **options: Any) -> Any:
-        with torch.inference_mode(False):
-            return method(*arguments, **options)
-
-    return cast(Method, normally)
 
 
 @dataclass
@@ -111,7 +97,7 @@ class ReparameterizedOptimizer(Optimizer):
         blocks = engine.bind(basis, self.param_groups)
         for index, own in enumerate(bases):
             blocks += engine.bind(own, self.param_groups[index : index + 1], first_group=index)
-        Reparameterization([block.change for block in blocks])  # checks that no two blocks share a parameter
+        check_disjoint([block.change.block for block in blocks])
         engine.build(blocks, Pieces())
         named = [
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
@@ -135,7 +121,7 @@ class ReparameterizedOptimizer(Optimizer):
         self._engine.param_groups[:] = groups  # in the list that everyone has who has this optimizer
 
     @property  # type: ignore[override]
-    @_in_normal_mode
+    @in_normal_mode
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter: the inner optimizer's, coordinates, basis, and what the refresh remembers.
 
@@ -166,7 +152,7 @@ class ReparameterizedOptimizer(Optimizer):
         return self._engine.blocks
 
     @property
-    @_in_normal_mode
+    @in_normal_mode
     def basis(self) -> Reparameterization:
         """A copy of the change of basis of each block as it is now."""
         self._engine.settle()
@@ -197,7 +183,7 @@ class ReparameterizedOptimizer(Optimizer):
         """What each parameter is."""
         return self._engine.layers
 
-    @_in_normal_mode
+    @in_normal_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis.
 
@@ -213,7 +199,7 @@ class ReparameterizedOptimizer(Optimizer):
         basis = group.pop("basis", None)
         engine.check_class([group])
         blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
-        Reparameterization([block.change for block in engine.blocks + blocks])  # checks that no two share a name
+        check_disjoint([block.change.block for block in engine.blocks + blocks])
         super().add_param_group(group)
         try:
             engine.add_group(blocks)
@@ -241,7 +227,7 @@ class ReparameterizedOptimizer(Optimizer):
             self._engine.step()
         return loss
 
-    @_in_normal_mode
+    @in_normal_mode
     @torch.no_grad()
     def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
         """Go on in another basis, from the same point.
@@ -276,7 +262,7 @@ class ReparameterizedOptimizer(Optimizer):
             raise AttributeError(f"{engine.optimizer_class.__name__} has no {name}()")
         return partial(self._switch, name)
 
-    @_in_normal_mode
+    @in_normal_mode
     @torch.no_grad()
     def _switch(self, name: str) -> None:
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
@@ -285,7 +271,7 @@ class ReparameterizedOptimizer(Optimizer):
         with without_autocast():
             self._engine.switch(name)
 
-    @_in_normal_mode
+    @in_normal_mode
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
         if self.refresher is None:
@@ -300,41 +286,11 @@ class ReparameterizedOptimizer(Optimizer):
             engine.settle()
             self._passing.published = None
             published.take_in(engine)
-        if not engine.is_bound:
-            self._bind_anew()
+        if not engine.bound.are(engine.param_groups):
+            engine.settle()
+            self._use(rebound(engine))
 
-    @torch.no_grad()
-    def _bind_anew(self) -> None:
-        """Go on with the parameters that the groups have now: those before, or others in their places."""
-        engine = self._engine
-        engine.settle()
-        kept = [group.get("param_names") for group in self.param_groups]
-        try:
-            states = exported(engine, complete=True)
-            entries = {
-                name: states.pop(member) for name, member in zip(engine.bound.names, engine.bound.members, strict=True)
-            }
-            names = iter(engine.names_now())
-            for group in self.param_groups:
-                group["param_names"] = [next(names) for _ in group["params"]]
-            check_real(self.param_groups)
-            ordered = [entries[name] for group in self.param_groups for name in group["param_names"]]
-            check_about([about_of(entry) for entry in ordered], engine.param_groups, engine.optimizer_class)
-            parts = restored(engine, ordered, states)
-            if engine.refresher is not None:
-                engine.refresher.check(engine)
-        except BaseException as error:
-            for group, own in zip(self.param_groups, kept, strict=True):
-                group.update({} if own is None else {"param_names": own})
-            if not isinstance(error, (TypeError, ValueError)):
-                raise
-            raise ValueError(
-                "The parameters in param_groups are not those that the optimizer was made with, and it cannot go on "
-                f"with these. {error}"
-            ) from error
-        self._use(parts)
-
-    @_in_normal_mode
+    @in_normal_mode
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates.
 
@@ -350,7 +306,7 @@ class ReparameterizedOptimizer(Optimizer):
         finally:
             self._passing.complete = None
 
-    @_in_normal_mode
+    @in_normal_mode
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
@@ -358,7 +314,7 @@ class ReparameterizedOptimizer(Optimizer):
             raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
         self._engine.settle()
         # The last hook to be called sees what the others have left of the state; torch then takes the groups.
-        handle = self.register_load_state_dict_pre_hook(_parsed)
+        handle = self.register_load_state_dict_pre_hook(_take_apart)
         try:
             super().load_state_dict(dict(state_dict))
         finally:
@@ -370,7 +326,7 @@ class ReparameterizedOptimizer(Optimizer):
         twin.__dict__.update(self.__dict__)
         return twin
 
-    @_in_normal_mode
+    @in_normal_mode
     def __getstate__(self) -> dict[str, Any]:
         self._attend()
         return {"defaults": self.defaults, "_engine": self._engine}
@@ -396,22 +352,8 @@ class ReparameterizedOptimizer(Optimizer):
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
 
 
-def _parsed(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _take_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Build all that a state dict stands for, before anything is changed; what is left for torch are the groups."""
     assert isinstance(optimizer, ReparameterizedOptimizer)
-    engine = optimizer._engine
-    try:
-        parts = restored(engine, entries_of(state_dict, engine), others_of(state_dict))
-        groups = [
-            own | {key: value for key, value in saved.items() if key != "param_names"}
-            for own, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
-        ]
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
-            "Load one as optimizer.state_dict() gave it."
-        ) from error
-    optimizer._passing.arriving = parts
+    optimizer._passing.arriving, groups = parsed(optimizer._engine, state_dict)
     return {"state": {}, "param_groups": groups}

@@ -16,6 +16,7 @@ from egop.basis import Reparameterization, orthonormality_error, plain_name, reb
 from egop.distributed import Pieces, part_of, whole
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.engine import Engine
+from egop.optimizer.groups import check_real
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.states import (
     ABOUT,
@@ -74,6 +75,54 @@ def about_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What the state of a parameter says that it is of."""
     found: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
     return found
+
+
+def parsed(engine: Engine, state_dict: dict[str, Any]) -> tuple[Restored, list[dict[str, Any]]]:
+    """The working parts that a state dict stands for, and the parameter groups as it has them; nothing is changed."""
+    try:
+        parts = restored(engine, entries_of(state_dict, engine), others_of(state_dict))
+        groups = [
+            own | {key: value for key, value in saved.items() if key != "param_names"}
+            for own, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
+        ]
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
+            "Load one as optimizer.state_dict() gave it."
+        ) from error
+    return parts, groups
+
+
+@torch.no_grad()
+def rebound(engine: Engine) -> Restored:
+    """The working parts for the parameters that the groups have now: those before, or others in their places."""
+    groups = engine.param_groups
+    kept = [group.get("param_names") for group in groups]
+    try:
+        states = exported(engine, complete=True)
+        bound = zip(engine.bound.names, engine.bound.members, strict=True)
+        entries = {name: states.pop(member) for name, member in bound}
+        names = iter(engine.bound.names_in(groups))
+        for group in groups:
+            group["param_names"] = [next(names) for _ in group["params"]]
+        check_real(groups)
+        ordered = [entries[name] for group in groups for name in group["param_names"]]
+        check_about([about_of(entry) for entry in ordered], groups, engine.optimizer_class)
+        parts = restored(engine, ordered, states)
+        if engine.refresher is not None:
+            engine.refresher.check(engine)
+    except BaseException as error:
+        for group, names_before in zip(groups, kept, strict=True):
+            group.update({} if names_before is None else {"param_names": names_before})
+        if not isinstance(error, (TypeError, ValueError)):
+            raise
+        raise ValueError(
+            "The parameters in param_groups are not those that the optimizer was made with, and it cannot go on "
+            f"with these. {error}"
+        ) from error
+    return parts
 
 
 def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:

@@ -13,8 +13,8 @@ from egop.distributed import is_first_shard, sum_over_shards
 from egop.numerics import exact_products
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, movable
-from egop.optimizer.rebasing import StackedStates, moved_states, rebase, side_by_side
-from egop.optimizer.recordings import InPlace, Recorder, copy_all
+from egop.optimizer.rebasing import StackedStates, moved_states, rebase
+from egop.optimizer.recordings import InPlace, Recorder, copy_all, side_by_side
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
 

@@ -154,7 +154,9 @@ class Published:
         Raises:
             ValueError: for what cannot be changed so. Nothing is taken in then.
         """
-        for parameter, new in engine.replaced().items():  # its state may have been given to the new one
+        for parameter, new in engine.bound.replaced_in(
+            engine.param_groups
+        ).items():  # its state may have been given to the new one
             if new in self.states and parameter not in self.states:
                 self.states[parameter] = self.states.pop(new)
         parameters = [key for key in self._kept if isinstance(key, Tensor)]

@@ -27,6 +27,13 @@ class Every(Refresh):
         moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
         seed: of the sampling; each renewal draws from this and its number.
         progress: show a progress bar while sampling.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> batches = torch.randn(10, 8, 4, generator=torch.Generator().manual_seed(0))
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), batches)
+        >>> refresh = egop.Every(100, objective, structure=egop.Shared())
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
     """
 
     steps: int

@@ -40,12 +40,16 @@ class GramMatrices:
         self._known: Stacks | None = None  # whose stacks these are
         self._add = InPlace(add, Recorder())
 
+    def move_to(self, stacks: Stacks) -> None:
+        """Lie side by side as the blocks do now; to be called before anything else is done with stacks."""
+        if self._known is stacks:
+            return
+        self._stacks = {stack: self._stacks.get(stack) or self._laid_out(stack) for stack in stacks}
+        self._known = stacks
+
     def observe(self, stacks: Stacks) -> None:
         """Take the gradients of a step into the running means."""
-        if self._known is not stacks:  # what belongs to stacks that are no more is dropped
-            self._stacks = {stack: self._stacks[stack] for stack in stacks if stack in self._stacks}
-            self._known = stacks
-        active = [stack for stack in stacks if stack.active and is_renewable(stack.change)]
+        active = [stack for stack in stacks if stack.active and stack.change.is_renewable()]
         steady = [stack for stack in active if stacks.still and self._is_steady(stack)]
         if steady:
             parts = [(stack.change, stack.gradients, self.of(stack)) for stack in steady]
@@ -56,20 +60,7 @@ class GramMatrices:
                 self._observe(stack)
 
     def of(self, stack: Stack) -> dict[str, Tensor]:
-        """The Gram matrices of a stack's blocks, made when the stack is new."""
-        if stack not in self._stacks:
-            grams = zeros_for(stack.change)
-            shapes = {key: gram.shape[1:] for key, gram in grams.items()}
-            for index, block in enumerate(stack.blocks):
-                known = self.grams.get(block.name)
-                if known is not None and {key: gram.shape for key, gram in known.items()} != shapes:
-                    del self.grams[block.name]  # of another structure
-                for key, gram in self.grams.get(block.name, {}).items():
-                    self.grams[block.name][key] = grams[key][index].copy_(gram)
-                    if block.name in self._totals and stack.by_rows and not stack.is_first:
-                        grams[key][index].zero_()
-                self._totals.discard(block.name)
-            self._stacks[stack] = grams
+        """The Gram matrices of a stack's blocks."""
         return self._stacks[stack]
 
     def places(self, stack: Stack, wanted: Iterable[int] | None = None) -> Iterator[Place]:
@@ -79,6 +70,13 @@ class GramMatrices:
         for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
             members = [index for _, index in run]
             yield stack, slice(members[0], members[-1] + 1)
+
+    def has_seen(self, block: BoundBlock) -> bool:
+        """Whether a block has had a gradient, in the structure that it has now."""
+        grams = self.grams.get(block.name, {})
+        return {key: gram.shape for key, gram in grams.items()} == {
+            key: torch.Size((*basis.shape[:-1], basis.shape[-2])) for key, basis in block.change.tensors.items()
+        }
 
     def traces(self, stack: Stack) -> list[float]:
         """The trace of one Gram matrix of each block: zero without any gradient."""
@@ -98,14 +96,17 @@ class GramMatrices:
             stack: whose blocks.
             complete: summed over the processes that have rows of a block; otherwise as views of what is here.
         """
-        sums = {key: stack.summed(gram) for key, gram in self.of(stack).items()} if complete else {}
-        return [
-            {
-                f"{_GRAM}{key}": sums[key][index] if sums else gram
-                for key, gram in (self.grams.get(block.name) or zeros_for(block.change)).items()
-            }
-            for index, block in enumerate(stack.blocks)
-        ]
+        known = [self.grams[block.name] if self.has_seen(block) else zeros_for(block.change) for block in stack.blocks]
+        if complete and stack.by_rows:
+            if not stack.is_first:  # what is here as a whole is there, too
+                names = [block.name for block in stack.blocks]
+                known = [
+                    {key: gram * 0 for key, gram in grams.items()} if name in self._totals else grams
+                    for name, grams in zip(names, known, strict=True)
+                ]
+            sums = {key: stack.summed(torch.stack([grams[key] for grams in known])) for key in known[0]}
+            known = [{key: total[index] for key, total in sums.items()} for index in range(len(known))]
+        return [{f"{_GRAM}{key}": gram for key, gram in grams.items()} for grams in known]
 
     def loaded(
         self, memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock], seen: Collection[str]
@@ -133,9 +134,23 @@ class GramMatrices:
         """For copies: stacks and recordings belong to the optimizer of this one."""
         return self.__dict__ | {"_stacks": {}, "_known": None, "_add": InPlace(add, Recorder())}
 
+    def _laid_out(self, stack: Stack) -> dict[str, Tensor]:
+        """What is remembered of the blocks of a new stack, side by side; that of another structure is dropped."""
+        if not stack.change.is_renewable():
+            return {}
+        grams = zeros_for(stack.change)
+        for index, block in enumerate(stack.blocks):
+            if not self.has_seen(block):
+                self.grams.pop(block.name, None)
+            for key, gram in self.grams.get(block.name, {}).items():
+                self.grams[block.name][key] = grams[key][index].copy_(gram)
+                if block.name in self._totals and stack.by_rows and not stack.is_first:
+                    grams[key][index].zero_()
+            self._totals.discard(block.name)
+        return grams
+
     def _is_steady(self, stack: Stack) -> bool:
         """Whether all blocks have a gradient, and have had one."""
-        self.of(stack)  # drops Gram matrices of another structure
         return len(stack.active) == len(stack.blocks) and all(block.name in self.grams for block in stack.blocks)
 
     def _observe(self, stack: Stack) -> None:
@@ -171,14 +186,9 @@ def zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
     return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}
 
 
-def is_renewable(change: ChangeOfBasis) -> bool:
-    """Whether a change of basis consists of eigenvectors of Gram matrices."""
-    return type(change).rows is not ChangeOfBasis.rows
-
-
 def renewal_cost(stack: Stack) -> int:
     """What the renewal of one of its blocks takes, roughly."""
-    if not is_renewable(stack.change):
+    if not stack.change.is_renewable():
         return 0
     return sum(math.prod(tensor.shape[1:-2]) * tensor.shape[-2] ** 3 for tensor in stack.change.tensors.values())
 

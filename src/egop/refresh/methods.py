@@ -122,7 +122,8 @@ def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
     probes = old[..., :_PROBES]
     with precision.exact_products():
         error = fresh @ (fresh.mT @ probes) - probes
-    return torch.linalg.vector_norm(error, dim=(-2, -1)) < torch.finfo(fresh.dtype).eps ** 0.5
+    sound: Tensor = torch.linalg.vector_norm(error, dim=(-2, -1)) < torch.finfo(fresh.dtype).eps ** 0.5
+    return sound
 
 
 def off_diagonal(gram: Tensor, basis: Tensor) -> Tensor:

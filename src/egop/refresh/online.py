@@ -9,24 +9,25 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from egop.basis import (
-    Kronecker,
+    CHANGES,
+    ONLINE,
     Layer,
     Partition,
     Reparameterization,
-    Shared,
     StructureChoice,
     check_structure,
     make_plan,
     partition_parameters,
     plain_name,
 )
-from egop.numerics import identity, parse_bytes
+from egop.numerics import identity
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_decay, check_moments, check_positive
 from egop.refresh.beginnings import Choose
-from egop.refresh.grams import GramMatrices, is_renewable
+from egop.refresh.grams import GramMatrices
 from egop.refresh.methods import FROM_SCRATCH, ITERATION
 from egop.refresh.schedules import InTurn, OnceDrifted
 from egop.refresh.streaming import Streaming
+from egop.runs import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ class Online(Refresh):
         moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
         spread: renew the blocks in turn, every block once in ``every`` steps, so that all steps take about as long;
             False renews all of them in one step, as SOAP does.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(every=5), lr=1e-3)
+        >>> model(torch.ones(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> list(optimizer.basis), optimizer.refresher.unrotated
+        (['0.weight'], {'2.weight': 'the output head'})
     """
 
     every: int = 10
@@ -91,6 +100,11 @@ class WhenDrifted(Refresh):
         partition: likewise.
         memory: likewise.
         moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> refresh = egop.WhenDrifted(0.2, check_every=20, structure=egop.Kronecker())
+        >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
     """
 
     tolerance: float = 0.1
@@ -149,12 +163,12 @@ def _identities(
     known = [*everything, *(config.partition if isinstance(config.partition, Mapping) else ())]
     structure = _structure_for(config.structure, known, [block.name for block in blocks])
     memory = parse_bytes(config.memory) - sum(block.change.nbytes for block in optimizer.blocks)
-    plan = make_plan(blocks, layers, structure, max(0, memory), (Kronecker(), Shared()))
+    plan = make_plan(blocks, layers, structure, max(0, memory), ONLINE)
     changes = []
     for block, structure in plan.chosen.items():
         shapes = structure.basis_shapes(block).items()
         changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
-        if not is_renewable(changes[-1]):
+        if not changes[-1].is_renewable():
             raise ValueError(_not_renewable(config, changes[-1].kind))
     return Reparameterization(changes, unrotated=plan.unrotated)
 
@@ -187,7 +201,7 @@ def _is_for(pattern: str, everything: Sequence[str], these: Sequence[str]) -> bo
 
 def _check_renewable(config: Online | WhenDrifted, optimizer: Rebasable) -> None:
     kinds = sorted({block.change.kind for block in optimizer.blocks})
-    if kinds and not any(is_renewable(block.change) for block in optimizer.blocks):
+    if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
         raise ValueError(_not_renewable(config, ", ".join(kinds)))
 
 
@@ -212,7 +226,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _not_renewable(config: Online | WhenDrifted, kinds: str) -> str:
+    renewable = ", ".join(kind for kind, change in CHANGES.items() if change.is_renewable())
     return (
-        f"egop.{type(config).__name__} renews bases of structure Full, Shared and Kronecker, not {kinds}. "
+        f"egop.{type(config).__name__} renews bases of structure {renewable}, not {kinds}. "
         "Use egop.Every(...), which can renew every structure."
     )

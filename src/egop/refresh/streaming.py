@@ -14,7 +14,7 @@ from egop.basis import ChangeOfBasis
 from egop.distributed import whole
 from egop.optimizer import Aside, BoundBlock, Moments, Rebasable, Recorder, Refresher, Replayed, Stack
 from egop.refresh.beginnings import Beginnings, Choose
-from egop.refresh.grams import GramMatrices, Place, is_renewable
+from egop.refresh.grams import GramMatrices, Place
 from egop.refresh.methods import Method, Renewal, announced, from_scratch
 from egop.refresh.schedules import Schedule
 
@@ -58,6 +58,7 @@ class Streaming(Refresher):
 
     def observe(self, optimizer: Rebasable) -> None:
         """Take the gradients into the statistic; first ones give first bases."""
+        self.statistic.move_to(optimizer.stacks)
         self.statistic.observe(optimizer.stacks)
         if begun := self.beginnings.waiting & self.statistic.grams.keys():
             self._find_first_bases(optimizer, begun)
@@ -65,6 +66,7 @@ class Streaming(Refresher):
     def after_step(self, optimizer: Rebasable) -> None:
         """Renew the bases that are due."""
         self.steps += 1
+        self.statistic.move_to(optimizer.stacks)
         due = list(self.schedule.due(optimizer.stacks, self.steps, self.statistic))
         beside = self._renew(due, self._renewed)
         if not (beside and self.method.beside):
@@ -74,6 +76,7 @@ class Streaming(Refresher):
     def renew(self, optimizer: Rebasable) -> None:
         """Renew all bases now, from scratch."""
         self.settle(optimizer)
+        self.statistic.move_to(optimizer.stacks)
         self._renew([place for stack in optimizer.stacks for place in self.statistic.places(stack)], from_scratch)
         self.settle(optimizer)
         self.renewals += 1
@@ -98,7 +101,7 @@ class Streaming(Refresher):
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
         """Whether it consists of eigenvectors of Gram matrices."""
-        return is_renewable(change)
+        return change.is_renewable()
 
     def prepare(self, optimizer: Rebasable) -> None:
         """Without a basis, start from the original coordinates."""
@@ -114,11 +117,11 @@ class Streaming(Refresher):
         memories: dict[str, dict[str, Tensor]] = {}
         made = self.beginnings.made_of(optimizer)
         for stack in optimizer.stacks:
-            if not is_renewable(stack.change):
+            if not stack.change.is_renewable():
                 continue
             for block, memory in zip(stack.blocks, self.statistic.saved(stack, complete=complete), strict=True):
                 name = block.name
-                seen, waits = name in self.statistic.grams, name in self.beginnings.waiting
+                seen, waits = self.statistic.has_seen(block), name in self.beginnings.waiting
                 phase = [seen, waits, name in made, self.schedule.turns.get(name, -1)]
                 memories[name] = memory | {_PHASE: torch.tensor(phase, device=block.device)}
         return memories
@@ -127,7 +130,7 @@ class Streaming(Refresher):
         self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
     ) -> None:
         """Go on from what was saved."""
-        wanted = [block for block in blocks if is_renewable(block.change)]
+        wanted = [block for block in blocks if block.change.is_renewable()]
         if missing := [block.name for block in wanted if _PHASE not in memories[block.name]]:
             raise ValueError(
                 "The state dict is incomplete or damaged, or of another refresh: it has no Gram matrices of "

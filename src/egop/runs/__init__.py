@@ -1,13 +1,14 @@
-"""What a training leaves behind: curves, pictures and pages, as plain values, drawn, and written whole.
+"""What people read: numbers and sizes in words, a training's curves, pictures and pages, drawn and written whole.
 
-``egop diagnose`` and the lab share it; nothing of egop is used here.
+The library and the lab share it; nothing of egop is used here. ``plotting`` is imported when it is used, since it
+needs matplotlib.
 """
 
-from egop.runs import plotting
 from egop.runs.pages import document, text
 from egop.runs.pictures import Panel, Picture, Series
 from egop.runs.records import Curve, Run, finite, replacing, write_json
 from egop.runs.training import train
+from egop.runs.units import counted, format_bytes, format_count, format_table, parse_bytes
 
 __all__ = [
     "Curve",
@@ -15,8 +16,13 @@ __all__ = [
     "Picture",
     "Run",
     "Series",
+    "counted",
     "document",
     "finite",
+    "format_bytes",
+    "format_count",
+    "format_table",
+    "parse_bytes",
     "plotting",
     "replacing",
     "text",

@@ -112,7 +112,8 @@ def data_decay_bound(data: Tensor, inner_egop: Tensor) -> Tensor:
             f"Invalid data value: shape {tuple(data.shape)}. Must be {tuple(inner_egop.shape)}, as the inner EGOP is."
         )
     singular = torch.linalg.svdvals(data.detach().double())
-    return (singular / singular[0]).square() * (inner[-1] / inner[0].clamp_min(0))
+    bound: Tensor = (singular / singular[0]).square() * (inner[-1] / inner[0].clamp_min(0))
+    return bound
 
 
 def matrix_factorization_lipschitz(

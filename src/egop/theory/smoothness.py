@@ -19,6 +19,11 @@ class SmoothnessSum(NamedTuple):
         lower: no constants have a smaller sum.
         upper: the sum of ``constants``.
         constants: constants that are valid.
+
+    Example:
+        >>> bounds = egop.theory.smoothness_sum_bounds(torch.diag(torch.tensor([2.0, 3.0])))
+        >>> bounds.lower <= bounds.upper, bounds.constants.round(decimals=4).tolist()
+        (True, [2.0, 3.0])
     """
 
     lower: float

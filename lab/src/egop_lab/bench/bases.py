@@ -13,13 +13,11 @@ from torch import Tensor
 import egop
 from egop.basis import Accumulator, Block
 from egop_lab.bench import networks
-from egop_lab.bench.machine import Setting, release
-from egop_lab.bench.methods import MEMORY
+from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
+from egop_lab.bench.starts import MEMORY
 from egop_lab.bench.steps import gradients_of
 from egop_lab.bench.timing import PeakMemory, reason, taken
-
-Row = dict[str, Any]
 
 
 @dataclass

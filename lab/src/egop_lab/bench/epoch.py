@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from statistics import median
 
-import torch
 from torch import Tensor, nn
 
 import egop
 from egop_lab.bench import networks
-from egop_lab.bench.machine import Setting, release
-from egop_lab.bench.methods import ADAMW, adamw, reparameterized
+from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Batch, Network
-from egop_lab.bench.timing import interleaved, middle, spread, taken
-from egop_lab.experiments import residual
+from egop_lab.bench.starts import start
+from egop_lab.bench.timing import interleaved, spread, taken
+from egop_lab.methods import EPOCH, compared, label
+from egop_lab.training.residual import samples_for
+from egop_lab.training.timed import graphed
 
-Row = dict[str, Any]
-
-FIXED, RENEWED = "Shared, fixed", "Shared, each epoch"
+ADAMW, FIXED, RENEWED = (label(EPOCH, name) for name in ("adamw", "shared-fixed", "shared-renewed"))
 EAGER, GRAPH = "eager", "CUDA graph"
 
 
@@ -38,24 +37,15 @@ class _Epoch:
     def __init__(
         self, network: Network, batches: Sequence[Batch], steps: int, samples: int | None, form: str, name: str
     ) -> None:
-        self.network, self.batches, self.steps, self.samples = network, batches, steps, samples
+        self.network, self.batches, self.steps = network, batches, steps
         self.device = batches[0][0].device
         self.model = network.make(self.device)
-        self.outputs = _graphed(network, self.model, batches[0][0]) if form == GRAPH else None
-        self.optimizer = self._optimizer(name)
+        self.outputs = graphed(_Outputs(network, self.model), batches[0][0].clone()) if form == GRAPH else None
+        options = {"period": steps, "samples": samples or samples_for(self.model)}
+        self.optimizer = compared(EPOCH)[name].make(start(self.model, network, batches, **options))
         self._train(3)
         if isinstance(self.optimizer, egop.ReparameterizedOptimizer) and self.optimizer.refresher is not None:
             self.optimizer.renew_basis()  # the first one loads what it needs
-
-    def _optimizer(self, name: str) -> torch.optim.Optimizer:
-        if name == ADAMW:
-            return adamw(self.model)
-        if name == FIXED:
-            return reparameterized(self.model, fixed=egop.Shared())
-        objective = egop.Objective(self.model, self.network.loss, self.batches)
-        start = residual.Start(self.model, objective, 0.0, 0.0, self.steps, seed=0)
-        refresh = egop.Every(self.steps, objective, samples=self.samples or start.passes)
-        return reparameterized(self.model, fixed=egop.Shared(), refresh=refresh)
 
     def __call__(self) -> float:
         """The seconds of an epoch."""
@@ -71,21 +61,14 @@ class _Epoch:
 
 
 class _Outputs(nn.Module):
+    """What is recorded as a graph: the fastest baseline, for which the same basis is a larger share."""
+
     def __init__(self, network: Network, model: nn.Module) -> None:
         super().__init__()
         self.network, self.model = network, model
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.network.outputs(self.model, inputs, cache_enabled=False)  # casts must be part of the graph
-
-
-def _graphed(network: Network, model: nn.Module, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-    """Forward and backward as a CUDA graph: the fastest baseline, for which the same basis is a larger share."""
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
-    outputs = _Outputs(network, model)
-    torch.cuda.make_graphed_callables(outputs, (inputs.clone(),))
-    return outputs
 
 
 def run(setting: Setting) -> Iterator[Row]:
@@ -97,15 +80,15 @@ def run(setting: Setting) -> Iterator[Row]:
     steps, samples = (3, 2) if setting.smoke else (74, None)
     batches = network.batches(setting.device, 16)
     for form in [EAGER, GRAPH] if setting.gpu else [EAGER]:
-        names = (ADAMW, FIXED, RENEWED)
         made, unready = interleaved(
-            {name: functools.partial(_Epoch, network, batches, steps, samples, form, name) for name in names}, rounds=1
+            {name: functools.partial(_Epoch, network, batches, steps, samples, form, name) for name in compared(EPOCH)},
+            rounds=1,
         )
         found, failed = interleaved({name: epoch for name, (epoch,) in made.items()}, setting.turns(7), limit=12)
-        base = middle(found[ADAMW]) if ADAMW in found else None
+        base = median(found[ADAMW]) if ADAMW in found else None
         for name, seconds in found.items():
             row: Row = {"network": network.name, "form": form, "method": name, "steps": steps}
-            row |= {"epoch": middle(seconds), "epoch spread": spread(seconds)}
+            row |= {"epoch": median(seconds), "epoch spread": spread(seconds)}
             yield row | ({} if base is None else {"epoch over AdamW": row["epoch"] / base})
         for name, problem in (unready | failed).items():
             yield {"network": network.name, "form": form, "method": name, "failed": problem}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from statistics import median
 
 import egop
 from egop_lab.bench import bases, networks
-from egop_lab.bench.machine import Setting, release
-from egop_lab.bench.methods import ADAMW, KRONECKER, KRONECKER_ONLINE, PERIOD, SHARED, SHARED_ONLINE, SOAP, available
+from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
+from egop_lab.bench.starts import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, available
 from egop_lab.bench.steps import trials
-from egop_lab.bench.timing import interleaved, middle, reason
-
-Row = dict[str, Any]
+from egop_lab.bench.timing import interleaved, reason
+from egop_lab.methods import RENEWED
 
 _METHODS = (ADAMW, SHARED, SHARED_ONLINE, KRONECKER, KRONECKER_ONLINE, SOAP)
 
@@ -33,11 +32,11 @@ def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[R
     """The seconds of a step alone, and how much longer it is than at half the size."""
     last: dict[str, float] = {}
     for size, network in sizes.items():
-        methods = [method for method in available(network)[0] if method.name in _METHODS]
+        methods = {name: method for name, method in available(network)[0].items() if name in _METHODS}
         ready, unready = trials(network, methods, setting.device, whole=False)
-        turns = {name: functools.partial(trial.alone, PERIOD) for name, trial in ready.items()}
+        turns = {name: functools.partial(trial.alone, RENEWED) for name, trial in ready.items()}
         found, failed = interleaved(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
-        now = {name: middle([turn.step for turn in own]) for name, own in found.items()}
+        now = {name: median([turn.step for turn in own]) for name, own in found.items()}
         for name, seconds in now.items():
             row: Row = {"what": what, "size": size, "of": name, "seconds": seconds}
             yield row | ({"growth": seconds / last[name]} if name in last else {})

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 
 from egop_lab.bench.timing import Marks
-from egop_lab.experiments.residual import fast
+from egop_lab.training.timed import fast
 
 T = TypeVar("T")
+Row = dict[str, Any]  # what is measured of one method or structure on one network
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.experiments.gpt import GPT
-from egop_lab.experiments.models import digits_network
-from egop_lab.experiments.networks import ResidualNetwork
+from egop_lab.models import small as models
+from egop_lab.models.gpt import GPT
+from egop_lab.models.residual import ResidualNetwork
 
 Batch = tuple[Tensor, Tensor]
 
@@ -87,44 +86,25 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def perceptron(widths: Sequence[int], batch: int, name: str | None = None) -> Network:
     """Linear layers with ReLU between them."""
-
-    def build() -> nn.Module:
-        layers = [part for one, other in itertools.pairwise(widths) for part in (nn.Linear(one, other), nn.ReLU())]
-        return nn.Sequential(*layers[:-1])
-
-    return Network(name or f"MLP {'-'.join(map(str, widths))}", build, (batch, widths[0]), widths[-1])
+    shown = name or f"MLP {'-'.join(map(str, widths))}"
+    return Network(shown, lambda: models.perceptron(*widths), (batch, widths[0]), widths[-1])
 
 
 def digits(batch: int = 300) -> Network:
     """The network of the digits experiment."""
-    return Network("digits MLP", digits_network, (batch, 64))
+    return Network("digits MLP", models.digits_network, (batch, 64))
 
 
 def convolutions(batch: int, channels: int) -> Network:
-    """A small convolution net without batch norm, on 28 x 28 pixels."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(channels, 2 * channels, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(2 * channels * 49, 10),
-        )
-
-    return Network(f"convolution net, {channels} channels", build, (batch, 1, 28, 28))
+    """A small convolution net without batch norm."""
+    name = f"convolution net, {channels} channels"
+    return Network(name, lambda: models.convolution_network(channels), (batch, 1, 28, 28))
 
 
 def gpt(layers: int, width: int, batch: int, context: int = 256, *, half: bool = True) -> Network:
     """A GPT on bytes, with heads of 64."""
-
-    def build() -> nn.Module:
-        return GPT(layers=layers, width=width, heads=max(1, width // 64), context=context)
-
-    return Network(f"GPT {layers}x{width}", build, (batch, context), 256, tokens=True, half=half)
+    sizes = {"layers": layers, "width": width, "heads": max(1, width // 64), "context": context}
+    return Network(f"GPT {layers}x{width}", lambda: GPT(**sizes), (batch, context), 256, tokens=True, half=half)
 
 
 def resnet(batch: int, pixels: int, width: int = 64, depths: Sequence[int] = (3, 4, 6, 3)) -> Network:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from egop.runs import write_json
+from egop.runs import counted, write_json
 from egop_lab.bench import bases, epoch, growth, machine, sampling, steps, sweep, tables, targets
 from egop_lab.bench.timing import reason
-from egop_lab.words import counted
 
 PARTS: dict[str, Callable[[machine.Setting], Iterator[dict[str, Any]]]] = {
     "sampling": sampling.run,

@@ -11,13 +11,12 @@ import torch
 import egop
 from egop.estimation import Method, sample_gradients
 from egop_lab.bench import networks
-from egop_lab.bench.machine import Setting, release
+from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.timing import interleaved, middle, spread, taken
-from egop_lab.experiments.data import Batches, digits
-from egop_lab.experiments.models import xavier_
-
-Row = dict[str, Any]
+from egop_lab.bench.timing import interleaved, summary, taken
+from egop_lab.data.batches import Batches
+from egop_lab.data.digits import digits
+from egop_lab.models.small import xavier_
 
 _INITIALIZATION = egop.Initialization(init_fn=xavier_)
 
@@ -59,13 +58,8 @@ def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting:
         interleaved({"warm-up": functools.partial(turn, samples=2)}, rounds=1)
     found, failed = interleaved(turns, setting.turns(3))
     row: Row = {"network": network.name, "rho": type(rho).__name__, "batch": list(network.inputs), "samples": counts}
-    for method, rates in found.items():
-        row |= {method: middle(rates), f"{method} spread": spread(rates)}
-    if not failed:
-        row["vmap over loop"] = row["vmap"] / row["loop"]
-    else:
-        row["failed"] = "; ".join(f"{method}: {problem}" for method, problem in failed.items())
-    return row
+    row |= summary(found, failed)
+    return row if failed else row | {"vmap over loop": row["vmap"] / row["loop"]}
 
 
 def _batches(network: Network, device: torch.device) -> Iterable[Any]:

@@ -6,19 +6,18 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 import egop
 from egop_lab.bench import networks
-from egop_lab.bench.machine import Rates, Setting, release
-from egop_lab.bench.methods import ADAMW, COMPILED, INSTALL, PERIOD, SOAP, Method, available
+from egop_lab.bench.machine import Rates, Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.timing import Marks, interleaved, middle, spread
-
-Row = dict[str, Any]
+from egop_lab.bench.starts import ADAMW, INSTALL, SOAP, available, period, start
+from egop_lab.bench.timing import Marks, interleaved, spread
+from egop_lab.methods import COMPILED, RENEWED, Method, compared
 
 _BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, as in training
 
@@ -37,8 +36,9 @@ class Trial:
 
     Args:
         network: the network.
+        name: of the method, as shown.
         method: the optimizer.
-        start: the model to train a copy of.
+        model: the one to train a copy of.
         batches: what it is trained on.
         gradients: the gradients of these batches, for steps without a backward pass.
     """
@@ -46,22 +46,23 @@ class Trial:
     def __init__(
         self,
         network: Network,
+        name: str,
         method: Method,
-        start: nn.Module,
+        model: nn.Module,
         batches: Sequence[networks.Batch],
         gradients: Sequence[Sequence[Tensor]] = (),
     ) -> None:
-        self.network, self.method, self.batches = network, method, batches
+        self.network, self.name, self.period, self.batches = network, name, period(method), batches
         self.gradients = [[gradient.clone() for gradient in own] for own in gradients]  # some methods write to them
-        self.model = copy.deepcopy(start)
+        self.model = copy.deepcopy(model)
         self.device = batches[0][0].device
-        self.optimizer = method.build(self.model, network)
+        self.optimizer = method.make(start(self.model, network))
         self._parameters = list(self.model.parameters())
 
     def warmed_up(self, *, whole: bool) -> Trial:
         """The first steps set things up and make a first basis; on a GPU a renewal also loads what it needs."""
         if self.gradients:
-            self.alone(self.method.period + 2 if self.device.type == "cuda" else 2)
+            self.alone(self.period + 2 if self.device.type == "cuda" else 2)
         if whole:
             self.whole(2)
         return self
@@ -94,7 +95,7 @@ class Trial:
 
     def turn(self, steps: int) -> Turn:
         """One round: on the CPU a whole step is the sum of its parts; on a GPU they overlap, and each is measured."""
-        steps = -(-steps // self.method.period) * self.method.period  # whole periods, each with one renewal
+        steps = -(-steps // self.period) * self.period  # whole periods, each with one renewal
         if self.device.type != "cuda":
             return self.whole(steps)
         alone = self.alone(steps)
@@ -108,28 +109,28 @@ def gradients_of(network: Network, model: nn.Module, batches: Sequence[networks.
 
 
 def trials(
-    network: Network, methods: Sequence[Method], device: torch.device, *, whole: bool
+    network: Network, methods: Mapping[str, Method], device: torch.device, *, whole: bool
 ) -> tuple[dict[str, Trial], dict[str, str]]:
     """All methods set up for a network, and why some could not be.
 
     Args:
         network: the network.
-        methods: the optimizers.
+        methods: the optimizers, by name.
         device: where.
         whole: whether whole steps are to be measured, not only steps with gradients that are there already.
     """
-    start = network.make(device)
+    model = network.make(device)
     batches = network.batches(device, _BATCHES)
-    gradients = [] if whole and device.type == "cpu" else gradients_of(network, start, batches)
+    gradients = [] if whole and device.type == "cpu" else gradients_of(network, model, batches)
 
-    def ready(method: Method) -> Trial:
-        return Trial(network, method, start, batches, gradients).warmed_up(whole=whole)
+    def ready(name: str) -> Trial:
+        return Trial(network, name, methods[name], model, batches, gradients).warmed_up(whole=whole)
 
-    made, failed = interleaved({method.name: functools.partial(ready, method) for method in methods}, rounds=1)
+    made, failed = interleaved({name: functools.partial(ready, name) for name in methods}, rounds=1)
     return {name: trial for name, (trial,) in made.items()}, failed
 
 
-def measure(network: Network, methods: Sequence[Method], setting: Setting, steps: int, rounds: int) -> list[Row]:
+def measure(network: Network, methods: Mapping[str, Method], setting: Setting, steps: int, rounds: int) -> list[Row]:
     """The rows of one network: each method's seconds, and what they are to AdamW's, SOAP's and the floor."""
     ready, unready = trials(network, methods, setting.device, whole=True)
     found, failed = interleaved(
@@ -151,12 +152,12 @@ def _row(trial: Trial, turns: Sequence[Turn], rates: Rates) -> Row:
         "network": trial.network.name,
         "batch": list(trial.network.inputs),
         "parameters": sum(parameter.numel() for parameter in trial.model.parameters()),
-        "method": trial.method.name,
-        "renewed every": trial.method.period if trial.method.period > 1 else None,
-        "step": middle([turn.step for turn in turns]),
+        "method": trial.name,
+        "renewed every": trial.period if trial.period > 1 else None,
+        "step": median([turn.step for turn in turns]),
         "step spread": spread(turn.step for turn in turns),
-        "longest step": middle([turn.longest for turn in turns]),
-        "whole": middle(whole),
+        "longest step": median([turn.longest for turn in turns]),
+        "whole": median(whole),
         "whole spread": spread(whole),
     }
     if isinstance(trial.optimizer, egop.ReparameterizedOptimizer):
@@ -200,15 +201,15 @@ def run(setting: Setting) -> Iterator[Row]:
             (networks.gpt(1, 16, batch=2, context=8), 1, 1),
         ],
         cpu=[
-            (networks.perceptron((784, 1024, 1024, 10), 256), PERIOD, 3),
-            (networks.resnet(16, 96, width=32), PERIOD // 2, 2),
-            (networks.gpt(6, 384, batch=2), PERIOD // 2, 2),
+            (networks.perceptron((784, 1024, 1024, 10), 256), RENEWED, 3),
+            (networks.resnet(16, 96, width=32), RENEWED // 2, 2),
+            (networks.gpt(6, 384, batch=2), RENEWED // 2, 2),
         ],
         gpu=[  # many short rounds: the speed of the host, which whole steps depend on, changes from second to second
-            (networks.perceptron((784, 1024, 1024, 10), 512), PERIOD, 31),
-            (networks.resnet(128, 112), PERIOD, 15),
-            (networks.gpt(6, 384, batch=64), PERIOD, 31),
-            (networks.gpt(12, 768, batch=32), PERIOD, 9),
+            (networks.perceptron((784, 1024, 1024, 10), 512), RENEWED, 31),
+            (networks.resnet(128, 112), RENEWED, 15),
+            (networks.gpt(6, 384, batch=64), RENEWED, 31),
+            (networks.gpt(12, 768, batch=32), RENEWED, 9),
         ],
     )
     for network, steps, rounds in cases:
@@ -216,6 +217,6 @@ def run(setting: Setting) -> Iterator[Row]:
         if missing:
             yield {"network": network.name, "note": INSTALL}
         if setting.gpu and not setting.smoke and network.name == "GPT 6x384":
-            methods += COMPILED
+            methods |= compared(COMPILED)  # compiling takes long, so these run on one network only
         yield from measure(network, methods, setting, steps, rounds)
         release(setting.device)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import egop
-from egop_lab.bench.machine import Setting
-from egop_lab.bench.methods import some_basis
-from egop_lab.bench.timing import interleaved, middle, spread
-from egop_lab.experiments import batched
-from egop_lab.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem, network, train_alone
-from egop_lab.experiments.tuning import doublings
-
-Row = dict[str, Any]
+from egop_lab.bench.machine import Row, Setting
+from egop_lab.bench.starts import some_basis
+from egop_lab.bench.timing import interleaved, summary
+from egop_lab.training import batched
+from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, network, train_alone
+from egop_lab.training.tuning import doublings
 
 _TOGETHER, _PLAIN, _ALONE = "together", "one at a time", "one at a time, in the batched programme"
 
@@ -33,10 +30,7 @@ def run(setting: Setting) -> Iterator[Row]:
             turns[_PLAIN] = lambda: train_alone(0, "Adam", rates[0], epochs, setting.device).seconds / epochs
         found, failed = interleaved(turns, setting.turns(3))
         row: Row = {"coordinates": coordinates, "runs": trials * len(rates)}
-        for name, seconds in found.items():
-            row |= {name: middle(seconds), f"{name} spread": spread(seconds)}
-        if failed:
-            row["failed"] = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
+        row |= summary(found, failed)
         singles = [row[name] for name in (_PLAIN, _ALONE) if name in row]
         if singles and _TOGETHER in row:
             row["speed-up"] = min(singles) / row[_TOGETHER]  # over the faster way of one run at a time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from egop_lab.words import format_bytes, format_table
+from egop.runs import format_bytes, format_table
 
 Row = Mapping[str, Any]
 Format = Callable[[Any], str]
@@ -32,13 +32,16 @@ def _share(value: float) -> str:
     return f"{value:.0%}"
 
 
+def _words(*keys: str) -> list[tuple[str, str, Format]]:
+    return [(key, key, str) for key in keys]
+
+
 # For each part of the benchmark its title and its columns: heading, key, how a value is written.
 COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     "sampling": (
         "Gradient samples a second",
         [
-            ("network", "network", str),
-            ("rho", "rho", str),
+            *_words("network", "rho"),
             ("loop", "loop", _rate),
             ("vmapped", "vmap", _rate),
             ("ratio", "vmap over loop", _ratio),
@@ -47,9 +50,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     "bases": (
         "Time and memory to a basis",
         [
-            ("network", "network", str),
-            ("structure", "structure", str),
-            ("samples", "samples", str),
+            *_words("network", "structure", "samples"),
             ("time", "seconds", duration),
             ("sampling", "sampling", _share),
             ("accumulation", "accumulation", _share),
@@ -61,8 +62,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     "steps": (
         "Optimizer step and whole training step",
         [
-            ("network", "network", str),
-            ("method", "method", str),
+            *_words("network", "method"),
             ("step", "step", duration),
             ("/ AdamW", "step over AdamW", _ratio),
             ("longest", "longest step", duration),
@@ -75,20 +75,13 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     ),
     "epoch": (
         "A whole epoch",
-        [
-            ("network", "network", str),
-            ("form", "form", str),
-            ("method", "method", str),
-            ("epoch", "epoch", duration),
-            ("/ AdamW", "epoch over AdamW", _ratio),
-        ],
+        [*_words("network", "form", "method"), ("epoch", "epoch", duration), ("/ AdamW", "epoch over AdamW", _ratio)],
     ),
     "growth": (
         "How cost grows",
         [
             ("twice the", "what", str),
-            ("of", "of", str),
-            ("size", "size", str),
+            *_words("of", "size"),
             ("time", "seconds", duration),
             ("growth", "growth", _ratio),
         ],
@@ -96,8 +89,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     "sweep": (
         "The digits sweep: seconds a run and epoch",
         [
-            ("coordinates", "coordinates", str),
-            ("runs", "runs", str),
+            *_words("coordinates", "runs"),
             ("together", "together", duration),
             ("one at a time", "one at a time", duration),
             ("(batched code)", "one at a time, in the batched programme", duration),
@@ -114,7 +106,7 @@ def table(part: str, rows: Sequence[Row]) -> str:
     cells = [
         ["" if row.get(key) is None else write(row[key]) for _, key, write in columns]
         for row in shown
-        if "failed" not in row or len(_numbers(row, columns)) > 0
+        if "failed" not in row or any(write is not str and row.get(key) is not None for _, key, write in columns)
     ]
     names = [key for _, key, write in columns if write is str]
     lines = [title, "", format_table([heading for heading, _, _ in columns], cells)] if cells else [title]
@@ -122,10 +114,6 @@ def table(part: str, rows: Sequence[Row]) -> str:
         if "failed" in row:
             lines.append(f"failed: {', '.join(str(row[name]) for name in names if name in row)}: {row['failed']}")
     return "\n".join([*lines, *dict.fromkeys(row["note"] for row in rows if "note" in row)])
-
-
-def _numbers(row: Row, columns: Sequence[tuple[str, str, Format]]) -> list[str]:
-    return [key for _, key, write in columns if write is not str and row.get(key) is not None]
 
 
 def verdicts(judged: Sequence[Row]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -96,9 +96,12 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def middle(values: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(values)
+def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> dict[str, Any]:
+    """The medians of several rounds with their spreads, and why something failed, in one row."""
+    row: dict[str, Any] = {}
+    for name, own in found.items():
+        row |= {name: median(own), f"{name} spread": spread(own)}
+    return row | ({"failed": "; ".join(f"{name}: {problem}" for name, problem in failed.items())} if failed else {})
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -1,1 +1,4 @@
-"""Experiments: data, models and the runs that show what the method does and does not do."""
+"""The paper's experiments, one file each: settings, which runs to do, what is claimed of them, and pictures.
+
+``base.py`` says what an experiment is, ``registry.py`` which there are, ``reproduce.py`` runs them.
+"""

@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments import batched
-from egop_lab.experiments.base import Judged, Preset, first_below, median, verdict
-from egop_lab.experiments.instances import RANDOM, Trials, with_decay
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL, same_in_both
+from egop_lab.data.matrices import with_decay
+from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.curves import first_below, median, same_in_both
 from egop_lab.experiments.tuned import Case, Method, TunedExperiment
+from egop_lab.training import batched
+from egop_lab.training.context import Preset
+from egop_lab.training.instances import RANDOM, Trials
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL
 
 LOG_SUM_EXP, LOGISTIC, LEAST_SQUARES = "log-sum-exp", "logistic", "least squares"
 

@@ -25,12 +25,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import egop
 from egop.runs import Curve, Run, train
-from egop_lab.experiments.data import Batches, Digits, digits
-from egop_lab.experiments.models import accuracy, cross_entropy, digits_network, xavier_
+from egop_lab.data.batches import Batches, DataSet
+from egop_lab.data.digits import digits
+from egop_lab.methods import torch_optimizer
+from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 
 __all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "run", "summary"]
 
@@ -87,7 +89,17 @@ def run(
     runs = []
     for name, lr in LEARNING_RATES.items():
         for coordinates, given in (("original", None), ("EGOP", basis)):
-            curve = _train(copy.deepcopy(start), data, name, lr, given, epochs, seed, progress)
+            model = copy.deepcopy(start)
+            curve = train(
+                model,
+                torch_optimizer(name, model, lr, given),
+                cross_entropy,
+                Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "training batches")),
+                epochs,
+                evaluate=lambda model: scores(model, *data.on("cpu")),
+                progress=progress,
+                description=f"{name:>7}, {coordinates:<8} coordinates",
+            )
             runs.append(Run(optimizer=name, coordinates=coordinates, lr=lr, curve=curve))
     spectra = {name: tuple(spectrum.eigenvalues.tolist()) for name, spectrum in basis.spectrum.items()}
     return Demo(epochs, seed, estimation_seconds, spectra, tuple(runs))
@@ -99,7 +111,7 @@ def _generator(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(len(purposes) * seed + purposes.index(purpose))
 
 
-def _estimate(model: nn.Module, data: Digits, seed: int, progress: bool) -> egop.Reparameterization:
+def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> egop.Reparameterization:
     batches = Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "sampling batches"))
     return egop.estimate(
         egop.Objective(model, cross_entropy, batches),
@@ -108,37 +120,6 @@ def _estimate(model: nn.Module, data: Digits, seed: int, progress: bool) -> egop
         structure=egop.Full(),
         generator=_generator(seed, "sampling"),
         progress=progress,
-    )
-
-
-def _train(
-    model: nn.Module,
-    data: Digits,
-    name: str,
-    lr: float,
-    basis: egop.Reparameterization | None,
-    epochs: int,
-    seed: int,
-    progress: bool,
-) -> Curve:
-    inner: type[torch.optim.Optimizer] = getattr(torch.optim, name)
-    optimizer = (
-        inner(model.named_parameters(), lr=lr)  # type: ignore[call-arg]  # the base class has no lr
-        if basis is None
-        else egop.ReparameterizedOptimizer(model.named_parameters(), inner, basis, lr=lr)
-    )
-    batches = Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "training batches"))
-
-    def evaluate(model: nn.Module) -> dict[str, Tensor]:
-        return {
-            "loss": cross_entropy(model, data.train.batch),
-            "validation accuracy": accuracy(model, data.validation.batch),
-            "test accuracy": accuracy(model, data.test.batch),
-        }
-
-    description = f"{name:>7}, {'original' if basis is None else 'EGOP':<8} coordinates"
-    return train(
-        model, optimizer, cross_entropy, batches, epochs, evaluate=evaluate, progress=progress, description=description
     )
 
 

@@ -6,28 +6,21 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from egop.runs import Panel, Picture
-from egop_lab.experiments import batched
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, compare, median, verdict
-from egop_lab.experiments.digits_problem import STEPS_PER_EPOCH, DigitsProblem
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import (
-    EGOP,
-    ORIGINAL,
-    TUNING,
-    Sweep,
-    best_rate,
-    curve_series,
-    rate_series,
-    run_sweep,
-    same_in_both,
-)
-from egop_lab.experiments.tuning import doublings
+from egop_lab.experiments.base import Judged, compare, verdict
+from egop_lab.experiments.curves import curve_series, median, rate_series, same_in_both
+from egop_lab.experiments.swept import SweptExperiment
+from egop_lab.training import batched
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
+from egop_lab.training.tuning import doublings
 
 # Every so many epochs the loss is kept.
 _STRIDE = {"quick": 1, "full": 5}
 
 
-class DigitsExperiment(Experiment):
+class DigitsExperiment(SweptExperiment):
     """EGOP Adam and Adagrad against their originals, SGD and SGD with momentum."""
 
     id: ClassVar[str] = "digits"
@@ -61,7 +54,7 @@ class DigitsExperiment(Experiment):
         reported = Sweep(seeds=range(settings["trials"]), coordinates=[ORIGINAL, EGOP], **common)
         for sweep in (tuning, reported):
             run_sweep(
-                self,
+                self.config,
                 sweep,
                 store,
                 context,
@@ -70,10 +63,9 @@ class DigitsExperiment(Experiment):
                 compact=_compact,
             )
 
-    def chosen(self, store: Store, preset: Preset, optimizer: str) -> float:
-        """The rate of the highest median best validation accuracy in original coordinates, on the tuning trials."""
-        runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
-        return best_rate([run for run in runs if run.config["seed"] >= TUNING], _inaccuracy)
+    def score(self, result: Mapping[str, Any]) -> float:
+        """The best validation accuracy, negated."""
+        return -float(result["best validation accuracy"])
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         found = []
@@ -88,17 +80,17 @@ class DigitsExperiment(Experiment):
             found.append(self._robust(store, preset, optimizer))
             found.append(self._accurate(store, preset, optimizer))
         for optimizer in ("SGD", "SGD+momentum"):
-            original_runs, turned_runs = (self._reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
+            original_runs, turned_runs = (self.reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
             found.append(same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05))
         return found
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         methods = [(name, kind) for name in self.settings(preset)["rates"] for kind in (ORIGINAL, EGOP)]
         epochs = range(0, self.settings(preset)["epochs"] + 1, _STRIDE[preset])
-        losses = [curve_series(self._reported(store, preset, *method), "loss", *method, epochs) for method in methods]
+        losses = [curve_series(self.reported(store, preset, *method), "loss", *method, epochs) for method in methods]
         sweeps, accuracies = [], []
         for optimizer, kind in methods:
-            runs = self._trials(store, preset, optimizer, kind)
+            runs = self.fresh(store, preset, optimizer, kind)
             chosen = self.chosen(store, preset, optimizer)
             sweeps.append(rate_series(runs, lambda result: result["loss"][-1], optimizer, kind, chosen))
             accuracies.append(rate_series(runs, lambda result: result["test accuracy"], optimizer, kind, chosen))
@@ -115,21 +107,13 @@ class DigitsExperiment(Experiment):
             )
         ]
 
-    def _trials(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
-        runs = self.records(store, preset, optimizer=optimizer, coordinates=coordinates)
-        return [run for run in runs if run.config["seed"] < TUNING]
-
-    def _reported(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
-        rate = self.chosen(store, preset, optimizer)
-        return [run for run in self._trials(store, preset, optimizer, coordinates) if run.config["lr"] == rate]
-
     def _final(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> float:
-        return median([run.result["loss"][-1] for run in self._reported(store, preset, optimizer, coordinates)])
+        return median([run.result["loss"][-1] for run in self.reported(store, preset, optimizer, coordinates)])
 
     def _robust(self, store: Store, preset: Preset, optimizer: str) -> Judged:
         finals: dict[str, dict[float, list[float]]] = {ORIGINAL: {}, EGOP: {}}
         for kind, by in finals.items():
-            for run in self._trials(store, preset, optimizer, kind):
+            for run in self.fresh(store, preset, optimizer, kind):
                 by.setdefault(run.config["lr"], []).append(run.result["loss"][-1])
         better = [rate for rate, values in finals[EGOP].items() if median(values) < median(finals[ORIGINAL][rate])]
         share = len(better) / len(finals[EGOP])
@@ -139,16 +123,12 @@ class DigitsExperiment(Experiment):
 
     def _accurate(self, store: Store, preset: Preset, optimizer: str) -> Judged:
         original, turned = (
-            median([run.result["test accuracy"] for run in self._reported(store, preset, optimizer, kind)])
+            median([run.result["test accuracy"] for run in self.reported(store, preset, optimizer, kind)])
             for kind in (ORIGINAL, EGOP)
         )
         words = f"Test accuracy of EGOP {optimizer} is as good or better."
         found = f"EGOP: {turned:.2%}; original: {original:.2%}."
         return Judged(f"digits/{optimizer}-accuracy", words, verdict(turned >= original), found)
-
-
-def _inaccuracy(result: Mapping[str, Any]) -> float:
-    return -float(result["best validation accuracy"])
 
 
 def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import time
 from typing import Any, ClassVar
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, verdict
+from egop_lab.experiments.base import Experiment, Judged, verdict
 from egop_lab.experiments.digits_spectrum import NORMAL, DigitsSpectrumExperiment, measure
-from egop_lab.experiments.records import Record, Store
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.records import Record, Store
 
 _SEVERAL = 3
 _FAR_ABOVE = 10  # times 1/d
@@ -20,7 +21,6 @@ class DigitsDensityExperiment(Experiment):
     id: ClassVar[str] = "digits-density"
     title: ClassVar[str] = "The density of the leading EGOP eigenvectors"
     figures: ClassVar[str] = "Supplementary: density of the 100 leading eigenvectors"
-    gpu: ClassVar[bool] = True
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         settings = DigitsSpectrumExperiment().settings(preset)

@@ -13,10 +13,12 @@ from tqdm.auto import tqdm
 
 import egop
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, verdict
-from egop_lab.experiments.data import digits
-from egop_lab.experiments.models import cross_entropy, digits_network, xavier_
-from egop_lab.experiments.records import Record, Store
+from egop_lab.data.digits import digits
+from egop_lab.experiments.base import Experiment, Judged, verdict
+from egop_lab.models.small import cross_entropy, digits_network, xavier_
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.records import Record, Store
+from egop_lab.training.spectra import decay, subsampled
 
 INITIALIZATION = "initialisation"
 NORMAL = "N(0, 1²)"
@@ -32,7 +34,6 @@ class DigitsSpectrumExperiment(Experiment):
     id: ClassVar[str] = "digits-spectrum"
     title: ClassVar[str] = "The EGOP spectrum of the digits network"
     figures: ClassVar[str] = "EGOP eigenvalues of the digits network; supplementary: the same for several ρ"
-    gpu: ClassVar[bool] = True
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
@@ -79,10 +80,7 @@ class DigitsSpectrumExperiment(Experiment):
             Picture(
                 "digits-spectrum-rho",
                 "The same for other sampling distributions ρ: normal ones and the network's initialisation.",
-                [
-                    Panel("All eigenvalues", "k", "λₖ/λ₁", whole),
-                    Panel("The leading ones", "k", "λₖ/λ₁", leading),
-                ],
+                [Panel("All eigenvalues", "k", "λₖ/λ₁", whole), Panel("The leading ones", "k", "λₖ/λ₁", leading)],
             ),
         ]
 
@@ -118,20 +116,6 @@ def measure(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         "stable rank": spectrum.stable_rank,
         "samples": spectrum.samples,
     }
-
-
-def subsampled(eigenvalues: Sequence[float], leading: int = _LEADING, spaced: int = 200) -> dict[str, Any]:
-    """Few enough eigenvalues to keep: the leading ones, one more, and evenly spaced ones, with their indices from 1."""
-    size = len(eigenvalues)
-    even = np.linspace(1, size, min(spaced, size)).round().astype(int).tolist()
-    index = sorted({*range(1, min(leading + 1, size) + 1), *even})
-    return {"dimension": size, "index": index, "eigenvalues": [eigenvalues[k - 1] for k in index], "even": even}
-
-
-def decay(result: Mapping[str, Any], index: Sequence[int]) -> list[float]:
-    """λ_k/λ₁ at some of the indices that were kept."""
-    by_index = dict(zip(result["index"], result["eigenvalues"], strict=True))
-    return [by_index[k] / by_index[1] for k in index if k in by_index]
 
 
 def _series(name: str, result: Mapping[str, Any], index: Sequence[int]) -> Series:

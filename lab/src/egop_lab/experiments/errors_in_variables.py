@@ -13,12 +13,16 @@ from torch import Tensor
 
 from egop import theory
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments import baselines, batched
-from egop_lab.experiments.base import Context, Judged, Preset, finished, median, quartiles, verdict
-from egop_lab.experiments.instances import RANDOM, Trials, with_decay
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL
-from egop_lab.experiments.tuned import Case, Method, TunedExperiment, run_alone
+from egop_lab.data.matrices import with_decay
+from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.curves import median, quartiles
+from egop_lab.experiments.tuned import Case, Method, TunedExperiment
+from egop_lab.methods import describe
+from egop_lab.training import batched
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.instances import Trials
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP
 
 EGOP_ADAM = Method("Adam", EGOP)
 _SOAPS = (Method("SOAP"), Method("SOAP (0.95)"))
@@ -62,11 +66,6 @@ class MaskedRegression(Trials):
         return data, mask, data @ (mask * truth)
 
 
-def run_baseline(config: Mapping[str, Any]) -> Record:
-    """One run of SOAP, Shampoo or GaLore."""
-    return run_alone(ErrorsInVariablesExperiment(), config)
-
-
 class ErrorsInVariablesExperiment(TunedExperiment):
     """EGOP against SOAP and Shampoo, which renew their bases every step, as the Kronecker structure is lost."""
 
@@ -74,7 +73,6 @@ class ErrorsInVariablesExperiment(TunedExperiment):
     title: ClassVar[str] = "Regression with errors in variables"
     figures: ClassVar[str] = "Figure on errors in variables (SOAP, Shampoo, EGOP Adam by Kronecker residual)"
     cosine: ClassVar[bool] = True
-    process = staticmethod(run_baseline)
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
@@ -89,21 +87,14 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             "size": 10,
             "decay": 2.0,
             "samples": 1000,
-            "exponents": {
-                name: [-4, 4] if full else [-2, 2 if name in baselines.BASELINES else 3] for name in optimizers
-            },
-            "baselines": {name: baselines.describe(name) for name in optimizers if name in baselines.BASELINES},
+            "exponents": {name: [-4, 4] if full else [-2, 2 if describe(name) else 3] for name in optimizers},
+            "baselines": {name: call for name in optimizers if (call := describe(name))},
         }
 
     def cases(self, preset: Preset) -> list[Case]:
         settings = self.settings(preset)
         common = {name: settings[name] for name in ("size", "decay", "samples")}
         return [{"nu": nu, **common} for nu in settings["nu"]]
-
-    def methods(self, preset: Preset) -> list[Method]:
-        kinds = [ORIGINAL, EGOP, RANDOM] if preset == "full" else [ORIGINAL, EGOP]
-        coordinatewise = [Method(name, kind) for name in ("Adam", "Adagrad") for kind in kinds]
-        return coordinatewise + [Method(name) for name in self.settings(preset)["baselines"]]
 
     def trials(self, case: Case, seeds: Sequence[int]) -> MaskedRegression:
         return MaskedRegression(seeds, **{name: case[name] for name in ("nu", "size", "decay", "samples")})

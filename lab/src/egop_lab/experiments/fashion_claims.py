@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from egop_lab.experiments.base import Judged, first_below, median, verdict
-from egop_lab.experiments.records import Record
+from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.curves import first_below, median
+from egop_lab.training.records import Record
 
 _CONVERGED = 0.995  # of the best validation accuracy
 

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 from egop.runs import Panel, Picture, Series
 from egop_lab.experiments import fashion_claims as claims
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, first_below, median, quartiles
-from egop_lab.experiments.digits_spectrum import decay
-from egop_lab.experiments.fashion_batched import Curves, train_together
+from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.experiments.curves import first_below, median, quartiles
 from egop_lab.experiments.fashion_claims import Found, Method
-from egop_lab.experiments.fashion_runs import Runs
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import TUNING
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.fashion import Curves, Runs, train_together
+from egop_lab.training.records import Record, Store
+from egop_lab.training.spectra import decay
+from egop_lab.training.sweeps import TUNING
 
 _FIRST_DECAY = 0.01  # at which the learning rate is searched first: AdamW's own
 
@@ -35,7 +36,6 @@ class FashionMnistExperiment(Experiment):
     id: ClassVar[str] = "fashion-mnist"
     title: ClassVar[str] = "A ReLU network on Fashion-MNIST, auxiliary variables"
     figures: ClassVar[str] = "Fashion-MNIST: loss and spectrum; supplementary: accuracy and wall-clock time"
-    gpu: ClassVar[bool] = True
     version: ClassVar[int] = 2
 
     def settings(self, preset: Preset) -> dict[str, Any]:

@@ -3,61 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop.runs import Panel, Picture, Series
-from egop_lab.experiments.base import (
-    Context,
-    Experiment,
-    Judged,
-    Preset,
-    Verdict,
-    bar_panel,
-    median,
-    quartiles,
-    verdict,
-)
-from egop_lab.experiments.language import BETAS, METHODS, RENEWED, SOAP, Trials, shared
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.residual import ADAMW, BOTH_SIDES, ONLINE, fast
-from egop_lab.experiments.resnet import epochs_to, seconds_to, target
-from egop_lab.experiments.sweeps import ORIGINAL, TUNING, best_rate, rate_series
-from egop_lab.words import counted
+from egop.runs import Panel, Picture, Series, counted
+from egop_lab.data.text import load
+from egop_lab.experiments.base import Kind
+from egop_lab.experiments.curves import bar_panel, best_rate, quartiles, rate_series
+from egop_lab.experiments.timed import Claim, TimedExperiment, is_tuning, lowest, number
+from egop_lab.methods import LANGUAGE, RENEWED, compared, foreign, label
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.language import BETAS, COMMON, Run
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import ORIGINAL, TUNING
+from egop_lab.training.timed import Trials, fast, precision
 
-Runs = dict[str, list[Record]]  # the reported runs by method
-
-_UNJUDGED: Verdict = "cannot be judged"
-
-# Name, the target, what is compared, whose number, with whose, and how much of that it may be at most; beating another
-# method is to be strictly below it.
-_CLAIMS = tuple(
-    (f"{name}-{short}", f"Target: {words} {rest}", measure, method, other, part)
-    for name, words, method in (
-        ("online", "online EGOP, one-sided,", ONLINE),
-        ("two-sided", "online EGOP, two-sided,", BOTH_SIDES),
-    )
-    for short, rest, measure, other, part in (
-        ("steps", "reaches AdamW's best validation loss in at most 0.55 of its steps.", "steps", ADAMW, 0.55),
-        ("time", "reaches AdamW's best validation loss in at most 0.65 of its time.", "seconds", ADAMW, 0.65),
-        ("soap-time", "reaches AdamW's best validation loss in less time than SOAP.", "seconds", SOAP, 1.0),
-    )
-)
+ADAMW, SOAP = label(LANGUAGE, "adamw"), label(LANGUAGE, "soap")
 
 
-class LanguageModelExperiment(Experiment):
+class LanguageModelExperiment(TimedExperiment):
     """Time to quality on text: not in the paper, whose networks are classifiers; targets of this project instead."""
 
     id: ClassVar[str] = "language-model"
     title: ClassVar[str] = "A language model on bytes of text"
     figures: ClassVar[str] = "nothing like it; a further comparison, with targets of this project"
-    gpu: ClassVar[bool] = True
+    comparison: ClassVar[str] = LANGUAGE
+    training = Run
+    length: ClassVar[str] = "steps"
+    kind: ClassVar[Kind] = "target"
+    claims: ClassVar[Sequence[Claim]] = tuple(
+        Claim(f"{name}-{short}", f"Target: {words} {rest}", measure, label(LANGUAGE, method), other, part)
+        for name, words, method in (
+            ("online", "online EGOP, one-sided,", "shared-online"),
+            ("two-sided", "online EGOP, two-sided,", "kronecker-online"),
+        )
+        for short, rest, measure, other, part in (
+            ("steps", "reaches AdamW's best validation loss in at most 0.55 of its steps.", "steps", ADAMW, 0.55),
+            ("time", "reaches AdamW's best validation loss in at most 0.65 of its time.", "seconds", ADAMW, 0.65),
+            ("soap-time", "reaches AdamW's best validation loss in less time than SOAP.", "seconds", SOAP, None),
+        )
+    )
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
         return {
-            "methods": list(METHODS),
+            "methods": list(compared(LANGUAGE)),
             "rates": [1e-3, 2e-3, 4e-3, 8e-3] if full else [2e-3, 8e-3, 3.2e-2],
             "further rates": [2.5e-4, 5e-4, 1.6e-2, 3.2e-2] if full else [5e-4, 1.28e-1],
             "rate": "lowest validation loss on the tuning trials; while it is the first or last rate tried, the next "
@@ -86,66 +77,58 @@ class LanguageModelExperiment(Experiment):
         }
 
     def run(self, store: Store, context: Context) -> None:
-        trials = Trials(self, store, context)
-        self.tune(trials) and self.report(trials)
+        trials = self.trials(store, context)
+        self.tune(trials) and self.report(trials, self.settings(context.preset)["methods"])
 
-    def tune(self, trials: Trials, methods: Sequence[str] = tuple(METHODS)) -> bool:
+    def trials(self, store: Store, context: Context) -> Trials:
+        foreign(SOAP)  # which takes seconds to import: no run is to pay for it
+        settings, device = self.settings(context.preset), context.device
+        text = load(context.data, device, smallest=10 * settings["batch"] * settings["context"])
+        common = self.config(
+            context.preset, **{key: settings[key] for key in COMMON}, data=text.summary, precision=precision(device)
+        )
+        warm: set[str] = set()
+
+        def warm_up(config: dict[str, Any]) -> None:
+            """No run whose time is read pays for what the first one sets up."""
+            if config["seed"] < TUNING and config["method"] not in warm:
+                short = {"steps": config["interval"], "period": config["interval"] // 2}
+                self.training(text, config | short, device)(progress=False)
+                warm.add(config["method"])
+
+        return Trials(
+            store, context, lambda **own: common | own, lambda config: self.training(text, config, device), warm_up
+        )
+
+    def tune(self, trials: Trials, methods: Sequence[str] | None = None) -> bool:
         """Do the runs that choose learning rates; whether they are all done. No time is read from them.
 
         Different methods may therefore be tuned by different processes at once, each with a store of its own.
         """
-        settings = trials.settings
+        settings = self.settings(trials.context.preset)
         steps, seeds = settings["tuning steps"], range(TUNING, TUNING + settings["tuning trials"])
         with fast(trials.context.device):
-            for method in methods:
+            for method in methods or settings["methods"]:
                 while left := _search(settings, trials.done, method)[1]:
-                    if not all(trials.do(method, rate, steps, seed) for rate in left for seed in seeds):
+                    runs = [(rate, seed) for rate in left for seed in seeds]
+                    if not all(trials.do(method=method, lr=rate, steps=steps, seed=seed) for rate, seed in runs):
                         return False
         return True
 
-    def report(self, trials: Trials) -> bool:
-        """Do the runs that are reported, once all methods are tuned; whether they are all done."""
-        settings = trials.settings
-        best = {method: _chosen(settings, trials.done, method) for method in settings["methods"]}
-        seeds = range(settings["trials"])
-        with fast(trials.context.device):
-            return all(trials.do(method, best[method], settings["steps"], seed) for seed in seeds for method in best)
+    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+        best, left = _search(settings, done, method)
+        if left:
+            raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, left))}")
+        return best
 
-    def chosen(self, store: Store, preset: Preset) -> dict[str, float]:
-        """Each method's learning rate."""
-        settings, done = self.settings(preset), self._done(store, preset)
-        return {method: _chosen(settings, done, method) for method in settings["methods"]}
-
-    def reported(self, store: Store, preset: Preset) -> Runs:
-        """Each method's runs at its chosen rate."""
-        settings, done, found = self.settings(preset), self._done(store, preset), Runs()
-        for method, rate in self.chosen(store, preset).items():
-            wanted = (method, rate, settings["steps"])
-            runs = [run for run in done if not _is_tuning(run) and _of(run) == wanted]
-            if len(runs) < settings["trials"]:
-                raise LookupError(f"{method} has {len(runs)} of {settings['trials']} runs")
-            found[method] = runs
-        return found
-
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        runs = self.reported(store, preset)
-        goal = target(runs[ADAMW])
-        measures = _measures(goal)
-        found = []
-        for name, words, measure, method, other, part in _CLAIMS:
-            what, number = measures[measure]
-            one, two = (median([number(run) for run in runs[each]]) for each in (method, other))
-            holds = one <= part * two if part < 1 else one < two
-            judged = preset == "full" and min(one, two) < math.inf  # neither got there: nothing to compare
-            ratio = f", {one / two:.2f} of that" if max(one, two) < math.inf else ""
-            said = f"{what}: {other} {_said(two)}, {method} {_said(one)}{ratio}."
-            decided = verdict(holds) if judged else _UNJUDGED
-            found.append(Judged(f"{self.id}/{name}", words, decided, said, "target"))
-        return found
+    def said(self, claim: Claim, one: float, other: float) -> str:
+        ratio = f", {one / other:.2f} of that" if max(one, other) < math.inf else ""
+        return f"{claim.other} {number(other, 4)}, {claim.method} {number(one, 4)}{ratio}"
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         runs = self.reported(store, preset)
-        goal = target(runs[ADAMW])
+        goal = self.goal(runs)
+        measures = self.measures(goal)
         horizontal = {f"target {goal:.3f}": goal}
         count = counted(self.settings(preset)["trials"], "trial")
         sweeps, ends = self._rates(store, preset)
@@ -168,8 +151,8 @@ class LanguageModelExperiment(Experiment):
                 f"Steps and seconds of training until the validation loss is at most {goal:.3f}, AdamW's lowest "
                 "median; no bar: not reached. Seconds of a step are means over the whole run, bases included.",
                 [
-                    bar_panel("Steps to the target", "steps", runs, _measures(goal)["steps"][1]),
-                    bar_panel("Seconds to the target", "seconds", runs, _measures(goal)["seconds"][1]),
+                    bar_panel("Steps to the target", "steps", runs, measures["steps"][1]),
+                    bar_panel("Seconds to the target", "seconds", runs, measures["seconds"][1]),
                     bar_panel("A step", "milliseconds", runs, _step),
                 ],
             ),
@@ -177,18 +160,14 @@ class LanguageModelExperiment(Experiment):
 
     def _rates(self, store: Store, preset: Preset) -> tuple[list[Series], str]:
         """What the search for learning rates saw, and which of those chosen lie at the end of what it may try."""
-        settings, done, chosen = self.settings(preset), self._done(store, preset), self.chosen(store, preset)
+        settings, done = self.settings(preset), self.done(store, preset)
+        chosen = {method: self.rate(settings, done, method) for method in settings["methods"]}
         lines = [
-            rate_series(_tuning(settings, done, method), _lowest, method, ORIGINAL, rate)
+            rate_series(_tuning(settings, done, method), lowest, method, ORIGINAL, rate)
             for method, rate in chosen.items()
         ]
         ends = [method for method, rate in chosen.items() if rate in (_ladder(settings)[0], _ladder(settings)[-1])]
         return [replace(line, egop="EGOP" in line.label) for line in lines], ", ".join(ends) or "none"
-
-    def _done(self, store: Store, preset: Preset) -> list[Record]:
-        """The runs on the same text and with the same settings as the last one: others are not to be mixed in."""
-        runs = self.records(store, preset)
-        return [run for run in runs if shared(run) == shared(runs[-1])]
 
 
 def _ladder(settings: Mapping[str, Any]) -> list[float]:
@@ -205,7 +184,7 @@ def _search(settings: Mapping[str, Any], done: Sequence[Record], method: str) ->
         tried = ladder[low : high + 1]
         if left := [rate for rate in tried if rate not in there]:
             return math.nan, left
-        best = ladder.index(best_rate([run for run in runs if run.config["lr"] in tried], _lowest))
+        best = ladder.index(best_rate([run for run in runs if run.config["lr"] in tried], lowest))
         if best == low > 0:
             low -= 1
         elif best == high < len(ladder) - 1:
@@ -214,37 +193,14 @@ def _search(settings: Mapping[str, Any], done: Sequence[Record], method: str) ->
             return ladder[best], []
 
 
-def _chosen(settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
-    best, left = _search(settings, done, method)
-    if left:
-        raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, left))}")
-    return best
-
-
 def _tuning(settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
     wanted = (method, settings["tuning steps"])
-    return [run for run in done if _is_tuning(run) and (run.config["method"], run.config["steps"]) == wanted]
-
-
-def _measures(goal: float) -> dict[str, tuple[str, Callable[[Record], float]]]:
-    where = f"to a validation loss of {goal:.3f}"
-    return {
-        "steps": (f"Steps {where}", lambda run: epochs_to(run, goal) * run.config["interval"]),
-        "seconds": (f"Seconds {where}", lambda run: seconds_to(run, goal)),
-    }
-
-
-def _lowest(result: Mapping[str, Any]) -> float:
-    return min((value for value in result["validation loss"] if value == value), default=math.inf)
+    return [run for run in done if is_tuning(run) and (run.config["method"], run.config["steps"]) == wanted]
 
 
 def _step(run: Record) -> float:
     """Milliseconds of a step."""
     return 1000 * float(run.result["seconds"][-1]) / int(run.config["steps"])
-
-
-def _said(number: float) -> str:
-    return f"{number:.4g}" if math.isfinite(number) else "never"
 
 
 def _curve(method: str, runs: Sequence[Record], by: str) -> Series:
@@ -256,11 +212,3 @@ def _curve(method: str, runs: Sequence[Record], by: str) -> Series:
     places = seconds if by == "seconds" else [interval * look for look in range(looks)]
     low, middle, high = (values[first:] for values in found)
     return Series(method, places[first:], middle, low, high, method, "EGOP" in method)
-
-
-def _is_tuning(run: Record) -> bool:
-    return bool(run.config["seed"] >= TUNING)
-
-
-def _of(run: Record) -> tuple[str, float, int]:
-    return run.config["method"], run.config["lr"], run.config["steps"]

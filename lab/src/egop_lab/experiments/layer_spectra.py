@@ -13,11 +13,14 @@ from torch import nn
 
 import egop
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, verdict
-from egop_lab.experiments.data import Batches, Split, digits, fashion_folder, fashion_mnist, four_classes
-from egop_lab.experiments.digits_spectrum import decay, subsampled
-from egop_lab.experiments.models import cross_entropy, digits_network, xavier_
-from egop_lab.experiments.records import Record, Store
+from egop_lab.data.batches import Batches, Split
+from egop_lab.data.digits import digits
+from egop_lab.data.fashion import fashion_folder, fashion_mnist, four_classes
+from egop_lab.experiments.base import Experiment, Judged, verdict
+from egop_lab.models.small import cross_entropy, digits_network, perceptron, xavier_
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.records import Record, Store
+from egop_lab.training.spectra import decay, subsampled
 
 _BATCH = 300
 _DATA = {"digits": "UCI digits", "fashion": "Fashion-MNIST"}
@@ -32,7 +35,6 @@ class LayerSpectraExperiment(Experiment):
     id: ClassVar[str] = "layer-spectra"
     title: ClassVar[str] = "The EGOP spectra of single layers"
     figures: ClassVar[str] = "Supplementary: layer-by-layer spectra, UCI digits and Fashion-MNIST"
-    gpu: ClassVar[bool] = True
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         return {
@@ -77,10 +79,9 @@ def _problem(data: str, context: Context) -> tuple[nn.Module, Split]:
     if data == "digits":
         return digits_network(), digits().train
     # The paper's max-pooling layer has no parameters, so the images are pooled once, up front.
-    network = nn.Sequential(nn.Linear(196, 20), nn.ReLU(), nn.Linear(20, 4))
     train = four_classes(fashion_mnist(context.data)).train
     context.say(f"images: {fashion_folder(context.data)}")
-    return network, train
+    return perceptron(196, 20, 4), train
 
 
 def measure(network: nn.Module, train: Split, per_dimension: float, seed: int, context: Context) -> dict[str, Any]:

@@ -9,23 +9,15 @@ from typing import Any, ClassVar
 import torch
 
 from egop.runs import Panel, Picture
-from egop_lab.experiments import batched
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, compare, median, verdict
-from egop_lab.experiments.linear_problem import BATCH, BLOCK, FIRST, SIZE, LinearProblem
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import (
-    EGOP,
-    ORIGINAL,
-    TUNING,
-    Sweep,
-    best_rate,
-    by_rate,
-    curve_series,
-    rate_series,
-    run_sweep,
-    same_in_both,
-)
-from egop_lab.experiments.tuning import doublings
+from egop_lab.experiments.base import Judged, compare, verdict
+from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
+from egop_lab.experiments.swept import SweptExperiment
+from egop_lab.training import batched
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.linear import BATCH, BLOCK, FIRST, SIZE, LinearProblem
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
+from egop_lab.training.tuning import doublings
 
 Score = Callable[[Mapping[str, Any]], float]
 
@@ -38,7 +30,7 @@ _FAR = 10.0
 _COMPARABLE = 0.5  # the share of a gain, in decades, from which on another gain is comparable
 
 
-class LinearNetworksExperiment(Experiment):
+class LinearNetworksExperiment(SweptExperiment):
     """Adam and Adagrad in three kinds of EGOP coordinates against original ones, and SGD."""
 
     id: ClassVar[str] = "linear-networks"
@@ -46,7 +38,6 @@ class LinearNetworksExperiment(Experiment):
     figures: ClassVar[str] = (
         "Linear networks: loss by epoch, by learning rate, validation; supplementary: three variants"
     )
-    gpu: ClassVar[bool] = True
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
@@ -82,7 +73,7 @@ class LinearNetworksExperiment(Experiment):
 
         def go(sweep: Sweep) -> None:
             run_sweep(
-                self,
+                self.config,
                 sweep,
                 store,
                 context,
@@ -105,10 +96,9 @@ class LinearNetworksExperiment(Experiment):
         go(Sweep(rates=rates, seeds=reported, coordinates=[ORIGINAL, EGOP], **common))
         go(Sweep(rates=adaptive, seeds=reported, coordinates=[BLOCK, FIRST], **common))
 
-    def chosen(self, store: Store, preset: Preset, optimizer: str) -> float:
-        """The rate of the smallest median best validation loss in original coordinates, on the tuning trials."""
-        runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
-        return best_rate([run for run in runs if run.config["seed"] >= TUNING], _validation)
+    def score(self, result: Mapping[str, Any]) -> float:
+        """The best validation loss."""
+        return _validation(result)
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         found = []
@@ -131,7 +121,7 @@ class LinearNetworksExperiment(Experiment):
         curves = []
         for optimizer in self.settings(preset)["rates"]:
             for kind in (ORIGINAL, EGOP):
-                runs = self._reported(store, preset, optimizer, kind)
+                runs = self.reported(store, preset, optimizer, kind)
                 curves.append(curve_series(runs, "loss", optimizer, kind, runs[0].result["epoch"]))
 
         def over_rates(title: str, score: Score, kind: str) -> Panel:
@@ -139,7 +129,7 @@ class LinearNetworksExperiment(Experiment):
                 rate_series(runs, score, name, each, self.chosen(store, preset, name))
                 for name in self.settings(preset)["rates"]
                 for each in (ORIGINAL, kind)
-                if (runs := self._trials(store, preset, name, each))
+                if (runs := self.fresh(store, preset, name, each))
             ]
             return Panel(title, "learning rate", "loss", series, xscale="log")
 
@@ -161,19 +151,11 @@ class LinearNetworksExperiment(Experiment):
             ),
         ]
 
-    def _trials(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
-        runs = self.records(store, preset, optimizer=optimizer, coordinates=coordinates)
-        return [run for run in runs if run.config["seed"] < TUNING]
-
-    def _reported(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
-        rate = self.chosen(store, preset, optimizer)
-        return [run for run in self._trials(store, preset, optimizer, coordinates) if run.config["lr"] == rate]
-
     def _median(self, store: Store, preset: Preset, optimizer: str, coordinates: str, score: Score) -> float:
-        return median([score(run.result) for run in self._reported(store, preset, optimizer, coordinates)])
+        return median([score(run.result) for run in self.reported(store, preset, optimizer, coordinates)])
 
     def _robust(self, store: Store, preset: Preset, optimizer: str) -> Judged:
-        original, turned = (by_rate(self._trials(store, preset, optimizer, kind), _final) for kind in (ORIGINAL, EGOP))
+        original, turned = (by_rate(self.fresh(store, preset, optimizer, kind), _final) for kind in (ORIGINAL, EGOP))
         better = sum(turned[rate][1] < original[rate][1] for rate in turned)
         words = f"EGOP {optimizer} is lower over a range of learning rates."
         found = f"Lower at {better} of {len(turned)} learning rates (holds above three quarters)."
@@ -183,7 +165,7 @@ class LinearNetworksExperiment(Experiment):
         """Compared by the final losses over all rates: the chosen one may be so large that some trials diverge."""
         finals: dict[tuple[int, float], dict[str, float]] = {}
         for kind in (ORIGINAL, EGOP):
-            for run in self._trials(store, preset, optimizer, kind):
+            for run in self.fresh(store, preset, optimizer, kind):
                 finals.setdefault((run.config["seed"], run.config["lr"]), {})[kind] = _final(run.result)
         kept = {place: pair for place, pair in finals.items() if any(map(math.isfinite, pair.values()))}
         original, turned = (

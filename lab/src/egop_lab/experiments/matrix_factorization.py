@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments import baselines, batched
-from egop_lab.experiments.base import Judged, Preset, first_below, median, verdict
-from egop_lab.experiments.instances import RANDOM, Trials, with_decay
-from egop_lab.experiments.orthonormal import random_orthonormal
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import EGOP, ORIGINAL
-from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment, run_alone
+from egop_lab.data.matrices import random_orthonormal, with_decay
+from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.curves import first_below, median
+from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment
+from egop_lab.methods import describe
+from egop_lab.training import batched
+from egop_lab.training.context import Preset
+from egop_lab.training.instances import Trials
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import EGOP
 
 # Nine digits: no figure shows a smaller difference. Runs that end this close have all found the optimum.
 AT_OPTIMUM = 1e-9
@@ -69,11 +72,6 @@ class Factorization(Trials):
         return data, truth, data @ truth + self.sizes["noise"] * noise
 
 
-def run_baseline(config: Mapping[str, Any]) -> Record:
-    """One run of SOAP, Shampoo or GaLore."""
-    return run_alone(MatrixFactorizationExperiment(), config)
-
-
 class MatrixFactorizationExperiment(TunedExperiment):
     """EGOP with a block for L and one for R, against Adam, Adagrad, SOAP and Shampoo.
 
@@ -85,7 +83,6 @@ class MatrixFactorizationExperiment(TunedExperiment):
     title: ClassVar[str] = "Low-rank matrix factorisation"
     figures: ClassVar[str] = "Figure on low-rank matrix factorisation (loss and reconstruction error)"
     cosine: ClassVar[bool] = True
-    process = staticmethod(run_baseline)
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
@@ -101,16 +98,11 @@ class MatrixFactorizationExperiment(TunedExperiment):
             "exponents": {
                 name: ([-2, 1] if name == "Shampoo" else [-4, -1]) if not full else [-5, 2] for name in optimizers
             },
-            "baselines": {name: baselines.describe(name) for name in optimizers if name in baselines.BASELINES},
+            "baselines": {name: call for name in optimizers if (call := describe(name))},
         }
 
     def cases(self, preset: Preset) -> list[Case]:
         return [self.settings(preset)["sizes"]]
-
-    def methods(self, preset: Preset) -> list[Method]:
-        kinds = [ORIGINAL, EGOP, RANDOM] if preset == "full" else [ORIGINAL, EGOP]
-        coordinatewise = [Method(name, kind) for name in ("Adam", "Adagrad") for kind in kinds]
-        return coordinatewise + [Method(name) for name in self.settings(preset)["baselines"]]
 
     def trials(self, case: Case, seeds: Sequence[int]) -> Factorization:
         names = ("n", "rank", "condition", "decay", "noise", "samples")

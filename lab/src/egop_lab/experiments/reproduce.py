@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from egop_lab.experiments.base import Context, Experiment, Judged, MissingDataError, Preset
-from egop_lab.experiments.records import Store
+from egop_lab.data.missing import MissingDataError
+from egop_lab.experiments.base import Experiment, Judged
 from egop_lab.experiments.registry import experiment
+from egop_lab.training.context import Context
+from egop_lab.training.records import Store
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,3 @@ def _run(one: Experiment, store: Store, context: Context) -> Outcome:
         return Outcome(one.id, tuple(one.judge(store, context.preset)), seconds)
     except LookupError as error:  # a time budget ended before all runs were done
         return Outcome(one.id, seconds=seconds, problem=f"not all of its runs are done yet ({error}); run it again")
-
-
-def judged_presets(id: str, folder: Path) -> list[Preset]:
-    """The presets of an experiment for which there are records, the full one first."""
-    one, store = experiment(id), store_of(folder, id)
-    presets: tuple[Preset, ...] = ("full", "quick")
-    return [preset for preset in presets if one.records(store, preset)]

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from egop.runs import Panel, Picture, Series
-from egop_lab.experiments import images
-from egop_lab.experiments.base import (
-    Context,
-    Experiment,
-    Judged,
-    Preset,
-    Verdict,
-    bar_panel,
-    finished,
-    first_below,
-    median,
-    quartiles,
-    verdict,
-)
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.residual import (
-    ADAMW,
-    BOTH_SIDES,
-    METHODS,
-    PERIODIC,
-    SOAP_10,
-    SOAP_EPOCH,
-    SOAP_ONCE,
-    UPFRONT,
-    Run,
-    fast,
-    warm_up,
-)
-from egop_lab.experiments.sweeps import TUNING, best_rate
-from egop_lab.words import counted
+import torch
 
-Runs = dict[str, list[Record]]  # the reported runs by method
+from egop.runs import Panel, Picture, Series, counted
+from egop_lab.data import images
+from egop_lab.experiments.curves import bar_panel, best_rate, quartiles
+from egop_lab.experiments.timed import Claim, Measures, TimedExperiment, is_tuning, lowest, number
+from egop_lab.methods import RESNET, compared, foreign, label
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.records import Record, Store
+from egop_lab.training.residual import Run
+from egop_lab.training.sweeps import TUNING
+from egop_lab.training.timed import Trials, fast, precision
+
+ADAMW, UPFRONT, PERIODIC, BOTH_SIDES, SOAP_ONCE, SOAP_EPOCH, SOAP_10 = (
+    label(RESNET, name)
+    for name in ("adamw", "shared-fixed", "shared-renewed", "kronecker-online", "soap-once", "soap-period", "soap")
+)
 
 OPTIONAL = (BOTH_SIDES,)  # run last, when there is time; left out where its runs are missing
-
-_UNJUDGED: Verdict = "cannot be judged"
 
 # Name, the claim with the paper's numbers, what is compared, and which method's number is to be the smaller one.
 _CLAIMS = (
@@ -71,21 +51,24 @@ _CLAIMS = (
     ("periodic-accuracy", "EGOP each epoch is more accurate than AdamW.", "error", PERIODIC, ADAMW),
 )
 
-_JUDGED = {method for *_, less, more in _CLAIMS for method in (less, more)}
 
-
-class ResnetExperiment(Experiment):
+class ResnetExperiment(TimedExperiment):
     """The paper's table of epochs and time at small scale; and online bases, SOAP every 10 steps and Muon beside it."""
 
     id: ClassVar[str] = "resnet"
     title: ClassVar[str] = "A residual network on ImageNet images"
     figures: ClassVar[str] = "the figure and table on residual networks; supplementary: validation loss, accuracy"
-    gpu: ClassVar[bool] = True
+    comparison: ClassVar[str] = RESNET
+    training = Run
+    length: ClassVar[str] = "epochs"
+    claims: ClassVar[Sequence[Claim]] = tuple(
+        Claim(*each, part=1.0 if "no more" in each[1] else None) for each in _CLAIMS
+    )
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
         return {
-            "methods": list(METHODS),
+            "methods": list(compared(RESNET)),
             "rates": [3e-4, 1e-3, 3e-3] if full else [1e-3],
             "trials": 3 if full else 2,
             "tuning trials": 1,
@@ -104,97 +87,83 @@ class ResnetExperiment(Experiment):
         }
 
     def run(self, store: Store, context: Context) -> None:
-        settings, began = self.settings(context.preset), time.monotonic()
+        trials = self.trials(store, context)
+        methods = self.settings(context.preset)["methods"]
+        with fast(context.device):
+            first = [method for method in methods if method not in OPTIONAL]
+            self._all_of(trials, first) and self._all_of(trials, OPTIONAL)
+
+    def trials(self, store: Store, context: Context) -> Trials:
+        settings, device = self.settings(context.preset), context.device
         limits = [None if count == "all" else count for count in settings["images"]]
         data = images.load(
             context.data,
             side=settings["side"],
             crop=settings["crop"],
-            device=context.device,
+            device=device,
             limits=(limits[0], limits[1]),
             workers=context.workers,
         )
         common = {key: settings[key] for key in ("batch", "weight decay", "side", "crop", "depths", "width")}
-        common |= {"data": data.counts, "precision": "bfloat16, TF32" if context.device.type == "cuda" else "float32"}
+        common |= {"data": data.counts, "precision": precision(device)}
         warm = False
 
-        def do(method: str, lr: float, epochs: int, seed: int) -> bool:
-            """Whether a run is done, now or before; not when the time is over."""
+        def warm_up(config: dict[str, Any]) -> None:
+            """On a GPU, an epoch and decompositions that nobody times: no run pays for what the first one sets up."""
             nonlocal warm
-            config = self.config(context.preset, method=method, lr=lr, epochs=epochs, seed=seed, **common)
-            if config in store:
-                return True
-            if context.time_budget is not None and time.monotonic() - began > context.time_budget:
-                return False
-            if not warm:
-                warm_up(data, config | {"method": ADAMW, "epochs": 1}, context.device)
-                warm = True
-            started = time.perf_counter()
-            result = Run(data, config, context.device)(context.progress)
-            store.add(finished(config, result, time.perf_counter() - started, context.device))
-            return True
+            if warm:
+                return
+            foreign(SOAP_10)  # takes seconds to import
+            if device.type == "cuda":
+                self.training(data, config | {"method": ADAMW, "epochs": 1}, device)(progress=False)
+                torch.linalg.eigh(torch.eye(64, dtype=torch.float64, device=device))
+                torch.linalg.qr(torch.eye(64, device=device))
+            warm = True
 
-        def all_of(methods: Sequence[str]) -> bool:
-            seeds = range(TUNING, TUNING + settings["tuning trials"])
-            rates, epochs = settings["rates"], (settings["tuning epochs"], settings["epochs"])
-            if not all(do(method, lr, epochs[0], seed) for method in methods for lr in rates for seed in seeds):
-                return False
-            best = {method: self.chosen(store, context.preset, method) for method in methods}
-            trials = range(settings["trials"])
-            return all(do(method, best[method], epochs[1], seed) for seed in trials for method in methods)
+        return Trials(
+            store,
+            context,
+            lambda **own: self.config(context.preset, **own, **common),
+            lambda config: self.training(data, config, device),
+            warm_up,
+        )
 
-        with fast(context.device):
-            all_of([method for method in METHODS if method not in OPTIONAL]) and all_of(OPTIONAL)
+    def _all_of(self, trials: Trials, methods: Sequence[str]) -> bool:
+        """Tune some methods and do their runs; whether that is done, or the time is over."""
+        settings = self.settings(trials.context.preset)
+        seeds = range(TUNING, TUNING + settings["tuning trials"])
+        tuning = [(method, lr, seed) for method in methods for lr in settings["rates"] for seed in seeds]
+        epochs = settings["tuning epochs"]
+        if not all(trials.do(method=method, lr=lr, epochs=epochs, seed=seed) for method, lr, seed in tuning):
+            return False
+        return self.report(trials, methods)
 
-    def chosen(self, store: Store, preset: Preset, method: str) -> float:
+    def required(self, preset: Preset) -> set[str]:
+        return {method for claim in self.claims for method in (claim.method, claim.other)}
+
+    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
         """The rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
-        settings, latest = self.settings(preset), self._latest(store, preset)
         wanted = [(method, rate, settings["tuning epochs"]) for rate in settings["rates"]]
-        runs = [run for run in latest if run.config["seed"] >= TUNING and _of(run) in wanted]
+        runs = [run for run in done if is_tuning(run) and self.key(run) in wanted]
         if missing := set(settings["rates"]) - {run.config["lr"] for run in runs}:
             raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, sorted(missing)))}")
         return best_rate(runs, lambda result: -result["ten-crop accuracy"])
 
-    def reported(self, store: Store, preset: Preset) -> Runs:
-        """Each method's runs at its chosen rate; of one that no claim is about, those that are there."""
-        settings, latest = self.settings(preset), self._latest(store, preset)
-        found: Runs = {}
-        for method in settings["methods"]:
-            try:
-                wanted = (method, self.chosen(store, preset, method), settings["epochs"])
-                runs = [run for run in latest if run.config["seed"] < TUNING and _of(run) == wanted]
-                if len(runs) < (settings["trials"] if method in _JUDGED else 1):
-                    raise LookupError(f"{method} has {len(runs)} of {settings['trials']} runs")
-            except LookupError:
-                if method in _JUDGED:
-                    raise
-            else:
-                found[method] = runs
-        return found
-
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        runs = self.reported(store, preset)
-        goal = target(runs[ADAMW])
-        measures: dict[str, tuple[str, Callable[[Record], float]]] = {
-            "epochs": (f"Epochs to a validation loss of {goal:.3f}", lambda run: epochs_to(run, goal)),
-            "seconds": (f"Seconds to a validation loss of {goal:.3f}", lambda run: seconds_to(run, goal)),
+    def measures(self, goal: float) -> Measures:
+        return {
+            **super().measures(goal),
             "training": ("Last training loss", lambda run: run.result["training loss"][-1]),
-            "validation": ("Lowest validation loss", lambda run: _lowest(run.result["validation loss"])),
+            "validation": ("Lowest validation loss", lambda run: lowest(run.result)),
             "error": ("Share of wrong answers, ten crops", lambda run: 1 - run.result["ten-crop accuracy"]),
         }
-        found = []
-        for name, words, measure, less, more in _CLAIMS:
-            what, number = measures[measure]
-            one, other = (median([number(run) for run in runs[method]]) for method in (less, more))
-            holds = one <= other if "no more" in words else one < other
-            judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
-            said = f"{what}: {less} {_said(one)}, {more} {_said(other)}."
-            found.append(Judged(f"resnet/{name}", words, verdict(holds) if judged else _UNJUDGED, said))
-        return found
+
+    def said(self, claim: Claim, one: float, other: float) -> str:
+        return f"{claim.method} {number(one, 3)}, {claim.other} {number(other, 3)}"
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         runs = self.reported(store, preset)
-        goal = target(runs[ADAMW])
+        goal = self.goal(runs)
+        measures = self.measures(goal)
         horizontal = {f"target {goal:.3f}": goal}
 
         def lines(name: str) -> list[Series]:
@@ -218,42 +187,12 @@ class ResnetExperiment(Experiment):
                 f"Epochs and seconds of training (bases included) until the validation loss is at most {goal:.3f}, "
                 "AdamW's lowest median; no bar: not reached. Accuracy of the mean output over ten crops at the end.",
                 [
-                    bar_panel("Epochs to the target", "epochs", runs, lambda run: epochs_to(run, goal)),
-                    bar_panel("Seconds to the target", "seconds", runs, lambda run: seconds_to(run, goal)),
+                    bar_panel("Epochs to the target", "epochs", runs, measures["epochs"][1]),
+                    bar_panel("Seconds to the target", "seconds", runs, measures["seconds"][1]),
                     bar_panel("At the end", "ten-crop accuracy", runs, lambda run: run.result["ten-crop accuracy"]),
                 ],
             ),
         ]
-
-    def _latest(self, store: Store, preset: Preset) -> list[Record]:
-        """The runs on the same data and with the same settings as the last one: others are not to be mixed in."""
-        runs = self.records(store, preset)
-        return [run for run in runs if _setting(run) == _setting(runs[-1])]
-
-
-def target(runs: Sequence[Record]) -> float:
-    """The lowest median validation loss after any epoch."""
-    return min(quartiles([run.result["validation loss"] for run in runs])[1])
-
-
-def epochs_to(run: Record, goal: float) -> float:
-    """After how many epochs the validation loss is at most the goal; infinitely many when it never is."""
-    found = first_below(run.result["validation loss"], goal)
-    return math.inf if found is None else found
-
-
-def seconds_to(run: Record, goal: float) -> float:
-    """After how many seconds of training, the estimation of bases included."""
-    found = first_below(run.result["validation loss"], goal)
-    return math.inf if found is None else run.result["seconds"][found]
-
-
-def _lowest(curve: Sequence[float]) -> float:
-    return min((value for value in curve if value == value), default=math.inf)
-
-
-def _said(number: float) -> str:
-    return f"{number:.3g}" if math.isfinite(number) else "never"
 
 
 def _line(method: str, curves: Sequence[Sequence[float]]) -> Series:
@@ -261,12 +200,3 @@ def _line(method: str, curves: Sequence[Sequence[float]]) -> Series:
     low, middle, high = quartiles([curve[1:] for curve in curves])
     color = "SOAP" if method == SOAP_10 else method
     return Series(method, list(range(1, len(middle) + 1)), middle, low, high, color, "EGOP" in method)
-
-
-def _of(run: Record) -> tuple[str, float, int]:
-    return run.config["method"], run.config["lr"], run.config["epochs"]
-
-
-def _setting(run: Record) -> dict[str, Any]:
-    """What all runs that are compared have in common."""
-    return {key: value for key, value in run.config.items() if key not in ("method", "lr", "epochs", "seed")}

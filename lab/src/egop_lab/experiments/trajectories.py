@@ -11,21 +11,14 @@ import torch
 from torch import Tensor
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments import batched
-from egop_lab.experiments.base import Context, Experiment, Judged, Preset, finished, median, verdict
+from egop_lab.experiments.base import Experiment, Judged, verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import (
-    EGOP,
-    ORIGINAL,
-    Sweep,
-    by_rate,
-    curve_series,
-    rate_series,
-    run_sweep,
-    same_in_both,
-)
+from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
 from egop_lab.experiments.tuned import Method, small
+from egop_lab.training import batched
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, Sweep, run_sweep
 
 _PARTS = ("first", "second")
 _ALIGNED = 10.0  # degrees
@@ -94,44 +87,41 @@ class TrajectoriesExperiment(Experiment):
 
     def run(self, store: Store, context: Context) -> None:
         with small(context) as context:
-            self._run(store, context)
-
-    def _run(self, store: Store, context: Context) -> None:
-        settings = self.settings(context.preset)
-        sizes = settings["problem"]
-        for rates, every in self._sweeps(context.preset):
-            sweep = Sweep(
-                rates=rates,
-                seeds=self._seeds(context.preset),
-                coordinates=[ORIGINAL, EGOP],
-                steps=settings["steps"],
-                record_every=every,
-                at_once=len(self._seeds(context.preset)),
-                extra={**sizes, "record every": every},
-            )
-            run_sweep(
-                self,
-                sweep,
-                store,
-                context,
-                problem=lambda seeds: Plane(seeds, **sizes),
-                basis=lambda problem, kind: problem.basis(kind),
-            )
-        for config in store.missing(self._geometry_configs(context.preset)):
-            began = time.perf_counter()
-            plane = Plane([config["seed"]], **sizes)
-            bases = plane.basis(EGOP)
-            assert bases is not None
-            basis, hessian = bases.blocks[0][1][0], plane.hessian(0)
-            start, least = plane.start()["theta"][0], plane.minimum[0]
-            first = plane.evaluate({"theta": start[None, None]})["loss"].item()
-            found = {
-                "basis": basis.tolist(),
-                "minimum": least.tolist(),
-                "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
-                "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
-            }
-            store.add(finished(config, found, time.perf_counter() - began))
+            settings = self.settings(context.preset)
+            sizes = settings["problem"]
+            for rates, every in self._sweeps(context.preset):
+                sweep = Sweep(
+                    rates=rates,
+                    seeds=self._seeds(context.preset),
+                    coordinates=[ORIGINAL, EGOP],
+                    steps=settings["steps"],
+                    record_every=every,
+                    at_once=len(self._seeds(context.preset)),
+                    extra={**sizes, "record every": every},
+                )
+                run_sweep(
+                    self.config,
+                    sweep,
+                    store,
+                    context,
+                    problem=lambda seeds: Plane(seeds, **sizes),
+                    basis=lambda problem, kind: problem.basis(kind),
+                )
+            for config in store.missing(self._geometry_configs(context.preset)):
+                began = time.perf_counter()
+                plane = Plane([config["seed"]], **sizes)
+                bases = plane.basis(EGOP)
+                assert bases is not None
+                basis, hessian = bases.blocks[0][1][0], plane.hessian(0)
+                start, least = plane.start()["theta"][0], plane.minimum[0]
+                first = plane.evaluate({"theta": start[None, None]})["loss"].item()
+                found = {
+                    "basis": basis.tolist(),
+                    "minimum": least.tolist(),
+                    "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
+                    "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
+                }
+                store.add(finished(config, found, time.perf_counter() - began))
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         settings = self.settings(preset)

@@ -16,12 +16,16 @@ from typing import Any, ClassVar
 import torch
 
 from egop.runs import Series
-from egop_lab.experiments import baselines, batched
-from egop_lab.experiments.base import Context, Experiment, Preset, finished, in_processes, median
-from egop_lab.experiments.instances import RANDOM, Trials
-from egop_lab.experiments.records import Record, Store
-from egop_lab.experiments.sweeps import ORIGINAL, TUNING, Sweep, curve_series, rate_series, run_sweep
-from egop_lab.experiments.tuning import two_stage
+from egop_lab import methods
+from egop_lab.experiments.base import Experiment
+from egop_lab.experiments.curves import curve_series, median, rate_series
+from egop_lab.experiments.registry import experiment
+from egop_lab.training import alone, batched
+from egop_lab.training.context import Context, Preset, finished, in_processes
+from egop_lab.training.instances import RANDOM, Trials
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
+from egop_lab.training.tuning import two_stage
 
 Case = Mapping[str, Any]
 Score = Callable[[Mapping[str, Any]], float]
@@ -56,18 +60,15 @@ class TunedExperiment(Experiment):
 
     cosine: ClassVar[bool] = False  # anneal the learning rates to zero, step by step
 
-    @staticmethod
-    def process(config: Mapping[str, Any]) -> Record:
-        """A run that cannot be batched; a function of a module, so that other processes find it."""
-        raise RuntimeError(f"No method of this experiment runs in a process of its own: {config}.")
-
     @abc.abstractmethod
     def cases(self, preset: Preset) -> list[Case]:
         """The kinds of problems: whatever of the settings decides how they are made."""
 
-    @abc.abstractmethod
     def methods(self, preset: Preset) -> list[Method]:
-        """What is compared."""
+        """What is compared: Adam and Adagrad in all coordinates, and the settings' baselines, which have their own."""
+        kinds = [ORIGINAL, EGOP, RANDOM] if preset == "full" else [ORIGINAL, EGOP]
+        coordinatewise = [Method(name, kind) for name in ("Adam", "Adagrad") for kind in kinds]
+        return coordinatewise + [Method(name) for name in self.settings(preset)["baselines"]]
 
     @abc.abstractmethod
     def trials(self, case: Case, seeds: Sequence[int]) -> Trials:
@@ -87,19 +88,16 @@ class TunedExperiment(Experiment):
 
     def run(self, store: Store, context: Context) -> None:
         with small(context) as context:
-            self._run(store, context)
-
-    def _run(self, store: Store, context: Context) -> None:
-        settings = self.settings(context.preset)
-        pairs = [(case, method) for case in self.cases(context.preset) for method in self.methods(context.preset)]
-        while tasks := [task for pair in pairs for task in self._tuning_left(store, context.preset, *pair)]:
-            self._do(tasks, store, context, "tuning")
-        fresh = range(settings["trials"])
-        reported = [
-            _Task(case, method, self._rates(store, context.preset, case, method), fresh, settings["record every"])
-            for case, method in pairs
-        ]
-        self._do(reported, store, context, "trials")
+            settings = self.settings(context.preset)
+            pairs = [(case, method) for case in self.cases(context.preset) for method in self.methods(context.preset)]
+            while tasks := [task for pair in pairs for task in self._tuning_left(store, context.preset, *pair)]:
+                self._do(tasks, store, context, "tuning")
+            fresh = range(settings["trials"])
+            reported = [
+                _Task(case, method, self._rates(store, context.preset, case, method), fresh, settings["record every"])
+                for case, method in pairs
+            ]
+            self._do(reported, store, context, "trials")
 
     def chosen(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> float:
         """The learning rate that the two-stage search by a score gives on the tuning trials."""
@@ -151,13 +149,7 @@ class TunedExperiment(Experiment):
         return _styled(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
 
     def _search(
-        self,
-        store: Store,
-        preset: Preset,
-        case: Case,
-        method: Method,
-        score: Score,
-        seen: list[Record] | None = None,
+        self, store: Store, preset: Preset, case: Case, method: Method, score: Score, seen: list[Record] | None = None
     ) -> tuple[float, _Task | None]:
         """How far the search has come: the best rate so far, and what is to be run before it can go on."""
         settings = self.settings(preset)
@@ -192,10 +184,10 @@ class TunedExperiment(Experiment):
     def _do(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
         """Do what the store does not have yet."""
         for task in tasks:
-            if task.method.optimizer in baselines.BASELINES:
+            if methods.describe(task.method.optimizer):
                 continue
             run_sweep(
-                self,
+                self.config,
                 Sweep(
                     rates={task.method.optimizer: task.rates},
                     seeds=task.seeds,
@@ -215,17 +207,17 @@ class TunedExperiment(Experiment):
         configs = [
             config
             for task in tasks
-            if task.method.optimizer in baselines.BASELINES
+            if methods.describe(task.method.optimizer)
             for rate in task.rates
             for config in self._configs(context.preset, task, rate)
         ]
         if configs:
-            in_processes(type(self).process, store.missing(configs), store, context, f"{self.id}, {what}")
+            in_processes(run_alone, store.missing(configs), store, context, f"{self.id}, {what}")
 
     def _extra(self, task: _Task) -> dict[str, Any]:
         extra = {**task.case, "record every": task.record_every}
-        name = task.method.optimizer
-        return {**extra, "call": baselines.describe(name)} if name in baselines.BASELINES else extra
+        call = methods.describe(task.method.optimizer)
+        return {**extra, "call": call} if call else extra
 
     def _configs(self, preset: Preset, task: _Task, rate: float) -> list[dict[str, Any]]:
         own = {"optimizer": task.method.optimizer, "coordinates": task.method.coordinates, "lr": rate}
@@ -244,16 +236,18 @@ def small(context: Context) -> Iterator[Context]:
         torch.set_num_threads(threads)
 
 
-def run_alone(experiment: TunedExperiment, config: Mapping[str, Any]) -> Record:
-    """One run of a baseline, as its configuration says."""
-    problem = experiment.trials(config, [config["seed"]])
-    found, seconds = baselines.train(
+def run_alone(config: Mapping[str, Any]) -> Record:
+    """One run of a method that cannot be batched, as its configuration says."""
+    one = experiment(config["experiment"])
+    assert isinstance(one, TunedExperiment)
+    problem = one.trials(config, [config["seed"]])
+    found, seconds = alone.train(
         problem,
         config["optimizer"],
         config["lr"],
         config["steps"],
         record_every=config["record every"],
-        cosine=experiment.cosine,
+        cosine=one.cosine,
     )
     return finished(config, found, seconds)
 

@@ -31,6 +31,14 @@ class ChangeOfBasis(abc.ABC):
         block: the parameters it is for.
         tensors: what it consists of, by name: all there is to save, move or stack.
         settings: plain values beside them, where the structure has any.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
+        >>> change = egop.estimate(objective, rho=egop.Gaussian(), progress=False)["theta"]
+        >>> point = torch.tensor([1.0, 2.0, 3.0])
+        >>> (back,) = change.decode(change.encode(point))
+        >>> torch.allclose(back, point)
+        True
     """
 
     kind: ClassVar[str]
@@ -91,6 +99,11 @@ class ChangeOfBasis(abc.ABC):
         The sum of their outer products, ``rows.mT @ rows``, is the Gram matrix that an online basis follows.
         """
         return None
+
+    @classmethod
+    def is_renewable(cls) -> bool:
+        """Whether it consists of eigenvectors of Gram matrices, which an online basis can follow."""
+        return cls.rows is not ChangeOfBasis.rows
 
     def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
         """The rotation from another one's coordinates to these, a matrix for each tensor; None if there is none."""
@@ -246,7 +259,16 @@ class Accumulator(abc.ABC):
 
 @dataclass(frozen=True)
 class Structure(abc.ABC):
-    """How the basis of a block is built: configuration only."""
+    """How the basis of a block is built: configuration only.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+        >>> structures: dict[str, egop.Structure] = {"0.*": egop.Kronecker(), "1.*": egop.Full()}
+        >>> basis = egop.estimate(objective, structure=structures, progress=False)
+        >>> {name: change.kind for name, change in basis.items()}
+        {'0.weight': 'Kronecker', '1.weight': 'Full'}
+    """
 
     change_type: ClassVar[type[ChangeOfBasis]]
     # Whether it takes a block of several tensors as one; otherwise such a block is divided into its tensors.

@@ -59,6 +59,13 @@ class Full(Structure):
     Args:
         route: ``"eigh"`` accumulates the d x d matrix and decomposes it; ``"svd"`` keeps all M gradients and
             decomposes those; ``"auto"`` takes the second while there are fewer gradients than dimensions.
+
+    Example:
+        >>> loss = lambda theta: theta.sum().square()  # gradients have one direction only, (1, 1, 1)
+        >>> objective = egop.Objective.from_function(loss, {"theta": torch.zeros(3)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Full(), progress=False)
+        >>> [round(abs(entry), 3) for entry in basis["theta"].dense()[:, 0].tolist()]
+        [0.577, 0.577, 0.577]
     """
 
     change_type = FullChange

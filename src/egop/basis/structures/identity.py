@@ -44,7 +44,16 @@ class IdentityChange(ChangeOfBasis):
 
 @dataclass(frozen=True)
 class Identity(Structure):
-    """Leave the block in its original coordinates."""
+    """Leave the block in its original coordinates.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+        >>> structure = {"0.*": egop.Shared(), "1.*": egop.Identity()}
+        >>> basis = egop.estimate(objective, structure=structure, progress=False)
+        >>> {name: change.kind for name, change in basis.items()}
+        {'0.weight': 'Shared', '1.weight': 'Identity'}
+    """
 
     change_type = IdentityChange
 

@@ -67,7 +67,15 @@ class KroneckerChange(ChangeOfBasis):
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Structure):
-    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G; for each of many experts its own."""
+    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G; for each of many experts its own.
+
+    Example:
+        >>> loss = lambda weight: weight.square().sum()
+        >>> objective = egop.Objective.from_function(loss, {"weight": torch.zeros(5, 2)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Kronecker(), progress=False)
+        >>> {side: tuple(matrix.shape) for side, matrix in basis["weight"].tensors.items()}
+        {'left': (5, 5), 'right': (2, 2)}
+    """
 
     change_type = KroneckerChange
     joint = False

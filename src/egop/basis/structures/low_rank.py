@@ -52,7 +52,7 @@ class AuxiliaryChange(ChangeOfBasis):
 
     @property
     def cost_per_step(self) -> int:
-        return 8 * self.block.size * self.settings["rank"]
+        return 8 * self.block.size * int(self.settings["rank"])
 
 
 class ReducedChange(ChangeOfBasis):
@@ -80,7 +80,7 @@ class ReducedChange(ChangeOfBasis):
 
     @property
     def cost_per_step(self) -> int:
-        return 4 * self.block.size * self.settings["rank"]
+        return 4 * self.block.size * int(self.settings["rank"])
 
     def round_trip_error(self) -> float:
         """Here coordinates come back, not every vector."""
@@ -127,6 +127,12 @@ class Auxiliary(_LowRank):
         rank: how many eigenvectors.
         power_iterations: of the randomized SVD that finds them.
         seed: of its random start.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(50)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Auxiliary(4), progress=False)
+        >>> [tuple(shape) for shape in basis["theta"].coordinate_shapes()]  # leading directions, and the rest
+        [(4,), (50,)]
     """
 
     change_type = AuxiliaryChange
@@ -142,6 +148,12 @@ class Reduced(_LowRank):
         seed: of its random start.
         keep_rest: whether the part of the starting point outside the span stays. False drops it as soon as the
             optimizer is made, so that θ = V θ̃ as the paper writes it.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(50)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Reduced(4), progress=False)
+        >>> [tuple(shape) for shape in basis["theta"].coordinate_shapes()]
+        [(4,)]
     """
 
     change_type = ReducedChange

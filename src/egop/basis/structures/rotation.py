@@ -22,6 +22,13 @@ class RandomRotation(Structure):
     Args:
         seed: each block draws from this and its own name.
         like: the structure that the random basis has, so that the control differs from the method in nothing else.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda weight: weight.sum(), {"weight": torch.zeros(5, 2)})
+        >>> control = egop.RandomRotation(seed=1, like=egop.Shared())
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=control, progress=False)
+        >>> basis["weight"].kind
+        'Shared'
     """
 
     seed: int = 0

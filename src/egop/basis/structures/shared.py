@@ -71,6 +71,14 @@ class Shared(Structure):
     """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel; one for each of many experts.
 
     Every row's gradient is a sample, so few passes are enough: as many as give every layer 1000 of them.
+
+    Example:
+        >>> inputs = torch.tensor([[1.0, 1.0], [2.0, 2.0]])  # vary along (1, 1)
+        >>> loss = lambda weight: (inputs @ weight.mT).square().mean()
+        >>> objective = egop.Objective.from_function(loss, {"weight": torch.zeros(5, 2)})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Shared(), progress=False)
+        >>> basis["weight"].tensors["basis"].abs()[:, 0]
+        tensor([0.7071, 0.7071])
     """
 
     change_type = SharedChange

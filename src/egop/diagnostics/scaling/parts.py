@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from egop.basis import (
+    ONLINE,
+    UP_FRONT,
     Block,
-    Full,
-    Kronecker,
     Layer,
     Plan,
-    Shared,
     Structure,
     StructureChoice,
     make_plan,
@@ -147,8 +146,7 @@ def plan_of(
 
     So embeddings, output heads and what is too wide are left in original coordinates.
     """
-    own: tuple[Structure, ...] = (Kronecker(), Shared()) if online else (Full(), Shared())
-    candidates = (structure,) if isinstance(structure, Structure) else own
+    candidates = (structure,) if isinstance(structure, Structure) else ONLINE if online else UP_FRONT
     blocks = partition_parameters(parameters, layers, "parameter")
     return make_plan(blocks, layers, "auto", sys.maxsize if memory is None else memory, candidates)
 

@@ -10,12 +10,11 @@ from torch import nn
 from egop.basis import Auxiliary, Full, Kronecker, Reduced, Shared, Structure, StructureChoice, layers_of
 from egop.diagnostics.scaling.parts import Memory, Part, Traffic, adamw, frozen, muon, parts_of, plan_of, soap, total
 from egop.distributed import owners_of
-from egop.numerics import counted, format_bytes, format_count, format_table
 from egop.refresh import Online
+from egop.runs import counted, format_bytes, format_count, format_table
 
 EVERY = Online().every
 STRUCTURES: tuple[Structure, ...] = (Shared(), Kronecker(), Full(), Auxiliary(16), Reduced(16))
-_RENEWABLE = (Full, Shared, Kronecker)
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def report(
     ]
     notes = []
     for structure in structures:
-        for online in (False, True) if structure == "auto" or isinstance(structure, _RENEWABLE) else (False,):
+        for online in (False, True) if _is_renewable(structure) else (False,):
             method = f"{_name(structure)}, {'online' if online else 'fixed'}"
             try:
                 plan = plan_of(parameters, layers, structure, memory, online=online)
@@ -180,6 +179,10 @@ def _largest_share(parts: Sequence[Part], ranks: int) -> int:
     for part, owner in zip(parts, owners_of([part.work for part in parts], ranks), strict=True):
         shares[owner] += part.memory.bases
     return max(shares)
+
+
+def _is_renewable(structure: StructureChoice) -> bool:
+    return structure == "auto" or (isinstance(structure, Structure) and structure.change_type.is_renewable())
 
 
 def _name(structure: StructureChoice) -> str:

@@ -1,0 +1,82 @@
+"""What the measured optimizers are made from: all with the same learning rate and cadence, each in its fastest form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import egop
+from egop_lab import methods
+from egop_lab.bench.networks import Network
+from egop_lab.methods import BENCH, RENEWED, Method, label
+
+MEMORY = "64GiB"
+ADAMW, SOAP, SHAMPOO = (label(BENCH, name) for name in ("adamw", "soap", "shampoo-blocks"))
+SHARED, SHARED_ONLINE = label(BENCH, "shared-fixed"), label(BENCH, "shared-online")
+KRONECKER, KRONECKER_ONLINE = label(BENCH, "kronecker-fixed"), label(BENCH, "kronecker-online")
+INSTALL = f"{SOAP}, {SHAMPOO} and the Muon of ResNets are left out: pip install pytorch-optimizer for them."
+
+
+class Start(methods.Start):
+    """One whose bases cost nothing before the training."""
+
+    def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
+        """Any basis will do: the time of a step does not depend on which one it is."""
+        return some_basis(self.model, structure)
+
+
+def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), **options: Any) -> Start:
+    """What an optimizer for a model of a network is made from; the batches are for those that sample."""
+    return Start(
+        # So small that weights hardly move: after a thousand steps the gradients are still those of a network.
+        options={"lr": 1e-6, "weight_decay": 0.0},
+        adam={"fused": True},  # the fastest that torch has
+        model=model,
+        objective=egop.Objective(model, network.loss, list(batches)),
+        memory=MEMORY,
+        **options,
+    )
+
+
+def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Reparameterization:
+    """A dense orthonormal basis of every weight, at no cost."""
+    objective = egop.Objective(model, lambda model, batch: batch, [None])  # nothing is sampled for the identity
+    identity = egop.estimate(objective, partition="parameter", structure=egop.Identity(), progress=False)
+    device = next(model.parameters()).device
+    return egop.Reparameterization(
+        [
+            structure.change(
+                change.block,
+                {key: _reflection(shape, device) for key, shape in structure.basis_shapes(change.block).items()},
+            )
+            for change in identity.values()
+        ]
+    )
+
+
+def _reflection(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """The first columns of a reflection, which is orthonormal and has no zeros; the same throughout a stack."""
+    *_, rows, columns = shape
+    normal = torch.randn(rows, generator=torch.Generator().manual_seed(0)).to(device)
+    normal /= torch.linalg.vector_norm(normal)
+    found = torch.eye(rows, columns, device=device) - 2 * torch.outer(normal, normal[:columns])
+    return found.expand(shape).clone()
+
+
+def period(method: Method) -> int:
+    """After how many steps its work repeats."""
+    return RENEWED if method.follows else 1
+
+
+def available(network: Network) -> tuple[dict[str, Method], bool]:
+    """The methods that can be had here for a network, and whether some are left out for want of a package."""
+    found = methods.compared(BENCH)
+    try:
+        methods.foreign(SOAP)
+    except methods.MissingPackageError:
+        foreign = {"always", "convolutions"} if network.images else {"always"}
+        return {name: method for name, method in found.items() if method.package not in foreign}, True
+    return found, False

@@ -1,0 +1,311 @@
+"""Image folders, ``train/CLASS/*`` and ``val/CLASS/*``: held on the device where they fit, else read by processes.
+
+Training sees random resized crops and flips, evaluation the central crop or ten crops (corners, centre and their
+mirror images). What is held is augmented on the device, a batch at a time; what is read is cropped by the workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from egop_lab.data.missing import MissingDataError
+
+Batch = tuple[Tensor, Tensor]
+
+_ENDINGS = {".jpg", ".jpeg", ".png"}
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+_SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the area, its width over its height
+# Images that take more than this as uint8 are not held on the device.
+HOLD_BYTES = 8 * 2**30
+
+
+class Images(Protocol):
+    """What training needs of a set of images. A batch is normalised images and their labels."""
+
+    classes: int
+    counts: dict[str, int]
+
+    def training(self, size: int, seed: int) -> Iterable[Batch]:
+        """Batches of random crops, (size, 3, crop, crop), in a new order on every pass; no smaller one."""
+
+    def validation(self, *, ten: bool) -> Iterable[Batch]:
+        """Batches of views, (n, views, 3, crop, crop): the central crop, or ten."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one split and their labels; classes are numbered in the order of their folders' names."""
+
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+
+    def first(self, count: int | None) -> Files:
+        """So many files, spread evenly over all of them."""
+        if count is None or count >= len(self.paths):
+            return self
+        rows = [index * len(self.paths) // count for index in range(count)]
+        return Files(tuple(self.paths[row] for row in rows), tuple(self.labels[row] for row in rows))
+
+
+def find(folder: str | None) -> tuple[Files, Files]:
+    """The training and the validation files: in the folder itself, or in ``imagenette`` or ``imagenet`` inside it."""
+    places = [] if folder is None else [Path(folder), Path(folder, "imagenette"), Path(folder, "imagenet")]
+    place = next((place for place in places if (place / "train").is_dir() and (place / "val").is_dir()), None)
+    if place is None:
+        raise MissingDataError(
+            f"There are no images{'' if folder is None else f' in {folder}'}: name a folder that has train/CLASS/*.jpg "
+            "and val/CLASS/*.jpg (ImageNet, Imagenette, ...) with --data DIR."
+        )
+    names = sorted(each.name for each in (place / "train").iterdir() if each.is_dir())
+    found = [_files(place / split, names) for split in ("train", "val")]
+    for split, files in zip(("train", "val"), found, strict=True):
+        if not files.paths:
+            raise MissingDataError(
+                f"There is no .jpg, .jpeg or .png file in {place / split}/CLASS/: --data DIR must name a folder that "
+                "has train/CLASS/*.jpg and val/CLASS/*.jpg."
+            )
+    return found[0], found[1]
+
+
+def load(
+    folder: str | None,
+    *,
+    side: int,
+    crop: int,
+    device: torch.device,
+    limits: tuple[int | None, int | None] = (None, None),
+    workers: int = 2,
+    hold_bytes: int = HOLD_BYTES,
+) -> Images:
+    """The images of a folder.
+
+    Args:
+        folder: that has ``train`` and ``val``.
+        side: to which the shorter side of an image is resized; for evaluation, and of what is held on the device.
+        crop: the side of a crop, what the network sees.
+        device: where the batches are wanted.
+        limits: how many training and validation images are used at most; all by default.
+        workers: processes that read images; threads where all are read at once.
+        hold_bytes: what may be held on the device.
+    """
+    train, validation = (files.first(limit) for files, limit in zip(find(folder), limits, strict=True))
+    if 3 * side**2 * (len(train.paths) + len(validation.paths)) <= hold_bytes:
+        return HeldImages(*(_read_all(files, side, workers, device) for files in (train, validation)), crop=crop)
+    return FolderImages(train, validation, side=side, crop=crop, device=device, workers=workers)
+
+
+class HeldImages:
+    """Images as uint8 tensors on the device, (n, 3, side, side): the central square of each."""
+
+    def __init__(self, train: Batch, validation: Batch, *, crop: int) -> None:
+        self.train, self.held_out, self.crop = train, validation, crop
+        self.classes = int(train[1].max()) + 1
+        self.counts = {"train": len(train[1]), "validation": len(validation[1]), "classes": self.classes}
+
+    def training(self, size: int, seed: int) -> Iterable[Batch]:
+        return _HeldBatches(*self.train, size, self.crop, seed)
+
+    def validation(self, *, ten: bool) -> Iterator[Batch]:
+        images, labels = self.held_out
+        for some, theirs in zip(images.split(100 if ten else 1000), labels.split(100 if ten else 1000), strict=True):
+            yield normalized(views(some, self.crop, ten=ten)), theirs
+
+
+class _HeldBatches:
+    def __init__(self, images: Tensor, labels: Tensor, size: int, crop: int, seed: int) -> None:
+        self.images, self.labels, self.size, self.crop = images, labels, size, crop
+        self.generator = torch.Generator(images.device).manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self.labels) // self.size
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = torch.randperm(len(self.labels), generator=self.generator, device=self.images.device)
+        for rows in order[: len(self) * self.size].split(self.size):
+            yield normalized(random_crops(self.images[rows], self.crop, self.generator)), self.labels[rows]
+
+
+class FolderImages:
+    """Images that are read when they are needed, by worker processes; each one's crop depends on its own seed alone."""
+
+    def __init__(
+        self, train: Files, validation: Files, *, side: int, crop: int, device: torch.device, workers: int
+    ) -> None:
+        self.files, self.held_out = train, validation
+        self.side, self.crop, self.device, self.workers = side, crop, device, workers
+        self.classes = max(train.labels) + 1
+        self.counts = {"train": len(train.paths), "validation": len(validation.paths), "classes": self.classes}
+
+    def training(self, size: int, seed: int) -> Iterable[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        draws = _Draws(len(self.files.paths), size, generator)
+        return _OnDevice(_Crops(self.files, self.crop), draws, self.device, self.workers)
+
+    def validation(self, *, ten: bool) -> Iterable[Batch]:
+        rows = list(range(len(self.held_out.paths)))
+        size = 50 if ten else 500
+        batches = [[(row, 0) for row in rows[first : first + size]] for first in range(0, len(rows), size)]
+        return _OnDevice(_Views(self.held_out, self.side, self.crop, ten), batches, self.device, self.workers)
+
+
+class _Draws:
+    """Batches of (row, seed of its crop), in a new order on every pass."""
+
+    def __init__(self, count: int, size: int, generator: torch.Generator) -> None:
+        self.count, self.size, self.generator = count, size, generator
+
+    def __len__(self) -> int:
+        return self.count // self.size
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order = torch.randperm(self.count, generator=self.generator).tolist()
+        seeds = torch.randint(2**62, (self.count,), generator=self.generator).tolist()
+        pairs = list(zip(order, seeds, strict=True))
+        for first in range(0, len(self) * self.size, self.size):
+            yield pairs[first : first + self.size]
+
+
+class _Crops(Dataset[tuple[Tensor, int]]):
+    def __init__(self, files: Files, crop: int) -> None:
+        self.files, self.crop = files, crop
+
+    def __getitem__(self, drawn: Any) -> tuple[Tensor, int]:
+        row, seed = drawn
+        generator = torch.Generator().manual_seed(seed)
+        image = _open(self.files.paths[row])
+        left, top, width, height = crop_boxes(1, image.height, image.width, generator)[0].tolist()
+        box = (left, top, left + width, top + height)
+        pixels = _pixels(image.resize((self.crop, self.crop), 2, box=box))  # 2: bilinear, and antialiased
+        flipped = bool(torch.rand((), generator=generator) < 0.5)
+        return pixels.flip(-1) if flipped else pixels, self.files.labels[row]
+
+
+class _Views(Dataset[tuple[Tensor, int]]):
+    def __init__(self, files: Files, side: int, crop: int, ten: bool) -> None:
+        self.files, self.side, self.crop, self.ten = files, side, crop, ten
+
+    def __getitem__(self, drawn: Any) -> tuple[Tensor, int]:
+        row, _ = drawn
+        pixels = _pixels(_resized(_open(self.files.paths[row]), self.side))
+        return views(pixels[None], self.crop, ten=self.ten)[0], self.files.labels[row]
+
+
+class _OnDevice:
+    def __init__(self, dataset: Dataset[Any], batches: Any, device: torch.device, workers: int) -> None:
+        pinned = device.type == "cuda"
+        self.device = device
+        self.loader = DataLoader(
+            dataset, batch_sampler=batches, num_workers=workers, pin_memory=pinned, persistent_workers=workers > 0
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for images, labels in self.loader:
+            yield (normalized(images.to(self.device, non_blocking=True)), labels.to(self.device, non_blocking=True))
+
+
+def normalized(images: Tensor) -> Tensor:
+    """Bytes as float32, with ImageNet's mean 0 and deviation 1 by channel; of any leading dimensions."""
+    mean, deviation = (torch.tensor(values, device=images.device)[:, None, None] for values in (_MEAN, _DEVIATION))
+    return (images.float() / 255 - mean) / deviation
+
+
+def crop_boxes(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
+    """Random boxes inside an image, (count, 4): left, top, width, height, in pixels.
+
+    Area and shape are drawn as usual (8 to 100 % of the image, 3:4 to 4:3): the first of ten draws that fits, or the
+    largest box of a permitted shape when none does.
+    """
+    drawn = torch.rand(2, count, 10, generator=generator, device=generator.device)
+    area = height * width * (_SCALE[0] + (_SCALE[1] - _SCALE[0]) * drawn[0])
+    low, high = (math.log(ratio) for ratio in _RATIO)
+    ratio = (low + (high - low) * drawn[1]).exp()
+    wide, tall = (area * ratio).sqrt(), (area / ratio).sqrt()
+    fits = (wide <= width) & (tall <= height)
+    first = fits.to(torch.uint8).argmax(1, keepdim=True)
+    found = fits.any(1)
+    wide = torch.where(found, wide.gather(1, first)[:, 0], min(width, height * _RATIO[1]))
+    tall = torch.where(found, tall.gather(1, first)[:, 0], min(height, width / _RATIO[0]))
+    place = torch.rand(2, count, generator=generator, device=generator.device)
+    return torch.stack([(width - wide) * place[0], (height - tall) * place[1], wide, tall], dim=1)
+
+
+def random_crops(images: Tensor, crop: int, generator: torch.Generator) -> Tensor:
+    """A random resized crop of each image, every other one mirrored: bytes as floats, (n, 3, crop, crop)."""
+    count, _, height, width = images.shape
+    left, top, wide, tall = crop_boxes(count, height, width, generator).unbind(1)
+    flipped = torch.rand(count, generator=generator, device=generator.device) < 0.5
+    middles = (torch.arange(crop, device=images.device) + 0.5) / crop  # of the wanted pixels, as shares of the box
+    across = torch.where(flipped[:, None], 1 - middles, middles)
+    x = (left[:, None] + wide[:, None] * across) * (2 / width) - 1
+    y = (top[:, None] + tall[:, None] * middles) * (2 / height) - 1
+    grid = torch.stack([x[:, None, :].expand(-1, crop, -1), y[:, :, None].expand(-1, -1, crop)], dim=-1)
+    return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def views(images: Tensor, crop: int, *, ten: bool) -> Tensor:
+    """The central crop, (n, 1, 3, crop, crop); or ten: four corners, centre, and the mirror images of these five."""
+    height, width = images.shape[-2:]
+    if min(height, width) < crop:
+        raise ValueError(f"A crop of {crop} pixels does not fit into images of {height} x {width}.")
+    below, right = height - crop, width - crop
+    corners = [(0, 0), (0, right), (below, 0), (below, right)] if ten else []
+    found = torch.stack(
+        [images[..., y : y + crop, x : x + crop] for y, x in [*corners, (round(below / 2), round(right / 2))]], dim=1
+    )
+    return torch.cat([found, found.flip(-1)], dim=1) if ten else found
+
+
+def _files(folder: Path, names: Sequence[str]) -> Files:
+    pairs = [
+        (path, label)
+        for label, name in enumerate(names)
+        if (folder / name).is_dir()
+        for path in sorted((folder / name).iterdir())
+        if path.suffix.lower() in _ENDINGS
+    ]
+    return Files(tuple(path for path, _ in pairs), tuple(label for _, label in pairs))
+
+
+def _read_all(files: Files, side: int, workers: int, device: torch.device) -> Batch:
+    def read(path: Path) -> Tensor:
+        return views(_pixels(_resized(_open(path), side))[None], side, ten=False)[0, 0]
+
+    with ThreadPoolExecutor(max(1, workers)) as pool:  # decoding releases Python's lock
+        images = torch.stack(list(pool.map(read, files.paths)))
+    return images.to(device), torch.tensor(files.labels, device=device)
+
+
+def _open(path: Path) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except OSError as error:
+        raise MissingDataError(f"The image {path} cannot be read ({error}): replace it or delete it.") from error
+
+
+def _resized(image: Any, side: int) -> Any:
+    """The image with its shorter side at the wanted length."""
+    scale = side / min(image.width, image.height)
+    if scale == 1:
+        return image
+    return image.resize((max(side, round(image.width * scale)), max(side, round(image.height * scale))), 2)
+
+
+def _pixels(image: Any) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

@@ -1,0 +1,21 @@
+"""Matrices with orthonormal columns, to make problems of."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["random_orthonormal"]
+
+
+def random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal columns in a random direction (uniform by Haar measure), in float64."""
+    normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
+    vectors, triangle = torch.linalg.qr(normal)
+    return vectors * triangle.diagonal().sign()
+
+
+def with_decay(rows: int, columns: int, decay: float, generator: torch.Generator) -> Tensor:
+    """A matrix with singular values k^-decay and random singular vectors, in float64."""
+    rank = min(rows, columns)
+    left, right = (random_orthonormal(size, rank, generator) for size in (rows, columns))
+    values = torch.arange(1, rank + 1, dtype=torch.float64) ** -decay
+    return left * values @ right.mT

@@ -1,0 +1,105 @@
+"""Records as numbers over trials and learning rates, and as lines and bars of pictures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from egop.runs import Panel, Series
+from egop_lab.experiments.base import Judged
+from egop_lab.training.records import Record
+from egop_lab.training.sweeps import ORIGINAL
+
+
+def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
+    """First quartile, median and third quartile over trials, entry by entry; what is not finite counts as worst."""
+    stacked = np.nan_to_num(np.asarray(curves, dtype=float), nan=np.inf, posinf=np.inf)
+    low, middle, high = np.quantile(stacked, (0.25, 0.5, 0.75), axis=0, method="nearest")
+    return low.tolist(), middle.tolist(), high.tolist()
+
+
+def bar_panel(title: str, what: str, runs: Mapping[str, Sequence[Record]], number: Callable[[Record], float]) -> Panel:
+    """One bar a method with a number of each of its runs; none where the median is not finite."""
+    found = [quartiles([[number(run)] for run in own]) for own in runs.values()]
+    low, middle, high = (
+        [each[part][0] if math.isfinite(each[part][0]) else math.nan for each in found] for part in range(3)
+    )
+    return Panel(title, "", what, [Series(what, list(runs), middle, low, high)], yscale="linear", kind="bar")
+
+
+def median(values: Sequence[float]) -> float:
+    """The median, what is not finite counting as worst (largest)."""
+    return statistics.median_low([value if value == value else float("inf") for value in values])
+
+
+def first_below(curve: Sequence[float], target: float) -> int | None:
+    """The first index at which a curve is at most the target; None when that never happens."""
+    return next((index for index, value in enumerate(curve) if value <= target), None)
+
+
+def by_rate(
+    records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]
+) -> dict[float, tuple[float, float, float]]:
+    """First quartile, median and third quartile of a score over trials, for each learning rate, ascending."""
+    scores: dict[float, list[float]] = {}
+    for record in records:
+        scores.setdefault(record.config["lr"], []).append(score(record.result))
+    found = {}
+    for rate in sorted(scores):
+        low, middle, high = quartiles([[value] for value in scores[rate]])
+        found[rate] = (low[0], middle[0], high[0])
+    return found
+
+
+def best_rate(records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]) -> float:
+    """The learning rate with the smallest median score; of equal ones the smaller."""
+    medians = {rate: middle for rate, (_, middle, _) in by_rate(records, score).items()}
+    return min(medians, key=lambda rate: medians[rate])
+
+
+def rate_series(
+    records: Sequence[Record],
+    score: Callable[[Mapping[str, Any]], float],
+    optimizer: str,
+    coordinates: str,
+    chosen: float | None = None,
+) -> Series:
+    """A score over learning rates as a line with quartiles."""
+    found = by_rate(records, score)
+    columns = list(zip(*found.values(), strict=True))
+    label = optimizer if coordinates == ORIGINAL else f"{optimizer}, {coordinates}"
+    return Series(label, list(found), columns[1], columns[0], columns[2], optimizer, coordinates != ORIGINAL, chosen)
+
+
+def curve_series(
+    records: Sequence[Record], name: str, optimizer: str, coordinates: str, x: Sequence[float] | None = None
+) -> Series:
+    """A recorded curve over steps or epochs, median and quartiles over trials."""
+    curves = [record.result[name] for record in records]
+    low, middle, high = quartiles(curves)
+    label = optimizer if coordinates == ORIGINAL else f"{optimizer}, {coordinates}"
+    places = list(range(len(middle))) if x is None else list(x)
+    return Series(label, places, middle, low, high, optimizer, coordinates != ORIGINAL)
+
+
+def same_in_both(
+    id: str, who: str, original: Sequence[Record], turned: Sequence[Record], name: str, tolerance: float
+) -> Judged:
+    """The check that an optimizer which knows no coordinates (SGD) has the same curve in both; an error otherwise.
+
+    Training amplifies rounding, so the median over recorded points of the relative difference is compared.
+    """
+    pairs = {record.config["seed"]: record.result[name] for record in original}
+    differences = [
+        median([abs(a - b) / max(abs(a), 1e-300) for a, b in zip(pairs[r.config["seed"]], r.result[name], strict=True)])
+        for r in turned
+    ]
+    worst = max(differences)
+    if not worst <= tolerance:
+        raise AssertionError(f"{id}: {who} differs between coordinates by {worst:.2g}: the implementation is wrong.")
+    found = f"Largest median relative difference of a trial: {worst:.2g}."
+    return Judged(id, f"Check: {who} is the same in both coordinates.", "holds", found, "check")

@@ -1,0 +1,163 @@
+"""Experiments on timed trainings: methods at their own learning rates, and what each takes to AdamW's best loss."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from egop_lab.experiments.base import Experiment, Judged, Kind, verdict
+from egop_lab.experiments.curves import first_below, median, quartiles
+from egop_lab.methods import label
+from egop_lab.training.context import Context, Preset
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import TUNING
+from egop_lab.training.timed import Trials, fast, shared
+
+Runs = dict[str, list[Record]]  # the reported runs by method
+Measures = Mapping[str, tuple[str, Callable[[Record], float]]]  # what is measured, in words, and its number for a run
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a method has a smaller number than another one.
+
+    Attributes:
+        name: of the claim.
+        words: the claim.
+        measure: what is compared.
+        method: whose number is to be the smaller one.
+        other: whose is the larger one.
+        part: how much of that it may be; strictly less than the whole by default.
+    """
+
+    name: str
+    words: str
+    measure: str
+    method: str
+    other: str
+    part: float | None = None
+
+    def holds(self, one: float, other: float) -> bool:
+        """Whether it does, for the two numbers."""
+        return one < other if self.part is None else one <= self.part * other
+
+
+class TimedExperiment(Experiment):
+    """The settings have ``methods``, ``trials`` and, by the name in ``length``, how long a reported run is."""
+
+    comparison: ClassVar[str]
+    training: ClassVar[Callable[..., Any]]  # what one run is: of data, a configuration and a device
+    length: ClassVar[str]
+    claims: ClassVar[Sequence[Claim]]
+    kind: ClassVar[Kind] = "claim"
+
+    @abc.abstractmethod
+    def trials(self, store: Store, context: Context) -> Trials:
+        """What does the runs, with the data that the context names."""
+
+    @abc.abstractmethod
+    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+        """The learning rate that the tuning runs give; a LookupError when some are missing."""
+
+    def measures(self, goal: float) -> Measures:
+        """What is compared, by name; the goal is AdamW's best validation loss."""
+        where = f"to a validation loss of {goal:.3f}"
+        return {
+            self.length: (f"{self.length.capitalize()} {where}", lambda run: length_to(run, goal)),
+            "seconds": (f"Seconds {where}", lambda run: seconds_to(run, goal)),
+        }
+
+    @abc.abstractmethod
+    def said(self, claim: Claim, one: float, other: float) -> str:
+        """Both numbers in words."""
+
+    def required(self, preset: Preset) -> set[str]:
+        """The methods whose runs must all be there; others are shown with those they have."""
+        return set(self.settings(preset)["methods"])
+
+    def chosen(self, store: Store, preset: Preset, method: str) -> float:
+        """A method's learning rate."""
+        return self.rate(self.settings(preset), self.done(store, preset), method)
+
+    def report(self, trials: Trials, methods: Sequence[str]) -> bool:
+        """Do the runs that are reported, of methods that are tuned; whether they are all done."""
+        settings = self.settings(trials.context.preset)
+        best = {method: self.rate(settings, trials.done, method) for method in methods}
+        runs = [(seed, method) for seed in range(settings["trials"]) for method in methods]
+        length = {self.length: settings[self.length]}
+        with fast(trials.context.device):
+            return all(trials.do(method=method, lr=best[method], **length, seed=seed) for seed, method in runs)
+
+    def reported(self, store: Store, preset: Preset) -> Runs:
+        """Each method's runs at its chosen rate."""
+        settings, done, required = self.settings(preset), self.done(store, preset), self.required(preset)
+        found: Runs = {}
+        for method in settings["methods"]:
+            try:
+                wanted = (method, self.rate(settings, done, method), settings[self.length])
+                runs = [run for run in done if not is_tuning(run) and self.key(run) == wanted]
+                if len(runs) < (settings["trials"] if method in required else 1):
+                    raise LookupError(f"{method} has {len(runs)} of {settings['trials']} runs")
+            except LookupError:
+                if method in required:
+                    raise
+            else:
+                found[method] = runs
+        return found
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        runs = self.reported(store, preset)
+        measures = self.measures(self.goal(runs))
+        found = []
+        for claim in self.claims:
+            what, number = measures[claim.measure]
+            one, other = (median([number(run) for run in runs[method]]) for method in (claim.method, claim.other))
+            judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
+            decided = verdict(claim.holds(one, other)) if judged else "cannot be judged"
+            said = f"{what}: {self.said(claim, one, other)}."
+            found.append(Judged(f"{self.id}/{claim.name}", claim.words, decided, said, self.kind))
+        return found
+
+    def goal(self, runs: Runs) -> float:
+        """AdamW's lowest median validation loss after any pass."""
+        curves = [run.result["validation loss"] for run in runs[label(self.comparison, "adamw")]]
+        return min(quartiles(curves)[1])
+
+    def done(self, store: Store, preset: Preset) -> list[Record]:
+        """The runs on the same data and with the same settings as the last one: others are not to be mixed in."""
+        runs = self.records(store, preset)
+        return [run for run in runs if shared(run) == shared(runs[-1])]
+
+    def key(self, run: Record) -> tuple[str, float, int]:
+        """Method, learning rate and length."""
+        return run.config["method"], run.config["lr"], run.config[self.length]
+
+
+def is_tuning(run: Record) -> bool:
+    """Whether a run is one that chooses a learning rate."""
+    return bool(run.config["seed"] >= TUNING)
+
+
+def length_to(run: Record, goal: float) -> float:
+    """After how many steps or epochs the validation loss is at most the goal; infinitely many when it never is."""
+    found = first_below(run.result["validation loss"], goal)
+    return math.inf if found is None else found * int(run.config.get("interval", 1))
+
+
+def seconds_to(run: Record, goal: float) -> float:
+    """After how many seconds of training, the estimation of bases included."""
+    found = first_below(run.result["validation loss"], goal)
+    return math.inf if found is None else run.result["seconds"][found]
+
+
+def lowest(result: Mapping[str, Any]) -> float:
+    """The lowest validation loss of a run."""
+    return min((value for value in result["validation loss"] if value == value), default=math.inf)
+
+
+def number(value: float, digits: int) -> str:
+    """A number of passes or seconds in words."""
+    return f"{value:.{digits}g}" if math.isfinite(value) else "never"

@@ -1,0 +1,100 @@
+"""A GPT in plain torch: a decoder-only transformer as in GPT-2, small enough to train in minutes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["GPT", "Block", "initialize_"]
+
+_DEVIATION = 0.02  # of GPT-2's weights at the start
+
+
+class Block(nn.Module):
+    """Causal self-attention and a multi-layer perceptron, each behind a norm and beside a skip connection.
+
+    Queries, keys and values come from one weight: they have the same input, so that one basis of it serves all three.
+
+    Args:
+        width: of the stream of activations.
+        heads: of the attention; they divide the width.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.mixed = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.wider = nn.Linear(width, 4 * width, bias=False)
+        self.narrower = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """The stream with what this block adds to it, (n, length, width)."""
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(stream)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.mixed(attended.transpose(1, 2).flatten(2))
+        return stream + self.narrower(F.gelu(self.wider(self.norm2(stream))))
+
+
+class GPT(nn.Module):
+    """Token and learned position embeddings, blocks, a last norm, and a head of its own (not the embedding's weight).
+
+    As GPT-2, but without biases (in linear layers and norms) and without dropout.
+
+    Args:
+        vocabulary: how many tokens there are; 256 for bytes.
+        layers: how many blocks.
+        width: of the stream of activations.
+        heads: of each attention; they divide the width.
+        context: how many tokens it sees at most.
+
+    Example:
+        >>> model = GPT(layers=2, width=32, heads=2, context=16)
+        >>> model(torch.zeros(1, 16, dtype=torch.long)).shape
+        torch.Size([1, 16, 256])
+    """
+
+    def __init__(
+        self, vocabulary: int = 256, layers: int = 6, width: int = 384, heads: int = 6, context: int = 256
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"Invalid heads value: {heads}. Must divide the width, {width}.")
+        self.context = context
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        initialize_(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the token that follows each of the tokens, (n, length, vocabulary)."""
+        length = tokens.shape[-1]
+        if length > self.context:
+            raise ValueError(f"{length} tokens are more than the context of {self.context}.")
+        stream = self.tokens(tokens) + self.positions.weight[:length]
+        for block in self.blocks:
+            stream = block(stream)
+        return self.head(self.norm(stream))
+
+
+@torch.no_grad()
+def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
+    """Draw new parameters as GPT-2 does, in place: normal, smaller where a block adds to the stream; norms are ones."""
+    layers = sum(isinstance(part, Block) for part in model.modules())
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            adds = name.endswith(("mixed", "narrower"))
+            deviation = _DEVIATION / math.sqrt(2 * layers) if adds else _DEVIATION
+            part.weight.normal_(0, deviation, generator=generator)
+        elif isinstance(part, nn.LayerNorm):
+            part.reset_parameters()
+    return model

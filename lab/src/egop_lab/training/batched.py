@@ -1,0 +1,237 @@
+"""Many runs as one tensor programme: trials and learning rates together, for optimizers that work by coordinates.
+
+All runs of one method are one loop. The parameters of T trials with K learning rates each are stacked along two leading
+dimensions. In EGOP coordinates the stacked coordinates are decoded by stacked bases, and reverse mode through that
+product gives the gradients in coordinates: the literal f∘V, independent of the library's optimizer.
+
+On a GPU such a step is many small kernels, and starting them takes longer than running them. So the step is recorded
+once as a CUDA graph and then replayed.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+import egop
+from egop.runs import counted
+from egop_lab.models.stacked import Point
+from egop_lab.training.updates import OPTIMIZERS, Rule
+
+_WARM_UP = 2  # steps before one is recorded, for what libraries set up when first called
+
+
+class Problem(abc.ABC):
+    """T trials of one kind of training problem, each with its own data and start."""
+
+    @abc.abstractmethod
+    def start(self) -> Point:
+        """The starting points, (trials, *shape) each."""
+
+    def batch(self, step: int) -> Any:
+        """What the loss of a step depends on besides the point: the number of the step, by default.
+
+        A tensor (of the rows that make up the batch) says that there is nothing else, so that on a GPU the step can be
+        recorded once and replayed with other values in that tensor.
+        """
+        return step
+
+    @abc.abstractmethod
+    def losses(self, point: Point, batch: Any) -> Tensor:
+        """The training loss of every run on a batch, (trials, rates); all runs of a trial see the same one."""
+
+    @abc.abstractmethod
+    def evaluate(self, point: Point) -> dict[str, Tensor]:
+        """What is recorded, (trials, rates) each; called without gradients."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Stacked changes of basis: for each block the names of its parameters and V, (trials, d, r).
+
+    With fewer columns than rows, these are the paper's auxiliary variables: V has the leading directions, and the rest
+    is in original coordinates, or stays as it is where the basis is reduced.
+    """
+
+    blocks: tuple[tuple[tuple[str, ...], Tensor], ...]
+    reduced: bool = False
+
+    @classmethod
+    def stack(cls, bases: Sequence[egop.Reparameterization]) -> Basis:
+        """From one basis a trial, of ``Full`` blocks and either ``Auxiliary`` or ``Reduced`` ones."""
+        kinds = {change.kind for change in bases[0].values()} - {"Full"}
+        if kinds not in (set(), {"Auxiliary"}, {"Reduced"}):
+            raise ValueError(f"Bases of {' and '.join(sorted(kinds))} blocks cannot be stacked here.")
+        return cls(
+            tuple(
+                (change.block.parameters, torch.stack([basis[name].tensors["basis"] for basis in bases]))
+                for name, change in bases[0].items()
+            ),
+            reduced=kinds == {"Reduced"},
+        )
+
+
+def cosine(periods: int) -> Callable[[int], float]:
+    """A schedule from one to zero along half a cosine, as ``CosineAnnealingLR``."""
+    return lambda done: (1 + math.cos(math.pi * done / periods)) / 2
+
+
+def train(
+    problem: Problem,
+    optimizer: str,
+    rates: Sequence[float],
+    steps: int,
+    *,
+    weight_decays: Sequence[float] | None = None,
+    basis: Basis | None = None,
+    schedule: Callable[[int], float] | None = None,
+    record_every: int = 1,
+    schedule_every: int | None = None,
+    progress: bool = False,
+    graphs: bool = True,
+) -> tuple[dict[str, Tensor], float]:
+    """Train every trial with every learning rate.
+
+    Args:
+        problem: the trials.
+        optimizer: a name in :data:`OPTIMIZERS`.
+        rates: the learning rates, one a run.
+        steps: how many steps.
+        weight_decays: of AdamW, one a run, for weights (two or more dimensions) only; 0.01 by default.
+        basis: EGOP coordinates; original ones by default.
+        schedule: the factor of all rates after so many periods.
+        record_every: evaluate after so many steps (and before the first).
+        schedule_every: a period of the schedule in steps; ``record_every`` by default.
+        progress: show a progress bar.
+        graphs: replay recorded steps where that is possible: on a GPU, with batches that are tensors.
+
+    Returns:
+        What ``problem.evaluate`` gave, (trials, rates, records) each, and the seconds of all steps together.
+    """
+    coordinates = Coordinates(problem.start(), basis, len(rates))
+    device = coordinates.leaves[0].device
+    first = torch.tensor(rates, dtype=torch.float64, device=device)
+    decays = first.new_tensor([0.01] * len(rates) if weight_decays is None else weight_decays)
+    rule = OPTIMIZERS[optimizer](coordinates.leaves, first.clone(), decays, coordinates.weights)
+    take = _Stepper(problem, coordinates, rule, graphs and device.type == "cuda")
+    period = record_every if schedule_every is None else schedule_every
+    history = [_evaluated(problem, coordinates)]
+    seconds = 0.0
+    name = f"{optimizer}{'' if basis is None else ', EGOP'}, {counted(len(rates), 'rate')}"
+    with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
+        for begin in range(0, steps, record_every):
+            began = time.perf_counter()
+            for step in range(begin, min(begin + record_every, steps)):
+                if schedule is not None and step % period == 0:
+                    rule.rates.copy_(first * schedule(step // period))
+                take(problem.batch(step))
+            history.append(_evaluated(problem, coordinates))  # reads numbers, so all kernels have finished
+            seconds += time.perf_counter() - began
+            bar.update(min(record_every, steps - begin))
+    return {key: torch.stack([entry[key] for entry in history], dim=-1) for key in history[0]}, seconds
+
+
+class Coordinates:
+    """What is trained, and the parameters it stands for.
+
+    Attributes:
+        leaves: (trials, rates, *shape) each.
+        weights: for each leaf whether it has coordinates of weights, rather than of biases.
+    """
+
+    def __init__(self, start: Mapping[str, Tensor], basis: Basis | None, rates: int) -> None:
+        self._shapes = {name: value.shape[1:] for name, value in start.items()}
+        self._blocks = () if basis is None else basis.blocks
+        rotated = {name for names, _ in self._blocks for name in names}
+        self._plain = [name for name in start if name not in rotated]
+        first, self.weights = [], []
+        self._still: dict[tuple[str, ...], Tensor] = {}
+        for names, v in self._blocks:
+            vector = torch.cat([start[name].flatten(1) for name in names], dim=1).unsqueeze(1)
+            leading = torch.bmm(vector, v)
+            parts = [leading]
+            if basis is not None and _partial(v):
+                rest = vector - torch.bmm(leading, v.mT)
+                if basis.reduced:
+                    self._still[names] = rest.detach()
+                else:
+                    parts.append(rest)
+            first += [part.squeeze(1) for part in parts]
+            self.weights += [any(len(self._shapes[name]) > 1 for name in names)] * len(parts)
+        first += [start[name] for name in self._plain]
+        self.weights += [len(self._shapes[name]) > 1 for name in self._plain]
+        self.leaves = [torch.stack([value.detach()] * rates, dim=1).requires_grad_() for value in first]
+
+    def point(self) -> Point:
+        """The parameters of all runs, as a differentiable function of the leaves."""
+        left = iter(self.leaves)
+        point: Point = {}
+        for names, v in self._blocks:
+            leading = next(left)
+            if names in self._still:
+                vector = self._still[names] + torch.bmm(leading, v.mT)
+            elif _partial(v):
+                rest = next(left)
+                vector = rest + torch.bmm(leading - torch.bmm(rest, v), v.mT)
+            else:
+                vector = torch.bmm(leading, v.mT)
+            parts = vector.split([self._shapes[name].numel() for name in names], dim=-1)
+            point |= {name: part.unflatten(-1, self._shapes[name]) for name, part in zip(names, parts, strict=True)}
+        return point | dict(zip(self._plain, left, strict=True))
+
+
+class _Stepper:
+    """Takes steps one by one, or replays them: one graph for each shape of batch."""
+
+    def __init__(self, problem: Problem, coordinates: Coordinates, rule: Rule, graphs: bool) -> None:
+        self._problem, self._coordinates, self._rule, self._graphs = problem, coordinates, rule, graphs
+        self._seen: dict[torch.Size, int] = {}
+        self._recorded: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, batch: Any) -> None:
+        if not (self._graphs and isinstance(batch, Tensor)):
+            self._step(batch)
+            return
+        seen = self._seen[batch.shape] = self._seen.get(batch.shape, 0) + 1
+        if seen <= _WARM_UP:
+            stream = torch.cuda.Stream()  # as a recording will be: not on the default one
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            return
+        if batch.shape not in self._recorded:
+            graph, rows = torch.cuda.CUDAGraph(), batch.clone()
+            with torch.cuda.graph(graph):
+                self._step(rows)
+            self._recorded[batch.shape] = graph, rows
+        graph, rows = self._recorded[batch.shape]
+        rows.copy_(batch)
+        graph.replay()
+
+    def _step(self, batch: Any) -> None:
+        losses = self._problem.losses(self._coordinates.point(), batch)
+        self._rule.step(torch.autograd.grad(losses.sum(), self._coordinates.leaves))
+
+
+def _partial(v: Tensor) -> bool:
+    return v.shape[-1] < v.shape[-2]
+
+
+@torch.no_grad()
+def _evaluated(problem: Problem, coordinates: Coordinates) -> dict[str, Tensor]:
+    """Copies: what is recorded may be a view of what is trained."""
+    found = problem.evaluate(coordinates.point())
+    double = torch.float64
+    return {
+        name: value.to("cpu", double if value.dtype == double else torch.float32, copy=True)
+        for name, value in found.items()
+    }

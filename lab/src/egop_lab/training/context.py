@@ -1,0 +1,97 @@
+"""What runs are done with: preset, device, data, time; the record that a run leaves; runs over processes."""
+
+from __future__ import annotations
+
+import pickle
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from egop_lab.training.records import Record, Store
+
+Preset = Literal["quick", "full"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an experiment runs with.
+
+    Attributes:
+        preset: ``"quick"`` (small sizes, few trials; labelled as such) or ``"full"`` (the paper's).
+        device: where to run.
+        data: the folder with data sets that do not ship with the package.
+        progress: show progress bars.
+        workers: processes for runs that cannot be batched.
+        time_budget: seconds after which an experiment of long runs starts no further one; none by default.
+        say: shows a line to the user; none by default.
+    """
+
+    preset: Preset = "quick"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    data: str | None = None
+    progress: bool = True
+    workers: int = 2
+    time_budget: float | None = None
+    say: Callable[[str], object] = lambda line: None
+
+
+def finished(
+    config: Mapping[str, Any], result: Mapping[str, Any], seconds: float, device: torch.device | str = "cpu"
+) -> Record:
+    """The record of a run that has just ended here."""
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return Record(config, result, seconds, name, versions)
+
+
+def in_processes(
+    function: Callable[[Mapping[str, Any]], Record],
+    configs: Sequence[Mapping[str, Any]],
+    store: Store,
+    context: Context,
+    description: str,
+) -> None:
+    """Do runs that cannot be batched, several processes at a time; each record is stored as it comes."""
+    if not configs:
+        return
+    with (
+        tqdm(total=len(configs), desc=description, unit="run", disable=not context.progress) as bar,
+        _pool(context.workers) as pool,
+    ):
+        futures = [pool.submit(function, config) for config in configs]
+        try:
+            for future in as_completed(futures):
+                store.add(future.result())
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def over_processes(function: Callable[[Any], Any], arguments: Sequence[Any], workers: int) -> list[Any]:
+    """What a function gives for each argument, in their order; by several processes where there is more to do."""
+    workers = min(workers, len(arguments))
+    if workers <= 1:
+        return [function(argument) for argument in arguments]
+    with _pool(workers) as pool:
+        return [pickle.loads(found) for found in pool.map(partial(_pickled, function), arguments)]
+
+
+def _pickled(function: Callable[[Any], Any], argument: Any) -> bytes:
+    """As bytes: tensors themselves would go through shared memory, of which containers have little."""
+    return pickle.dumps(function(argument))
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    """Fresh processes, with one thread each."""
+    return ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    )

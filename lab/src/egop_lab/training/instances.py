@@ -1,0 +1,60 @@
+"""Random instances of small problems, and their bases."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+import egop
+from egop_lab.training import batched
+from egop_lab.training.sweeps import EGOP, ORIGINAL
+
+RANDOM = "random rotation"  # a further kind of coordinates, as a control
+
+
+class Trials(batched.Problem):
+    """Independent random instances of a problem, one a seed, with a basis each.
+
+    Attributes:
+        seeds: one a trial.
+        samples: gradients for a basis, at points drawn from N(0, I).
+    """
+
+    seeds: Sequence[int]
+    samples: int
+
+    @abc.abstractmethod
+    def alone(self, seed: int) -> Self:
+        """The problem of one trial."""
+
+    def objective(self, seed: int) -> egop.Objective:
+        """The loss of one trial, for the library."""
+        one = self.alone(seed)
+
+        def loss(**values: Tensor) -> Tensor:
+            return one.losses({name: value[None, None] for name, value in values.items()}, 0).sum()
+
+        return egop.Objective.from_function(loss, {name: value[0] for name, value in one.start().items()})
+
+    def basis(self, coordinates: str) -> batched.Basis | None:
+        """A basis for each trial, one block a parameter; none for original coordinates."""
+        if coordinates == ORIGINAL:
+            return None
+        return batched.Basis.stack(
+            [
+                egop.estimate(
+                    self.objective(seed),
+                    rho=egop.Gaussian(),
+                    partition="parameter",
+                    structure=egop.Full() if coordinates == EGOP else egop.RandomRotation(seed=seed),
+                    samples=self.samples,
+                    generator=torch.Generator().manual_seed(seed),
+                    progress=False,
+                )
+                for seed in self.seeds
+            ]
+        )

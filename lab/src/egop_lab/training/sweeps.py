@@ -1,0 +1,104 @@
+"""Sweeps over learning rates, trials and both coordinates, run in batches and kept as one record a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from egop_lab.training import batched
+from egop_lab.training.context import Context, finished
+from egop_lab.training.records import Store
+
+P = TypeVar("P", bound=batched.Problem)
+
+EGOP = "EGOP"
+ORIGINAL = "original"
+
+# Seeds of tuning trials start here, so that no reported trial was used for choosing a learning rate.
+TUNING = 10_000
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to run: every optimizer in every kind of coordinates, with every rate, on every trial.
+
+    Attributes:
+        rates: the learning rates of each optimizer.
+        seeds: one a trial.
+        coordinates: ``"original"``, ``"EGOP"`` or further kinds that the experiment knows.
+        steps: of each run.
+        record_every: steps between two recorded evaluations.
+        at_once: how many trials are run together, by what fits into memory.
+        extra: further settings that go into every configuration.
+    """
+
+    rates: Mapping[str, Sequence[float]]
+    seeds: Sequence[int]
+    coordinates: Sequence[str]
+    steps: int
+    record_every: int
+    at_once: int
+    extra: Mapping[str, Any]
+
+
+def run_sweep(
+    configured: Callable[..., dict[str, Any]],
+    sweep: Sweep,
+    store: Store,
+    context: Context,
+    problem: Callable[[Sequence[int]], P],
+    basis: Callable[[P, str], batched.Basis | None],
+    schedule: Callable[[int], float] | None = None,
+    compact: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] | None = None,
+    **options: Any,
+) -> None:
+    """Do what the store does not have yet; all rates and some trials of one method at a time.
+
+    Args:
+        configured: the whole configuration of a run, from the preset and its own settings.
+        sweep: what to run.
+        store: where finished runs are.
+        context: the preset and the device.
+        problem: makes the problems of several seeds.
+        basis: makes their bases, for one kind of coordinates; asked once for all optimizers.
+        schedule: the factor of all learning rates after so many periods.
+        compact: what to keep of a result, given the configuration; all of it by default.
+        **options: further arguments of the training.
+    """
+
+    def configs(optimizer: str, coordinates: str, rate: float) -> list[dict[str, Any]]:
+        common = {"optimizer": optimizer, "coordinates": coordinates, "lr": rate, "steps": sweep.steps}
+        return [configured(context.preset, **common, **sweep.extra, seed=seed) for seed in seeds]
+
+    for first in range(0, len(sweep.seeds), sweep.at_once):
+        seeds = sweep.seeds[first : first + sweep.at_once]
+        made: P | None = None
+        for coordinates in sweep.coordinates:
+            turned: batched.Basis | None = None
+            asked = False
+            for optimizer, rates in sweep.rates.items():
+                left = {rate: own for rate in rates if store.missing(own := configs(optimizer, coordinates, rate))}
+                if not left:
+                    continue
+                made = made if made is not None else problem(seeds)
+                if not asked:
+                    turned, asked = basis(made, coordinates), True
+                found, seconds = batched.train(
+                    made,
+                    optimizer,
+                    list(left),
+                    sweep.steps,
+                    basis=turned,
+                    schedule=schedule,
+                    record_every=sweep.record_every,
+                    progress=context.progress,
+                    **options,
+                )
+                records = []
+                for column, own in enumerate(left.values()):
+                    for row, config in enumerate(own):
+                        result = {name: values[row, column].tolist() for name, values in found.items()}
+                        result = result if compact is None else compact(config, result)
+                        records.append(finished(config, result, seconds / len(left) / len(seeds), context.device))
+                store.add(*records)

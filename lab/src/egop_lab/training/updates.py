@@ -1,0 +1,126 @@
+"""Update rules of many runs at once, each with its own learning rate: the same numbers as torch's optimizers.
+
+torch's optimizers take one learning rate for a parameter group, so many rates would be many groups, each with its own
+small kernels. Here the rate is a tensor, one a run, and a step is a handful of tensor operations whatever the number of
+runs. Nothing in a step depends on the host, so that a step can be recorded as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["OPTIMIZERS", "Rule"]
+
+_BETAS = (0.9, 0.999)
+_MOMENTUM = 0.9
+
+
+class Rule(abc.ABC):
+    """Steps stacked parameters in place, by their gradients.
+
+    Args:
+        leaves: what is trained, (trials, runs, *shape) each.
+        rates: the learning rates, one a run; may be changed in place between steps.
+        decays: the weight decay of each run, where the rule has one.
+        decayed: which of the leaves it is for.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
+        self.leaves, self.rates, self.decays, self.decayed = leaves, rates, decays, decayed
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027 - not every rule has a state
+        """Make the state."""
+
+    @abc.abstractmethod
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Take one step."""
+
+    def zeros(self) -> list[Tensor]:
+        """State of the size of the leaves."""
+        return [torch.zeros_like(leaf, requires_grad=False) for leaf in self.leaves]
+
+
+class SGD(Rule):
+    """``torch.optim.SGD``."""
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            leaf.sub_(_by_run(self.rates, leaf) * gradient)
+
+
+class Momentum(SGD):
+    """``torch.optim.SGD`` with momentum 0.9."""
+
+    def prepare(self) -> None:
+        self._buffers = self.zeros()
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        for buffer, gradient in zip(self._buffers, gradients, strict=True):
+            buffer.mul_(_MOMENTUM).add_(gradient)
+        super().step(self._buffers)
+
+
+class Adagrad(Rule):
+    """``torch.optim.Adagrad``."""
+
+    def prepare(self) -> None:
+        self._sums = self.zeros()
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        for leaf, total, gradient in zip(self.leaves, self._sums, gradients, strict=True):
+            total.addcmul_(gradient, gradient)
+            leaf.sub_(_by_run(self.rates, leaf) * gradient / total.sqrt().add_(1e-10))
+
+
+class Adam(Rule):
+    """``torch.optim.Adam``."""
+
+    def prepare(self) -> None:
+        self._means, self._squares = self.zeros(), self.zeros()
+        self._count = torch.zeros((), dtype=torch.float64, device=self.rates.device)
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        first, second = _BETAS
+        self._count += 1
+        rates = self.rates / (1 - first**self._count)
+        root = (1 - second**self._count).sqrt()
+        states = zip(self.leaves, self._means, self._squares, gradients, strict=True)
+        for leaf, mean, square, gradient in states:
+            mean.lerp_(gradient, 1 - first)
+            square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            leaf.sub_(_by_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
+
+
+class AdamW(Adam):
+    """``torch.optim.AdamW``."""
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        for leaf, decayed in zip(self.leaves, self.decayed, strict=True):
+            if decayed:
+                leaf.mul_(_by_run(1 - self.rates * self.decays, leaf))
+        super().step(gradients)
+
+
+# By the names of torch's own in egop_lab.methods, whose numbers these rules give: the paper's four, and AdamW.
+OPTIMIZERS: dict[str, type[Rule]] = {
+    "Adam": Adam,
+    "AdamW": AdamW,
+    "Adagrad": Adagrad,
+    "SGD": SGD,
+    "SGD+momentum": Momentum,
+}
+
+
+def _by_run(values: Tensor, leaf: Tensor) -> Tensor:
+    """A number a run, to be multiplied with a leaf; in its precision, or everything would become float64."""
+    return values.to(leaf.dtype).reshape(-1, *[1] * (leaf.dim() - 2))

@@ -1,0 +1,141 @@
+import math
+
+import pytest
+import torch
+
+import egop
+from egop_lab.data.digits import digits
+from egop_lab.experiments.digits import DigitsExperiment
+from egop_lab.models.small import cross_entropy, xavier_
+from egop_lab.training import batched
+from egop_lab.training import digits as digits_problem
+from egop_lab.training.context import Context, over_processes
+from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, train_alone
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
+from fakes import verdicts
+
+LOSSES = {
+    "Adam": {ORIGINAL: 1e-3, EGOP: 1e-4},
+    "Adagrad": {ORIGINAL: 1e-2, EGOP: 1e-3},
+    "SGD": {ORIGINAL: 0.1, EGOP: 0.1},
+    "SGD+momentum": {ORIGINAL: 0.05, EGOP: 0.05},
+}
+
+
+def judged(tmp_path, losses, accuracy=None, only_at_chosen=False):
+    """Verdicts on made-up runs; the second of the rates has the best validation accuracy."""
+    experiment, store = DigitsExperiment(), Store(tmp_path / "records.jsonl")
+    for optimizer, rates in experiment.settings("quick")["rates"].items():
+        for kind in (ORIGINAL, EGOP):
+            for rate in rates:
+                chosen = rate == rates[1]
+                loss = losses[optimizer][kind] * (1e9 if only_at_chosen and kind == EGOP and not chosen else 1)
+                share = (accuracy or {}).get((optimizer, kind), 0.9)
+                for seed in (0, 1, 2, TUNING):
+                    config = {"optimizer": optimizer, "coordinates": kind, "lr": rate, "seed": seed}
+                    result = {"loss": [loss, loss], "test accuracy": share}
+                    result["best validation accuracy"] = 0.95 if chosen else 0.5
+                    store.add(Record(experiment.config("quick", **config), result))
+    return verdicts(experiment, store)
+
+
+def test_all_claims_hold_where_the_records_are_as_the_paper_says(tmp_path):
+    found = judged(tmp_path, LOSSES)
+    assert len(found) == 10
+    assert set(found.values()) == {"holds"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "failing"),
+    [
+        ({"Adam": {ORIGINAL: 1e-3, EGOP: 2e-3}}, {"Adam-lower", "Adam-robust"}),
+        ({"Adagrad": {ORIGINAL: 1.0, EGOP: 0.5}}, {"Adagrad-below-sgd"}),
+        ({"SGD": {ORIGINAL: 1e-5, EGOP: 1e-5}}, {"Adam-below-sgd", "Adagrad-below-sgd"}),
+    ],
+)
+def test_each_claim_fails_where_the_records_say_so(tmp_path, losses, failing):
+    found = judged(tmp_path, LOSSES | losses)
+    assert {claim for claim, verdict in found.items() if verdict != "holds"} == failing
+
+
+def test_a_lower_accuracy_and_a_gain_at_one_rate_are_noticed(tmp_path):
+    found = judged(tmp_path, LOSSES, accuracy={("Adam", EGOP): 0.8}, only_at_chosen=True)
+    failing = {claim for claim, verdict in found.items() if verdict != "holds"}
+    assert failing == {"Adam-accuracy", "Adam-robust", "Adagrad-robust"}
+
+
+def test_sgd_that_differs_between_coordinates_is_an_error(tmp_path):
+    with pytest.raises(AssertionError, match="SGD differs"):
+        judged(tmp_path, LOSSES | {"SGD": {ORIGINAL: 0.1, EGOP: 0.01}})
+
+
+class Toy(DigitsExperiment):
+    def settings(self, preset):
+        rates = {"Adam": [0.01, 0.04], "Adagrad": [0.1], "SGD": [0.1, 0.4], "SGD+momentum": [0.1]}
+        return {"trials": 2, "tuning trials": 1, "epochs": 2, "rates": rates}
+
+
+def test_a_toy_run_has_curves_of_all_methods_in_both_coordinates(tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+
+    def stack(bases):
+        """Random bases: finding the right ones takes longer than all of the rest."""
+        sizes = {"0.weight": 2048, "2.weight": 320}
+        return batched.Basis(
+            tuple(
+                ((name,), torch.linalg.qr(torch.randn(2, size, size, generator=generator))[0])
+                for name, size in sizes.items()
+            )
+        )
+
+    monkeypatch.setattr(DigitsProblem, "bases", lambda self: [])
+    monkeypatch.setattr(batched.Basis, "stack", stack)
+    store, experiment = Store(tmp_path / "records.jsonl"), Toy()
+    experiment.run(store, Context(progress=False))
+    assert len(store) == 6 * 1 + 6 * 2 * 2
+    assert {len(record.result["loss"]) for record in store} == {3}
+    for seed in (0, 1):
+        starts = {record.result["loss"][0] for record in experiment.records(store, "quick", seed=seed)}
+        assert max(starts) <= min(starts) * 1.0001, "equivalent starts"
+    found = verdicts(experiment, store)
+    assert found["SGD-same"] == found["SGD+momentum-same"] == "holds"
+    (picture,) = experiment.pictures(store, "quick")
+    assert [len(panel.series) for panel in picture.panels] == [8, 8, 8]
+    assert [len(series.x) for series in picture.panels[0].series] == [3] * 8
+    assert all(series.egop == (EGOP in series.label) for series in picture.panels[0].series)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD+momentum"])
+def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
+    seeds, rates = [1, 5], [0.01, 0.02]
+    bases = [
+        egop.estimate(
+            egop.Objective(digits_problem.network(seed), cross_entropy, [digits().train.batch]),
+            rho=egop.Initialization(init_fn=xavier_),
+            partition={"last": ["2.weight"]},
+            structure=egop.Full(),
+            samples=10,
+            generator=torch.Generator().manual_seed(seed),
+            progress=False,
+        )
+        for seed in seeds
+    ]
+    problem = DigitsProblem(seeds, torch.device("cpu"))
+    basis = batched.Basis.stack(bases) if turned else None
+    found, _ = batched.train(problem, optimizer, rates, 2 * STEPS_PER_EPOCH, record_every=STEPS_PER_EPOCH, basis=basis)
+    alone = train_alone(seeds[1], optimizer, rates[0], 2, basis=bases[1] if turned else None)
+    assert found["loss"][1, 0].tolist() == pytest.approx(alone.loss, rel=1e-4)
+    assert found["test accuracy"][1, 0].tolist() == pytest.approx(alone.metrics["test accuracy"], abs=2e-3)
+
+
+def test_processes_keep_the_order():
+    assert over_processes(math.sqrt, [4.0, 9.0, 16.0], 2) == [2.0, 3.0, 4.0]
+
+
+def test_a_basis_has_a_block_for_each_weight_matrix(monkeypatch):
+    monkeypatch.setattr("egop_lab.training.digits.digits_network", lambda: torch.nn.Sequential(torch.nn.Linear(64, 10)))
+    (basis,) = DigitsProblem([0], torch.device("cpu")).bases()
+    assert list(basis) == ["0.weight"]
+    assert basis.spectrum["0.weight"].samples == 650

@@ -1,0 +1,276 @@
+"""The report says what the records say: verdicts both ways, sizes, devices; and what is missing, in one line."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import ClassVar
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from egop.runs import Panel, Picture, Series
+from egop_lab.cli import app
+from egop_lab.data.missing import MissingDataError
+from egop_lab.experiments import registry, reproduce
+from egop_lab.experiments.base import Experiment, Judged, compare
+from egop_lab.experiments.curves import quartiles
+from egop_lab.report import reproduction
+from egop_lab.training.context import Context, finished
+from egop_lab.training.records import Store
+
+
+class Toy(Experiment):
+    """Two methods that end at a number of their own."""
+
+    id, title, figures = "toy", "A <toy>", "Figure 0"
+    ends: ClassVar = {"fast": 0.25, "slow": 0.5}
+
+    def settings(self, preset):
+        sizes = [{"n": 1, "d": 2}, {"n": 3, "d": 4}]
+        return {"trials": 2, "rates": [0.1, 0.2], "methods": ["SGD", "SGD, two-sided"], "sizes": sizes}
+
+    def run(self, store, context):
+        for method, end in self.ends.items():
+            for seed in range(2):
+                config = self.config(context.preset, method=method, seed=seed)
+                if config not in store:
+                    store.add(finished(config, {"loss": [1.0, end + seed / 100]}, 0.5))
+
+    def judge(self, store, preset):
+        ends = {method: self.records(store, preset, method=method)[0].result["loss"][-1] for method in self.ends}
+        return [compare("toy/faster", "Fast is lower than slow | really.", *((m, ends[m]) for m in ("fast", "slow")))]
+
+    def pictures(self, store, preset):
+        series = []
+        for method in self.ends:
+            low, middle, high = quartiles([r.result["loss"] for r in self.records(store, preset, method=method)])
+            series.append(Series(method, [0, 1], middle, low, high, method))
+        return [Picture("toy", "Loss & more", [Panel("Loss", "step", "loss", series)])]
+
+
+class Backwards(Toy):
+    ends: ClassVar = {"fast": 0.5, "slow": 0.25}
+
+
+class Hungry(Toy):
+    id = "hungry"
+
+    def run(self, store, context):
+        raise MissingDataError("Fashion things are not here: do this.")
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """A registry of toy experiments only."""
+    kinds = {"toy": Toy, "hungry": Hungry}
+    for module in (registry, reproduce, reproduction):
+        monkeypatch.setattr(module, "experiment", lambda id: kinds[id]())
+    for module in (registry, reproduction):
+        monkeypatch.setattr(module, "IDS", tuple(kinds))
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(Toy, "holds"), (Backwards, "does not hold")])
+def test_a_claim_can_come_out_both_ways(tmp_path, kind, verdict):
+    store = Store(tmp_path / "toy.jsonl")
+    kind().run(store, Context())
+    (judged,) = kind().judge(store, "quick")
+    assert judged.verdict == verdict
+    assert "0.25" in judged.found
+    assert "0.5" in judged.found
+
+
+def test_what_is_missing_is_said_and_the_others_go_on(tmp_path, toys):
+    lines = []
+    outcomes = reproduce.reproduce(["hungry", "toy"], tmp_path, Context(progress=False), say=lines.append)
+    assert outcomes[0].problem == "Fashion things are not here: do this."
+    assert outcomes[1].judged[0].verdict == "holds"
+    assert any("left out: Fashion things" in line for line in lines)
+
+
+def test_the_report_shows_claims_numbers_settings_device_and_figures(tmp_path, toys):
+    reproduce.reproduce(["toy"], tmp_path / "records", Context(progress=False), say=lambda line: None)
+    found = reproduction.sections(tmp_path / "records")
+    reproduction.write_markdown(found, tmp_path / "out" / "reproduction.md")
+    reproduction.write_html(found, tmp_path / "out" / "reproduction.html")
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    assert "Of 1 claim of the paper 1 holds." in text
+    assert "| Fast is lower than slow \\| really. | holds | fast: 0.25; slow: 0.5. |" in text
+    assert "Preset: **quick**. 4 runs, 2 seconds in all, on CPU" in text
+    assert "trials: 2; rates: [0.1, 0.2]; methods: [SGD; SGD, two-sided]; sizes: [n 1, d 2; n 3, d 4]." in text
+    assert "It has not been run." in text
+    assert (tmp_path / "out" / "images" / "reproduction" / "toy.svg").exists()
+    page = (tmp_path / "out" / "reproduction.html").read_text()
+    assert "A &lt;toy&gt;" in page
+    assert "A <toy>" not in page
+    assert 'aria-label="Loss &amp; more"' in page
+    assert "http" not in page.replace("https://matplotlib.org", "")
+    HTMLParser().feed(page)
+
+
+def section(*judged, preset="full", **options):
+    return reproduction.Section(Toy(), preset, tuple(judged), **options)
+
+
+def judged(name, verdict="holds", kind="claim", words="So it is."):
+    return Judged(f"toy/{name}", words, verdict, "1 and 2.", kind)
+
+
+def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
+    found = section(
+        judged("a"),
+        judged("b"),
+        judged("c", "does not hold"),
+        judged("d", "cannot be judged"),
+        judged("e", kind="target"),
+        judged("f", "does not hold", "target"),
+        judged("g", "does not hold", "target"),
+        judged("h", kind="check"),
+        judged("i", kind="check"),
+    )
+    assert reproduction.counts([found, section()]) == (
+        "Of 4 claims of the paper 2 hold, 1 does not hold, 1 cannot be judged; "
+        "of 3 targets of this project 1 is met, 2 are not; 2 checks passed."
+    )
+    assert reproduction.counts([section(judged("h", kind="check"))]) == "1 check passed."
+    assert reproduction.counts([section()]) == "Nothing has been run yet."
+
+
+def test_a_claim_that_is_judged_twice_counts_once(tmp_path):
+    found = section(
+        *(judged("a"), judged("a")),
+        *(judged("b"), judged("b", "does not hold")),
+        *(judged("c", "does not hold"), judged("c", "does not hold")),
+    )
+    assert reproduction.counts([found]) == (
+        "Of 3 claims of the paper 1 holds, 1 does not hold, 1 depends on how the learning rate was searched for."
+    )
+    for sections, said in (([found], 1), ([section(judged("a"))], 0)):
+        for path, write in (("r.md", reproduction.write_markdown), ("r.html", reproduction.write_html)):
+            write(sections, tmp_path / path)
+            assert (tmp_path / path).read_text().count("count once in the summary") == said
+
+
+def test_the_quick_preset_is_explained_only_where_a_section_has_it(tmp_path):
+    for preset, said in (("full", 0), ("quick", 1)):
+        for path, write in (("r.md", reproduction.write_markdown), ("r.html", reproduction.write_html)):
+            write([section(judged("a"), preset=preset)], tmp_path / path)
+            assert (tmp_path / path).read_text().count("ran at small sizes") == said
+
+
+def test_one_run_in_one_thread_is_said_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    store = Store(tmp_path / "toy.jsonl")
+    store.add(finished(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
+    monkeypatch.setattr(Toy, "ends", {"fast": 0.25})
+    monkeypatch.setattr(Toy, "judge", lambda self, store, preset: [judged("a")])
+    monkeypatch.setattr(reproduction, "experiment", lambda id: Toy())
+    reproduction.write_markdown(reproduction.sections(tmp_path, ["toy"]), tmp_path / "r.md")
+    assert "1 run, 0 seconds in all, on CPU, 1 thread (" in (tmp_path / "r.md").read_text()
+
+
+def test_the_full_preset_is_reported_where_there_is_one(tmp_path, toys):
+    for preset in ("quick", "full"):
+        reproduce.reproduce(["toy"], tmp_path, Context(preset, progress=False), say=lambda line: None)
+    assert reproduction.sections(tmp_path, ["toy"])[0].preset == "full"
+
+
+def test_runs_that_are_still_to_come_are_said_to_be(tmp_path, toys):
+    store = Store(tmp_path / "toy.jsonl")
+    store.add(finished(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
+    (section,) = reproduction.sections(tmp_path, ["toy"])
+    assert section.problem.startswith("Not all of its runs are there yet")
+
+
+def test_the_same_records_give_the_same_report(tmp_path, toys):
+    reproduce.reproduce(["toy"], tmp_path / "records", Context(progress=False), say=lambda line: None)
+    for name in ("one", "two"):
+        reproduction.write_html(reproduction.sections(tmp_path / "records"), tmp_path / f"{name}.html")
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+def egop_command(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_the_command_line_lists_runs_and_reports(tmp_path, toys):
+    listed = egop_command("reproduce")
+    assert listed.exit_code == 0
+    assert "toy" in listed.output
+    ran = egop_command("reproduce", "toy", "--records", tmp_path / "records")
+    assert ran.exit_code == 0, ran.output
+    assert "holds: Fast is lower than slow" in ran.output
+    report = egop_command("report", "--records", tmp_path / "records", "--out", tmp_path / "out")
+    assert report.exit_code == 0, report.output
+    assert "Of 1 claim of the paper 1 holds." in report.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reproduce", "unknown"], "There is no experiment unknown. There are: toy, hungry."),
+        (["reproduce", "toy", "--preset", "huge"], "Invalid preset value: huge. Must be quick or full."),
+        (["reproduce", "toy", "--all"], "Name experiments (toy) or give --all, not both."),
+        (["reproduce", "toy", "--device", "foo"], "Invalid device value: foo. Must be cpu or cuda."),
+        (["reproduce", "toy", "--device", "meta"], "Invalid device value: meta. Must be cpu or cuda."),
+        (["reproduce", "toy", "--device", "cuda:99"], "There is no CUDA:99 device here. Use --device cpu."),
+        (["reproduce", "toy", "--data", "/nonexist"], "There is no /nonexist: --data must name a folder or a file"),
+        (["report", "--records", "nowhere"], "There are no records in nowhere. Make some with"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(toys, arguments, message):
+    result = egop_command(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_said(tmp_path, toys):
+    result = egop_command("reproduce", "toy", "--device", "cuda", "--records", tmp_path)
+    assert result.exit_code == 2
+    assert "There is no CUDA device here. Use --device cpu." in result.output
+
+
+def test_a_time_budget_is_not_negative(toys):
+    assert egop_command("reproduce", "toy", "--time-budget", "-5").exit_code == 2
+
+
+def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path, toys, monkeypatch):
+    def run(self, store, context):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Toy, "run", run)
+    result = egop_command("reproduce", "toy", "--records", tmp_path)
+    assert result.exit_code == 130
+    assert result.stderr == "Interrupted. The same command goes on from there.\n"
+
+
+def test_an_experiment_says_what_it_uses_once(tmp_path, toys, monkeypatch):
+    class Telling(Toy):
+        def run(self, store, context):
+            for _ in range(2):
+                context.say("images: here")
+            super().run(store, context)
+
+    monkeypatch.setattr(reproduce, "experiment", lambda id: Telling())
+    shown = egop_command("reproduce", "toy", "--records", tmp_path).output
+    assert shown.splitlines().count("  images: here") == 1
+
+
+def test_missing_data_ends_with_status_one(tmp_path, toys):
+    result = egop_command("reproduce", "hungry", "--records", tmp_path)
+    assert result.exit_code == 1
+    assert "left out: Fashion things are not here: do this." in result.output
+
+
+def test_a_damaged_record_is_said_in_one_line_and_nothing_is_lost(tmp_path, toys):
+    egop_command("reproduce", "toy", "--records", tmp_path)
+    path = tmp_path / "toy.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(["{not a record", *lines[1:]]) + "\n")
+    result = egop_command("report", "--records", tmp_path, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "Line 1 of" in result.output
+    assert [json.loads(line) for line in path.read_text().splitlines()[1:]] == [json.loads(line) for line in lines[1:]]
