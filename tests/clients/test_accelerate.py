@@ -13,8 +13,6 @@ import runs
 import training
 from processes import run
 
-import training
-
 pytest.importorskip("accelerate", reason=runs.MISSING)
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
