@@ -215,7 +215,7 @@ def test_every_public_name_has_an_example_that_runs(name, tmp_path):
 
 def test_the_files_that_contributors_are_sent_to_are_there():
     root = Path(__file__).parent.parent
-    named = re.findall(r"`((?:src|docs)/[^`]*)`", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    named = re.findall(r"`((?:src|docs|tests|lab)/[^`]*)`", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     assert len(named) > 20
     assert [path for path in named if not (root / path).exists()] == []
 
