@@ -101,9 +101,9 @@ def logistic(dimension: int = 6, exponent: float = 0.5, seed: int = 0) -> Proble
 
 
 PROBLEMS = [
-    *(quadratic(exponent=exponent, seed=seed) for exponent in (0.0, 0.5, 1.0) for seed in range(2)),
-    *(log_sum_exp(exponent=exponent, seed=seed) for exponent in (0.2, 0.5, 1.0) for seed in range(2)),
-    *(logistic(exponent=exponent, seed=seed) for exponent in (0.2, 0.5, 1.0) for seed in range(2)),
+    *(quadratic(exponent=exponent, seed=seed) for seed, exponent in enumerate((0.0, 0.5, 1.0))),
+    *(log_sum_exp(exponent=exponent, seed=seed) for seed, exponent in enumerate((0.2, 0.5, 1.0))),
+    *(logistic(exponent=exponent, seed=seed) for seed, exponent in enumerate((0.2, 0.5, 1.0))),
 ]
 
 

@@ -18,6 +18,7 @@ import torch
 import egop
 
 PACKAGE = Path(egop.__file__).parent
+TESTS = Path(__file__).parent
 
 # The rooms, from the ground up: each may use what the ones before it offer.
 ROOMS = [
@@ -57,6 +58,12 @@ def offered(room):
 
 def test_every_file_is_in_a_room():
     assert {path.parts[0] for path in FILES} == set(ROOMS)
+
+
+def test_the_tests_are_laid_out_as_the_rooms_are():
+    """Beside the rooms' folders: ``clients``, the frameworks that the optimizer runs in."""
+    folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
+    assert folders == {*ROOMS, "clients"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -106,7 +113,7 @@ def test_every_room_says_what_it_is_for_and_is_on_the_plan(room):
     module = importlib.import_module(f"egop.{room}")
     assert 2 <= len(module.__doc__.strip().splitlines()) <= 6
     assert sorted(module.__all__) == sorted(set(module.__all__))
-    plan = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    plan = (TESTS.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert f"`{room}/`" in plan
 
 
@@ -125,7 +132,7 @@ def test_no_name_that_is_offered_hides_a_module():
 
 
 def test_the_library_and_its_tests_do_not_import_the_lab():
-    files = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    files = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")]
     names = {(path.name, name) for path in files for name in imported_names(path)}
     assert ("test_architecture.py", "egop") in names
     assert {(file, name) for file, name in names if name.partition(".")[0] == "egop_lab"} == set()
@@ -134,7 +141,7 @@ def test_the_library_and_its_tests_do_not_import_the_lab():
 def test_the_wheel_has_no_experiment_data_set_or_bench(tmp_path):
     pytest.importorskip("hatchling", reason="what the wheel is built with is not installed")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=Path(__file__).parent.parent, capture_output=True, check=True, timeout=120)
+    subprocess.run(build, cwd=TESTS.parent, capture_output=True, check=True, timeout=120)
     (wheel,) = tmp_path.glob("egop-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     own = {Path(*Path(name).parts[1:]) for name in names if name.startswith("egop/")}
@@ -208,7 +215,7 @@ def test_every_public_name_has_an_example_that_runs(name, tmp_path):
 
 def test_the_files_that_contributors_are_sent_to_are_there():
     root = Path(__file__).parent.parent
-    named = re.findall(r"`((?:src|docs)/[^`]*)`", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    named = re.findall(r"`((?:src|docs|tests|lab)/[^`]*)`", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     assert len(named) > 20
     assert [path for path in named if not (root / path).exists()] == []
 

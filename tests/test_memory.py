@@ -1,4 +1,4 @@
-"""The Fashion-MNIST network at its real size: what estimating and training in an auxiliary basis takes.
+"""A layer of Fashion-MNIST's real size: what estimating and training in an auxiliary basis takes.
 
 Run as a program, this file is the process that is measured.
 """
@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 import egop
 
-RANK, SAMPLES, SIZE = 1000, 784, 78_400
-BASIS_BYTES = SIZE * RANK * 4  # 299 MiB
+RANK, SAMPLES, SIZE = 500, 392, 78_400
+BASIS_BYTES = SIZE * RANK * 4  # 150 MiB
+PEAK_BYTES = 5 * BASIS_BYTES
 MODEL_BYTES = 4 * (784 * 100 + 100 + 100 * 10 + 10)
 
 
@@ -97,7 +98,7 @@ pytestmark = [
 
 
 def test_the_estimation_peaks_below_what_is_promised(measured):
-    assert BASIS_BYTES < measured["estimation"] < 1.6e9
+    assert BASIS_BYTES < measured["estimation"] < PEAK_BYTES
 
 
 def test_the_optimizer_holds_the_basis_and_ordinary_state(measured):
@@ -105,7 +106,7 @@ def test_the_optimizer_holds_the_basis_and_ordinary_state(measured):
     # values and AdamW's two moments. Of the rest: the parameters and two moments.
     ordinary = 2 * MODEL_BYTES + 3 * 4 * (RANK + SIZE) + 2 * MODEL_BYTES
     assert BASIS_BYTES < measured["optimizer"] <= BASIS_BYTES + ordinary
-    assert measured["whole"] < 1.6e9
+    assert measured["whole"] < PEAK_BYTES
     assert measured["learnt"] > 0
 
 

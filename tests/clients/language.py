@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 import runs  # noqa: F401  (says that nothing may reach the network)
+
+# isort: split
 import torch
 import transformers
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 
-import lightning
-import runs
-import torch
-
+import runs  # says that nothing may reach the network
 import training
+
+# isort: split
+import lightning
+import torch
 
 warnings.filterwarnings("ignore", module=r"lightning(\..*)?")  # advice on workers and loggers
 

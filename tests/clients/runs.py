@@ -1,6 +1,6 @@
 """One small training, by hand and inside a framework: what the tests of this folder compare.
 
-The network, the data and the loss are those of ``tests/distributed/training.py``, in float64.
+The network, the data and the loss are those of ``tests/training.py``, in float64.
 """
 
 from __future__ import annotations

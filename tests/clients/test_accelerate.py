@@ -7,11 +7,11 @@ import functools
 import os
 
 import pytest
-import runs
 import torch
-from processes import run
 
+import runs
 import training
+from processes import run
 
 pytest.importorskip("accelerate", reason=runs.MISSING)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 
 import pytest
-import runs
 import torch
 import torch.distributed.checkpoint as dcp
-from processes import run
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -19,7 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import egop
+import runs
 import training
+from processes import run
 
 HALF = 4
 OPTIONS = {

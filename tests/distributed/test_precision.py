@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from processes import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import egop
+from processes import run
 from training import BATCH, STEPS, WRAPPERS, basis, batch, loss_of, network, optimizer_of, weights
 
 PARTS = 3  # batches whose gradients are added up before a step

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processes import run
 from torch.nn.parallel import DistributedDataParallel
 
 import egop
 from egop.optimizer import binding
+from processes import run
 from training import batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 STRUCTURES = {"Shared": egop.Shared(), "Kronecker": egop.Kronecker()}

@@ -1,15 +1,9 @@
-"""Training 2n steps equals n steps, save, new process, load, n steps: bit for bit.
-
-Run as a program, this file is that new process.
-"""
+"""Training 2n steps equals n steps, save, new process, load, n steps: bit for bit."""
 
 from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +16,7 @@ import egop
 from cases import FEW_OPTIMIZERS, OptimizerCase
 from egop.optimizer.restoring import about_of
 from explicit import LAYOUTS, Explicit, Wrapped, case_and_basis, distance, identical, train
+from processes import run
 
 STEPS = 6
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
@@ -109,13 +104,18 @@ RESUMED = [
 ]
 
 
+def go_on(rank, world, path):
+    """In a new process: the second half of each."""
+    for resume in RESUMED:
+        resume.second_half(Path(path))
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     """The weights after training straight through, and the folder of those that a new process came to."""
     path = tmp_path_factory.mktemp("resumed")
     straight = {str(resume): resume.first_half(path) for resume in RESUMED}
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, __file__, path], check=True, env=environment)
+    run(go_on, 1, str(path))
     return straight, path
 
 
@@ -255,8 +255,3 @@ def test_a_random_rotation_rounds_alike_after_a_resume(structure):
             each(x).square().mean().backward()
             own.step()
     assert identical(cases.parameters_of(model), cases.parameters_of(other))
-
-
-if __name__ == "__main__":
-    for interrupted in RESUMED:
-        interrupted.second_half(Path(sys.argv[1]))

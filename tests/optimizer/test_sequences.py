@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import egop
 
-SEQUENCES, LENGTH, PARTS = 1000, 6, 10
+SEQUENCES, LENGTH, PARTS = 400, 6, 4
 
 
 class Net(nn.Module):

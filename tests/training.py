@@ -1,4 +1,4 @@
-"""One small training, as one process and as several: what the tests of this folder compare."""
+"""One small training, as one process and as several: what tests on several processes compare."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 
 import egop
 from egop import checkpoint
-from training import STEPS, WRAPPERS, basis, network, optimizer_of, steps, weights
+from training import WRAPPERS, basis, network, optimizer_of, steps, weights
 
 STRUCTURES = {
     "Shared": egop.Shared(),
@@ -19,7 +19,7 @@ STRUCTURES = {
 }
 REFRESHES = {"fixed": lambda: None, "online": lambda: egop.Online(every=3)}
 CASES = [("Shared", "fixed"), ("Shared", "online"), ("Kronecker", "online"), ("mixed", "fixed"), ("joint", "fixed")]
-SAVED = 2  # steps before the first checkpoint
+SAVED, STEPS = 2, 5  # before the first checkpoint, and in all
 
 
 @functools.cache

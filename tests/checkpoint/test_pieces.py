@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from egop.checkpoint import files
 from egop.checkpoint.index import DTYPES, from_text
 from egop.checkpoint.pieces import everything, is_plainly_sharded, region_here
+from processes import run
 
 SHAPES = [(7, 5), (3,), (0, 3), ()]
 SAVE = "1-00000000"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from egop.cli import app
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "scaling.md"
 MODELS = ["resnet50", "gpt2", "llama_1b", "llama_8b"]
 
 FACTORIES = """
@@ -149,7 +149,7 @@ def test_the_tables_of_the_document_are_what_the_command_prints():
     found = commands(DOCUMENT.read_text())
     assert [call.split()[1].partition(":")[2] for call, _ in found] == MODELS
     for call, shown in found:
-        assert shown == printed(call), "Write the tables anew: PYTHONPATH=src:tests python tests/test_cli_plan.py"
+        assert shown == printed(call), "Write the tables anew: PYTHONPATH=src:tests python tests/cli/test_plan.py"
 
 
 if __name__ == "__main__":

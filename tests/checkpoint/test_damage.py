@@ -11,13 +11,13 @@ import shutil
 
 import pytest
 import torch
-from resuming import refused
 from torch import nn
 
 import egop
 from damage import WRONG, changed, paths
 from egop import checkpoint
 from egop.checkpoint import files
+from resuming import refused
 
 
 def small():

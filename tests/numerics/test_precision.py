@@ -6,10 +6,7 @@ What changes settings of torch runs in a process of its own, since some of them 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ import torch
 import cases
 import egop
 from egop.numerics import precision
+from processes import run
 
 BACKENDS = ("cuda", "mkldnn")
 SETTINGS = [("generic", "all"), *((backend, kind) for backend in BACKENDS for kind in ("all", "matmul", "conv", "rnn"))]
@@ -101,11 +99,12 @@ def training_with_frozen_flags():
     train()
 
 
+def call(rank, world, function):
+    function()
+
+
 def in_a_process_of_its_own(function):
-    path = str(Path(__file__).parent)
-    code = f"import sys; sys.path.insert(0, {path!r}); import test_precision as here; here.{function.__name__}()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run(call, 1, function)
 
 
 def test_products_are_precise_inside_and_what_follows_what_is_as_before():

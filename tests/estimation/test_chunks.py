@@ -43,12 +43,12 @@ def test_in_the_loop_dropout_does_not_depend_on_the_chunks_either():
 
 
 @pytest.mark.parametrize("rho", [GAUSSIAN, egop.Ball(1.0), egop.Initialization(), egop.Recentered(0.1)])
-def test_the_draws_do_not_depend_on_the_chunks_over_several_blocks_either(rho, monkeypatch):
-    monkeypatch.setattr(sampling, "BLOCK_POINTS", 40)
-    objective = cases.MLP.objective()
-    some, all_at_once = (cases.sample(objective, rho, 130, chunk_bytes=size) for size in (30_000, 2**30))
+def test_the_draws_do_not_depend_on_the_chunks_over_several_blocks_either(rho):
+    """Blocks have 1024 points."""
+    objective, points = cases.MLP.objective(), 2100
+    some, all_at_once = (cases.sample(objective, rho, points, chunk_bytes=size) for size in (300_000, 2**30))
     assert_same(some, all_at_once)
-    assert len({row[0, 0].item() for row in some["0.weight"]}) == 130
+    assert len({row[0, 0].item() for row in some["0.weight"]}) == points
 
 
 def batches_seen(rho, loss, count=20, **options):

@@ -153,7 +153,7 @@ def test_white_noise_shows_the_stable_rank_that_the_law_predicts():
 def block_with(**numbers):
     usual = {
         "name": "w", "shapes": ((10, 10),), "size": 100, "structure": "Full", "dimension": 100, "samples": 200,
-        "stable_rank": 5.0, "noise_rank": 60.0, "spread": 50.0, "density": 0.5, "ratio": 0.1,
+        "stable_rank": 5.0, "noise_rank": 60.0, "axes": 50.0, "density": 0.5, "ratio": 0.1,
         "effective_dimension": 8, "stability": 0.9, "cost": 0.1,
     }  # fmt: skip
     return egop.BlockDiagnosis(**usual | numbers)
@@ -166,7 +166,7 @@ def block_with(**numbers):
         ({"structure": None, "why": "an embedding"}, "leave", "an embedding"),
         ({"stable_rank": 50.0}, "leave", "flat"),
         ({"stable_rank": 50.0, "samples": 50}, "sample more", "looks flat"),
-        ({"spread": 1.3}, "leave", "already aligned"),
+        ({"axes": 1.3}, "leave", "already aligned"),
         ({"stability": 0.3}, "sample more", "agree to 0.30 only"),
         ({"stability": 0.3, "effective_dimension": 80}, "use", "Use egop.Full()"),
         ({"stability": 0.3, "samples": 2000}, "use", "Use egop.Full()"),

@@ -6,18 +6,19 @@ import itertools
 import os
 import shutil
 import signal
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from resuming import SAVED, finished, refused, resumed, training
 from torch import nn
 
 import egop
 from egop import checkpoint
 from egop.checkpoint import files, folders
 from egop.distributed import locks
+from resuming import SAVED, finished, refused, resumed, training
 from training import steps
 
 
@@ -165,7 +166,8 @@ def test_without_locks_only_what_is_old_counts_as_left_behind(tmp_path, monkeypa
     (tmp_path / "here.1-00000000.unfinished").mkdir()
     checkpoint.save(tmp_path / "here", model, optimizer)
     assert len(os.listdir(tmp_path)) == 2
-    monkeypatch.setattr(locks, "_FORGOTTEN", -1.0)
+    two_hours_later = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: two_hours_later)
     checkpoint.save(tmp_path / "here", model, optimizer)
     assert os.listdir(tmp_path) == ["here"]
 

@@ -274,7 +274,7 @@ def test_every_function_is_documented_with_an_example_and_a_reference():
 
 
 def test_the_example_in_the_documentation_runs():
-    page = Path(__file__).parents[1] / "docs" / "theory.md"
+    page = Path(__file__).parents[2] / "docs" / "theory.md"
     results = doctest.testfile(str(page), module_relative=False)
     assert results.attempted > 0
     assert results.failed == 0

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
-from resuming import CASES, SAVED, basis_of, finished, refused, resumed, training
 from torch import nn
 
 import egop
 from egop import checkpoint
+from processes import run
+from resuming import CASES, SAVED, basis_of, finished, refused, resumed, training
 from training import WRAPPERS, network, steps
 
 

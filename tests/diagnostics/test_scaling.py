@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import egop
-from distributed.processes import run
 from egop.basis.roles import layers_of
 from egop.diagnostics.scaling import Memory, parts_of, plan_of, report, shapes, total
 from egop.diagnostics.scaling.parts import adamw, muon, soap
 from egop.estimation.algorithm import Gathering
+from processes import run
 
 SIZES = {"resnet50": 25_557_032, "gpt2": 124_337_664, "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}
 STRUCTURES = {

@@ -15,7 +15,7 @@ from cases import DEEP, MLP, MODELS, OptimizerCase
 from explicit import basis_of, distance, identical, logistic
 
 RECURRENT, ATTENTION = MODELS[3], MODELS[4]
-STEPS, TOLERANCE = 50, 1e-10
+STEPS, TOLERANCE = 20, 1e-10
 
 # Where a gradient is exactly zero (a bias before BatchNorm, a key's bias), what is computed is rounding noise, and with
 # torch's own eps (1e-8, Adagrad 1e-10) the optimizers divide it by little more than itself. This eps is above it.
@@ -41,6 +41,12 @@ LAYOUTS = {
 }
 
 
+# AdamW everywhere, the others in every structure of one model.
+PAIRS = [
+    (layout, optimizer) for layout, (case, *_) in LAYOUTS.items() for optimizer in OPTIMIZERS[: 3 if case is MLP else 1]
+]
+
+
 @cache
 def case_and_basis(layout):
     case, partition, structure = LAYOUTS[layout]
@@ -55,8 +61,7 @@ def train(model, optimizer, batches, steps=STEPS):
     return model
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "optimizer"), PAIRS, ids=str)
 def test_the_optimizer_equals_the_parametrized_model(layout, optimizer):
     case, basis = case_and_basis(layout)
     model, literal = case.build(), egop.parametrize(case.build(), basis)

@@ -1,4 +1,4 @@
-"""The command line as a whole; tests/test_cli_diagnose.py and tests/test_cli_plan.py have the commands."""
+"""The command line as a whole; test_diagnose.py and test_plan.py have the commands."""
 
 import os
 import subprocess
