@@ -25,6 +25,7 @@ ROOMS = [
     "distributed",
     "numerics",
     "runs",
+    "optim",
     "basis",
     "estimation",
     "optimizer",
