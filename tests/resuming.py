@@ -19,7 +19,8 @@ STRUCTURES = {
     "mixed": {"0.*": egop.Identity(), "2.*": egop.Shared(), "4.weight": egop.Full(), "6.weight": egop.Reduced(rank=2)},
 }
 REFRESHES = {"fixed": lambda: None, "online": lambda: egop.Online(every=3)}
-CASES = [("Shared", "fixed"), ("Shared", "online"), ("Kronecker", "online"), ("output", "online"), ("mixed", "fixed"), ("joint", "fixed")]
+CASES = [("Shared", "fixed"), ("Shared", "online"), ("Kronecker", "online"), ("output", "online")]
+CASES += [("mixed", "fixed"), ("joint", "fixed")]
 SAVED, STEPS = 2, 5  # before the first checkpoint, and in all
 
 
