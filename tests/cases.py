@@ -153,6 +153,7 @@ STRUCTURES: list[egop.Structure] = [
     egop.Full(route="eigh"),
     egop.Full(route="svd"),
     egop.Shared(),
+    egop.Shared(side="output"),
     egop.Kronecker(),
     egop.Auxiliary(3),
     egop.Reduced(3),

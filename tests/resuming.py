@@ -15,10 +15,12 @@ from training import WRAPPERS, basis, network, optimizer_of, steps, weights
 STRUCTURES = {
     "Shared": egop.Shared(),
     "Kronecker": egop.Kronecker(),
+    "output": egop.Shared(side="output"),
     "mixed": {"0.*": egop.Identity(), "2.*": egop.Shared(), "4.weight": egop.Full(), "6.weight": egop.Reduced(rank=2)},
 }
 REFRESHES = {"fixed": lambda: None, "online": lambda: egop.Online(every=3)}
-CASES = [("Shared", "fixed"), ("Shared", "online"), ("Kronecker", "online"), ("mixed", "fixed"), ("joint", "fixed")]
+CASES = [("Shared", "fixed"), ("Shared", "online"), ("Kronecker", "online"), ("output", "online")]
+CASES += [("mixed", "fixed"), ("joint", "fixed")]
 SAVED, STEPS = 2, 5  # before the first checkpoint, and in all
 
 

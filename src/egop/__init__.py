@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-from egop import checkpoint, theory
+from egop import checkpoint, optim, theory
 from egop.basis.reparameterization import Reparameterization
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import (
@@ -24,7 +24,7 @@ from egop.extras.constrained import BallConstrainedAdagrad
 from egop.extras.inputs import rotate_inputs
 from egop.extras.parametrization import merge, parametrize
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
-from egop.refresh import Every, Online, Refresh, WhenDrifted
+from egop.refresh import Aligned, Every, Online, Refresh, WhenDrifted
 
 try:
     __version__ = metadata.version("egop")
@@ -32,6 +32,7 @@ except metadata.PackageNotFoundError:  # run from its sources, without having be
     __version__ = "unknown"
 
 __all__ = [
+    "Aligned",
     "Auxiliary",
     "Ball",
     "BallConstrainedAdagrad",
@@ -61,6 +62,7 @@ __all__ = [
     "diagnose",
     "estimate",
     "merge",
+    "optim",
     "parametrize",
     "rotate_inputs",
     "theory",

@@ -13,11 +13,17 @@ from processes import run
 from training import WRAPPERS, basis, batch, loss_of, network, optimizer_of, sharded, steps, weights
 
 STRUCTURES = {"Shared": egop.Shared(), "Full": egop.Full(), "Kronecker": egop.Kronecker()}
+STRUCTURES |= {side: egop.Shared(side=side) for side in ("output", "smaller")}
 REFRESHES = {"fixed": lambda structure: None, "online": lambda structure: egop.Online(every=3, structure=structure)}
+REFRESHES["aligned"] = lambda structure: egop.Aligned()
 KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-CASES = [("AdamW", structure, refresh) for structure in STRUCTURES for refresh in REFRESHES]
-CASES += [("Adam", "Shared", "fixed"), ("Adam", "Kronecker", "online")]
-FEW = [("AdamW", "Shared", "online"), ("AdamW", "Full", "fixed"), ("Adam", "Kronecker", "online")]
+MATRICES = {"PolarAdam": egop.optim.PolarAdam, "Sinkhorn": egop.optim.Sinkhorn}
+CASES = [
+    ("AdamW", structure, refresh) for structure in ("Shared", "Full", "Kronecker") for refresh in ("fixed", "online")
+]
+CASES += [("Adam", "Shared", "fixed"), ("Adam", "Kronecker", "online"), ("AdamW", "output", "online")]
+CASES += [("PolarAdam", "Shared", "online"), ("Sinkhorn", "smaller", "aligned")]  # which see whole matrices
+FEW = [("AdamW", "Shared", "online"), ("AdamW", "Full", "fixed"), ("PolarAdam", "Shared", "online")]
 
 
 @functools.cache
@@ -26,7 +32,9 @@ def basis_of(structure):
 
 
 def started(model, kind, structure, refresh):
-    return optimizer_of(model, KINDS[kind], None, REFRESHES[refresh](STRUCTURES[structure]), basis_of(structure))
+    options = {"outside": torch.optim.AdamW} if kind in MATRICES else {}
+    renewed = REFRESHES[refresh](STRUCTURES[structure])
+    return optimizer_of(model, (KINDS | MATRICES)[kind], None, renewed, basis_of(structure), **options)
 
 
 def trained(wrapper, kind, structure, refresh, rank=0, world=1):

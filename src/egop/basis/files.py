@@ -147,7 +147,7 @@ def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[st
     change = rebuild(description, tensors)
     structure = change.structure()
     structure.check(block)
-    if structure.settings() != settings or set(tensors) != set(structure.basis_shapes(block)):
+    if structure.change(block, tensors).settings != settings or set(tensors) != set(structure.basis_shapes(block)):
         raise ValueError(f"block '{block.name}' has other settings or tensors than {change.kind} has.")
     for key, tensor in tensors.items():
         if tensor.dim() != len(structure.basis_shapes(block)[key]) or tensor.dtype != block.dtype:

@@ -108,7 +108,7 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     _check_names([name for name, _ in plain["model"]["dict"]], names)
     # What the states are of is there as plain values too, so that they can be compared before a place is made.
     abouts = plain.pop("about")
-    check_about(abouts, optimizer.param_groups, type(optimizer.inner))
+    check_about(abouts, optimizer.param_groups, optimizer._engine.inner_name)
     values = {key: together(value, tensor) for key, value in plain.items()}
     for name, value in values["model"].items():
         if isinstance(value, Tensor) != isinstance(weights[names[name]], Tensor):

@@ -59,16 +59,18 @@ def load_objective(target: str) -> Objective:
 
 
 def parse_structure(text: str) -> StructureChoice:
-    """``auto``, ``full``, ``shared``, ``kronecker``, ``auxiliary:RANK`` or ``reduced:RANK``."""
+    """``auto``, ``full``, ``shared``, ``shared:SIDE``, ``kronecker``, ``auxiliary:RANK`` or ``reduced:RANK``."""
     name, _, rank = text.lower().partition(":")
     plain: dict[str, StructureChoice] = {
         "auto": "auto",
         "full": Full(),
         "shared": Shared(),
+        "shared:output": Shared(side="output"),
+        "shared:smaller": Shared(side="smaller"),
         "kronecker": Kronecker(),
     }
-    if name in plain and not rank:
-        return plain[name]
+    if text.lower() in plain:
+        return plain[text.lower()]
     if name in ("auxiliary", "reduced") and rank.isdigit() and int(rank) > 0:
         return (Auxiliary if name == "auxiliary" else Reduced)(int(rank))
     raise FactoryError(

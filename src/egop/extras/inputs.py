@@ -46,10 +46,11 @@ def rotate_inputs(
     if not isinstance(layer, nn.Linear) or attribute != "weight":
         kind = "no layer of this model" if layer is None else f"the {attribute} of a {type(layer).__name__}"
         raise ValueError(f"Inputs can be rotated for the weight of a linear layer; '{name}' is {kind}.")
-    if change.kind != "Shared":
+    if change.kind != "Shared" or not change.rowwise:
+        side = "" if change.kind != "Shared" else " on the output side"
         raise ValueError(
-            f"Block '{name}' has structure {change.kind}. Only a rotation that all rows share can be moved into the "
-            "data: estimate the basis with structure=egop.Shared()."
+            f"Block '{name}' has structure {change.kind}{side}. Only a rotation that all rows share can be moved "
+            "into the data: estimate the basis with structure=egop.Shared()."
         )
     rotation = change.tensors["basis"].mT if inverse else change.tensors["basis"]
     for each in inputs:

@@ -4,6 +4,7 @@ Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer
 """
 
 from egop.numerics import linalg, precision
+from egop.numerics.checks import check_fraction, check_not_negative, check_positive
 from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, random_orthonormal
 from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
@@ -13,6 +14,9 @@ __all__ = [
     "OuterProducts",
     "RandomStream",
     "RowSketch",
+    "check_fraction",
+    "check_not_negative",
+    "check_positive",
     "drawn_outside_torch",
     "eigenbasis",
     "exact_products",

@@ -6,7 +6,7 @@
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.recordings import Aside, InPlace, Recorder, Replayed
-from egop.optimizer.refreshing import Rebasable, Refresh, Refresher, check_decay, check_positive
+from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.optimizer.restoring import about_of, check_about
 from egop.optimizer.stacks import Stack, Stacks
@@ -31,8 +31,6 @@ __all__ = [
     "Stacks",
     "about_of",
     "check_about",
-    "check_decay",
     "check_moments",
-    "check_positive",
     "exported",
 ]

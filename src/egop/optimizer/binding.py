@@ -20,13 +20,13 @@ class BoundBlock:
     """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps.
 
     Where parameters are sharded (FSDP2), a structure that rotates rows one by one works on the rows that are here; for
-    any other the whole tensors are gathered in every step.
+    any other the whole tensors are gathered in every step, and for inner optimizers that see whole matrices.
     """
 
-    def __init__(self, change: ChangeOfBasis, originals: Sequence[Tensor]) -> None:
+    def __init__(self, change: ChangeOfBasis, originals: Sequence[Tensor], *, whole_matrices: bool = False) -> None:
         self.originals = list(originals)
         self.sharded = any(is_sharded(original) for original in originals)
-        self.rowwise = change.rowwise and change.block.has_outputs_first
+        self.rowwise = change.rowwise and change.block.has_outputs_first and not whole_matrices
         self.by_rows = (
             self.sharded
             and self.rowwise
@@ -230,7 +230,11 @@ class BoundBlock:
 
 
 def bind(
-    basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
+    basis: Reparameterization | None,
+    groups: Sequence[Mapping[str, Any]],
+    first_group: int = 0,
+    *,
+    whole_matrices: bool = False,
 ) -> list[BoundBlock]:
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
     if basis is not None and not isinstance(basis, Reparameterization):
@@ -266,7 +270,8 @@ def bind(
                 f"Block '{name}' crosses parameter groups ({where}). Put its parameters into one group, or estimate "
                 "the basis with a finer partition."
             )
-        blocks.append(BoundBlock(change, [member[1] for member in members if member]))
+        originals = [member[1] for member in members if member]
+        blocks.append(BoundBlock(change, originals, whole_matrices=whole_matrices))
     return blocks
 
 

@@ -12,10 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.optimizer.binding import BoundBlock
+from egop.optimizer.divided import OUTSIDE, Divided, Make
 from egop.optimizer.trial import tried
 
+# A setting of optimizers that see matrices: those are the last two dimensions, which holds for coordinates.
+LAST = "matrices_last"
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
 _NOT_SETTINGS = ("params", "param_names", "basis")
+# What each group has of its own, and the others none of.
+_OWN = ("params", "param_names", LAST)
 
 
 def check_optimizer(optimizer_class: Any) -> None:
@@ -111,16 +116,39 @@ def defaults_of(
         ) from error
 
 
-def proposed(
-    inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Any]
-) -> list[Tensor]:
+def parse_outside(outside: Any) -> tuple[type[Optimizer], dict[str, Any]] | None:
+    """The class and the options of the optimizer for what no block has."""
+    if outside is None:
+        return None
+    kind, options = outside if isinstance(outside, tuple) and len(outside) == 2 else (outside, {})
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or not isinstance(options, Mapping):
+        raise TypeError(
+            f"outside must be an optimizer class, or a pair of one and its options, got {outside!r}. For example "
+            "outside=torch.optim.AdamW, or outside=(torch.optim.AdamW, {'betas': (0.9, 0.95)})."
+        )
+    if "lr" in options:
+        raise ValueError(
+            "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
+            "give those parameters a group of their own."
+        )
+    return kind, dict(options)
+
+
+def settings_for(group: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+    """What an inner group takes over from the user's."""
+    if OUTSIDE in target:
+        return {key: group[key] for key in target[OUTSIDE] if key in group}
+    return {key: value for key, value in group.items() if key not in _OWN}
+
+
+def proposed(inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor], make: Make) -> list[Tensor]:
     """What a step of an optimizer would add to some of its tensors: tried on copies of them and of their states.
 
     Args:
         inner: the optimizer; it is not touched.
         tensors: some that it steps.
         gradients: of these.
-        hyperparameters: what it was made with.
+        make: makes another one from groups.
     """
     copies: dict[int, Tensor] = {id(tensor): tensor.detach().clone().requires_grad_() for tensor in tensors}
     groups = [
@@ -128,7 +156,7 @@ def proposed(
         | {"params": [copies[id(tensor)] for tensor in group["params"] if id(tensor) in copies]}
         for group in inner.param_groups
     ]
-    trial = type(inner)([group for group in groups if group["params"]], **hyperparameters)
+    trial = make([group for group in groups if group["params"]])
     for tensor, gradient in zip(tensors, gradients, strict=True):
         copies[id(tensor)].grad = gradient.clone()
         if tensor in inner.state:
@@ -138,21 +166,50 @@ def proposed(
     return [copies[id(tensor)].detach() - tensor.detach() for tensor in tensors]
 
 
+def lookahead(inner: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """The momenta that a step with these gradients has, and what an optimizer maps them to, both stacked.
+
+    An optimizer offers this by a method ``lookahead(tensors, gradients)``, as those of ``egop.optim`` whose map is of
+    the momentum alone; of Adam the map is a division by the root of its second moment.
+    """
+    inside = inner.inside if isinstance(inner, Divided) else inner
+    if callable(offered := getattr(inside, "lookahead", None)):
+        pair: tuple[Tensor, Tensor] = offered(tensors, gradients)
+        return pair
+    if not isinstance(inside, torch.optim.Adam):  # AdamW is one, too
+        raise TypeError(
+            f"{type(inside).__name__} does not say what it maps a momentum to, which egop.Aligned() follows. Use "
+            "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which serves every "
+            "optimizer."
+        )
+    groups = {id(tensor): group for group in inside.param_groups for tensor in group["params"]}
+    momenta, mapped = [], []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        (first, second), eps = groups[id(tensor)]["betas"], groups[id(tensor)]["eps"]
+        state = inside.state.get(tensor, {})
+        steps = float(state.get("step", 0)) + 1
+        momentum = (1 - first) * gradient + (first * state["exp_avg"] if state else 0)
+        squares = (1 - second) * gradient.square() + (second * state["exp_avg_sq"] if state else 0)
+        momenta.append(momentum)
+        mapped.append(momentum / ((squares / (1 - second**steps)).sqrt() + eps))
+    return torch.stack(momenta), torch.stack(mapped)
+
+
 def fresh_states(
-    inner: Optimizer, tensors: Sequence[Tensor], hyperparameters: Mapping[str, Any], *, stepped: bool = False
+    inner: Optimizer, tensors: Sequence[Tensor], make: Make, *, stepped: bool = False
 ) -> list[dict[str, Any]]:
     """The states that an optimizer has of its tensors before the first step, or (``stepped``) the form of later ones.
 
     Args:
         inner: the optimizer; it is not touched.
         tensors: some that it steps, of one group.
-        hyperparameters: what it was made with.
+        make: makes another one from groups.
         stepped: whether a step without a gradient is taken first, with stand-ins for the tensors.
     """
     group = next(each for each in inner.param_groups if any(tensor is tensors[0] for tensor in each["params"]))
     others = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     stand_ins = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
-    fresh = type(inner)([{**others, "params": stand_ins}], **hyperparameters)
+    fresh = make([{**others, "params": stand_ins}])
     if stepped:
         for tensor in stand_ins:
             tensor.grad = torch.zeros_like(tensor)

@@ -44,6 +44,9 @@ class Rebasable(Protocol):
     def proposed(self, stack: Stack) -> list[Tensor]:
         """What the inner optimizer would add to the coordinates now; in :meth:`Refresher.observe`."""
 
+    def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
+        """The momentum of this step and what the inner optimizer maps it to; in :meth:`Refresher.observe`."""
+
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Go on in other bases of some blocks of one stack."""
 
@@ -190,15 +193,3 @@ def check_refresh(refresh: object, basis: object) -> None:
         raise TypeError(
             f"refresh must be egop.Every, egop.Online or egop.WhenDrifted, got {refresh!r}.{call_it(refresh, Refresh)}"
         )
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raise an error for what is not a whole number of at least 1."""
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"Invalid {name} value: {value!r}. Must be a whole number of at least 1.")
-
-
-def check_decay(decay: float) -> None:
-    """Raise an error for what is not the decay of a running mean."""
-    if not 0 <= decay < 1:
-        raise ValueError(f"Invalid decay value: {decay}. Must be at least 0 and below 1.")

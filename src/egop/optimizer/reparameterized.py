@@ -57,6 +57,9 @@ class ReparameterizedOptimizer(Optimizer):
             ``optimizer_class`` does, until a state dict with a basis is loaded.
         model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
+        outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
+            options; by default ``optimizer_class`` steps these too. It has the learning rate of the groups, and every
+            other setting of theirs that it knows and that is not among its options.
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
@@ -81,6 +84,7 @@ class ReparameterizedOptimizer(Optimizer):
         *,
         model: nn.Module | None = None,
         refresh: Refresh | None = None,
+        outside: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None = None,
         compile: bool = False,
         any_class: bool = False,
         **hyperparameters: Any,
@@ -90,7 +94,9 @@ class ReparameterizedOptimizer(Optimizer):
         bases = [group.pop("basis", None) for group in groups]
         check_optimizer(optimizer_class)
         # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
-        self._engine = engine = Engine(optimizer_class, hyperparameters, compiled=compile, any_class=any_class)
+        self._engine = engine = Engine(
+            optimizer_class, hyperparameters, outside=outside, compiled=compile, any_class=any_class
+        )
         self._passing = _Passing()
         engine.check_class(groups)
         super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
@@ -204,7 +210,8 @@ class ReparameterizedOptimizer(Optimizer):
         try:
             engine.add_group(blocks)
         except BaseException:
-            del self.param_groups[-1], self.inner.param_groups[len(self.param_groups) :]
+            del self.param_groups[-1]
+            engine.drop_last_group()
             raise
         names = map(plain_name, group["param_names"])
         engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), engine.known)

@@ -109,7 +109,7 @@ def rebound(engine: Engine) -> Restored:
             group["param_names"] = [next(names) for _ in group["params"]]
         check_real(groups)
         ordered = [entries[name] for group in groups for name in group["param_names"]]
-        check_about([about_of(entry) for entry in ordered], groups, engine.optimizer_class)
+        check_about([about_of(entry) for entry in ordered], groups, engine.inner_name)
         parts = restored(engine, ordered, states)
         if engine.refresher is not None:
             engine.refresher.check(engine)
@@ -151,7 +151,7 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
                 own = own or exported(engine, complete=True)
                 entry = own[parameter]
             entries.append(entry)
-    check_about([about_of(entry) for entry in entries], engine.param_groups, engine.optimizer_class)
+    check_about([about_of(entry) for entry in entries], engine.param_groups, engine.inner_name)
     return entries
 
 
@@ -180,17 +180,13 @@ def _check_groups(saved: list[list[Any]], groups: list[dict[str, Any]]) -> None:
                 raise ValueError(f"The state dict is incomplete or damaged: it has no state of '{plain_name(name)}'.")
 
 
-def check_about(
-    abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], optimizer_class: type[Optimizer]
-) -> None:
+def check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], inner_name: str) -> None:
     """Raise an error that says so when states are not of this kind of optimizer over these parameters."""
     for about in abouts:
         if about["version"] != STATE_VERSION:
             raise ValueError(f"The state dict has version {about['version']}; this egop reads {STATE_VERSION}.")
-        if about["optimizer"] != optimizer_class.__name__:
-            raise ValueError(
-                f"The state dict is of {about['optimizer']}, this optimizer runs {optimizer_class.__name__}."
-            )
+        if about["optimizer"] != inner_name:
+            raise ValueError(f"The state dict is of {about['optimizer']}, this optimizer runs {inner_name}.")
     members = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
     here = {plain_name(name): list(parameter.shape) for name, parameter in members}
     there = {about["name"]: list(about["shape"]) for about in abouts}

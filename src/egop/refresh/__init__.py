@@ -4,7 +4,8 @@ A new way is a subclass of ``Refresh``, which begins a ``Refresher`` for each op
 """
 
 from egop.optimizer import Refresh, Refresher
+from egop.refresh.aligned import Aligned
 from egop.refresh.every import Every
 from egop.refresh.online import Online, WhenDrifted
 
-__all__ = ["Every", "Online", "Refresh", "Refresher", "WhenDrifted"]
+__all__ = ["Aligned", "Every", "Online", "Refresh", "Refresher", "WhenDrifted"]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, plain_name
 from egop.estimation import Distribution, NoGradientError, Objective, Recentered, estimate, estimate_plan
-from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments, check_positive
+from egop.numerics import check_positive
+from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 
 
 @dataclass(frozen=True)

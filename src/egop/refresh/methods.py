@@ -107,6 +107,22 @@ def first(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor
     return checked(decomposed(gram, basis, lambda each: linalg.leading_eigenbasis(each, LEADING), done), basis, gram)
 
 
+def aligned(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The orthonormal factor of ``basis @ image`` and whether it could be found; where not, the old basis.
+
+    Columns of the image that vanish, as of dead rows and where the rank is smaller than the width, keep their place.
+    """
+    with precision.exact_products():
+        lengths = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
+        largest = lengths.amax(-1, keepdim=True)
+        some = lengths > torch.finfo(image.dtype).eps * largest
+        columns = torch.where(some, basis @ (image / torch.where(some, lengths, 1)), basis)
+        fresh = linalg.orthonormalized(columns)
+    nothing = largest.squeeze((-2, -1)) == 0
+    sound = is_sound(fresh, basis)
+    return torch.where((sound & ~nothing)[..., None, None], fresh, basis), sound | nothing
+
+
 def checked(fresh: Tensor, old: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """A new basis where it is sound, else the old one; and whether it is.
 

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import fnmatch
-import functools
-import warnings
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from egop.basis import (
-    CHANGES,
-    ONLINE,
-    Layer,
     Partition,
-    Reparameterization,
     StructureChoice,
     check_structure,
-    make_plan,
-    partition_parameters,
-    plain_name,
 )
-from egop.numerics import identity
-from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_decay, check_moments, check_positive
-from egop.refresh.beginnings import Choose
+from egop.numerics import check_fraction, check_positive
+from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
+from egop.refresh.choosing import Choice
 from egop.refresh.grams import GramMatrices
 from egop.refresh.methods import FROM_SCRATCH, ITERATION
 from egop.refresh.schedules import InTurn, OnceDrifted
 from egop.refresh.streaming import Streaming
-from egop.runs import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -76,16 +64,16 @@ class Online(Refresh):
 
     def __post_init__(self) -> None:
         check_positive("every", self.every)
-        check_decay(self.decay)
+        check_fraction("decay", self.decay)
         check_moments(self.moments)
         check_structure(self.structure)
 
     def begin(self, optimizer: Rebasable) -> Refresher:
         """What keeps count for one optimizer."""
-        _check_renewable(self, optimizer)
-        _warn_of_guesses(self, optimizer)
+        choice = Choice(type(self).__name__, self.structure, self.partition, self.memory)
+        choice.check(optimizer)
         schedule = InTurn(self.every, spread=self.spread)
-        return Streaming(_choose(self), GramMatrices(self.decay), schedule, ITERATION, self.moments)
+        return Streaming(choice, GramMatrices(self.decay), schedule, ITERATION, self.moments)
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ class WhenDrifted(Refresh):
 
     def __post_init__(self) -> None:
         check_positive("check_every", self.check_every)
-        check_decay(self.decay)
+        check_fraction("decay", self.decay)
         check_moments(self.moments)
         check_structure(self.structure)
         if not 0 < self.tolerance < 1:
@@ -125,109 +113,7 @@ class WhenDrifted(Refresh):
 
     def begin(self, optimizer: Rebasable) -> Refresher:
         """What keeps count for one optimizer."""
-        _check_renewable(self, optimizer)
-        _warn_of_guesses(self, optimizer)
+        choice = Choice(type(self).__name__, self.structure, self.partition, self.memory)
+        choice.check(optimizer)
         schedule = OnceDrifted(self.check_every, self.tolerance)
-        return Streaming(_choose(self), GramMatrices(self.decay), schedule, FROM_SCRATCH, self.moments)
-
-
-def _choose(config: Online | WhenDrifted) -> Choose:
-    return functools.partial(_identities, config=config)
-
-
-def _identities(
-    optimizer: Rebasable, names: Collection[str] | None, config: Online | WhenDrifted
-) -> Reparameterization:
-    """The original coordinates, in the structures that the basis is to have.
-
-    Args:
-        optimizer: whose parameters are meant, those that are trained.
-        names: some of them; all by default.
-        config: what is wanted.
-    """
-    everything = {
-        plain_name(name): parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
-    named = {
-        name: parameter
-        for name, parameter in everything.items()
-        if parameter.requires_grad and (names is None or name in names)
-    }
-    layers = {name: optimizer.layers[name] for name in named}
-    partition = _partition_for(config.partition, list(everything), list(named))
-    if not (partition if isinstance(partition, Mapping) else _weights(layers)):
-        return Reparameterization([])
-    blocks = partition_parameters(named, layers, partition)
-    known = [*everything, *(config.partition if isinstance(config.partition, Mapping) else ())]
-    structure = _structure_for(config.structure, known, [block.name for block in blocks])
-    memory = parse_bytes(config.memory) - sum(block.change.nbytes for block in optimizer.blocks)
-    plan = make_plan(blocks, layers, structure, max(0, memory), ONLINE)
-    changes = []
-    for block, structure in plan.chosen.items():
-        shapes = structure.basis_shapes(block).items()
-        changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
-        if not changes[-1].is_renewable():
-            raise ValueError(_not_renewable(config, changes[-1].kind))
-    return Reparameterization(changes, unrotated=plan.unrotated)
-
-
-def _weights(layers: Mapping[str, Layer]) -> list[str]:
-    """Those of which a partition makes blocks."""
-    return [name for name, layer in layers.items() if layer.role not in ("bias", "norm")]
-
-
-def _partition_for(partition: Partition, everything: Sequence[str], these: Sequence[str]) -> Partition:
-    """A partition by patterns without those that name what is frozen, or has a block; what names nothing is refused."""
-    if not isinstance(partition, Mapping):
-        return partition
-    lists = {block: [each] if isinstance(each, str) else list(each) for block, each in partition.items()}
-    meant = {block: [each for each in own if _is_for(each, everything, these)] for block, own in lists.items()}
-    return {block: own for block, own in meant.items() if own or not lists[block]}
-
-
-def _structure_for(structure: StructureChoice, everything: Sequence[str], these: Sequence[str]) -> StructureChoice:
-    """The same for structures by patterns of block names."""
-    if not isinstance(structure, Mapping):
-        return structure
-    layers = [name.rpartition(".")[0] for name in everything]
-    return {key: each for key, each in structure.items() if _is_for(key, [*everything, *layers, "global"], these)}
-
-
-def _is_for(pattern: str, everything: Sequence[str], these: Sequence[str]) -> bool:
-    return bool(fnmatch.filter(these, pattern)) or not fnmatch.filter(everything, pattern)
-
-
-def _check_renewable(config: Online | WhenDrifted, optimizer: Rebasable) -> None:
-    kinds = sorted({block.change.kind for block in optimizer.blocks})
-    if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
-        raise ValueError(_not_renewable(config, ", ".join(kinds)))
-
-
-def _warn_of_guesses(config: Online | WhenDrifted, optimizer: Rebasable) -> None:
-    """Warn where weights will be chosen by what they are, and that is not known."""
-    guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
-    if config.structure != "auto" or optimizer.blocks or not guessed:
-        return
-    rotated = [name for name, layer in guessed.items() if not layer.unrotated]
-    alone = [f"{name} ({layer.unrotated})" for name, layer in guessed.items() if layer.unrotated]
-    warnings.warn(
-        f"egop.{type(config).__name__} chooses by what each weight is, and without its module that was guessed by name "
-        f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(alone)}. An embedding or an "
-        "output head that is rotated slows training down. Give the optimizer the model itself, or model=model beside "
-        "the parameters; or say what to rotate: structure={'name pattern': egop.Kronecker()}.",
-        stacklevel=4,  # the line that makes the optimizer
-    )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
-
-
-def _not_renewable(config: Online | WhenDrifted, kinds: str) -> str:
-    renewable = ", ".join(kind for kind, change in CHANGES.items() if change.is_renewable())
-    return (
-        f"egop.{type(config).__name__} renews bases of structure {renewable}, not {kinds}. "
-        "Use egop.Every(...), which can renew every structure."
-    )
+        return Streaming(choice, GramMatrices(self.decay), schedule, FROM_SCRATCH, self.moments)

@@ -13,7 +13,7 @@ from egop.basis.structures.identity import Identity
 from egop.basis.structures.kronecker import Kronecker
 from egop.basis.structures.low_rank import Auxiliary, Reduced
 from egop.basis.structures.rotation import RandomRotation
-from egop.basis.structures.shared import Shared
+from egop.basis.structures.shared import Shared, Side
 
 
 def rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
@@ -51,6 +51,7 @@ __all__ = [
     "RandomRotation",
     "Reduced",
     "Shared",
+    "Side",
     "Structure",
     "Summary",
     "rebuild",

@@ -46,7 +46,7 @@ class ChangeOfBasis(abc.ABC):
     # drops it, as the structure says.
     complete: ClassVar[bool] = True
     # Whether it rotates every row of a tensor by itself, so that some of the rows can be rotated without the others.
-    rowwise: ClassVar[bool] = False
+    rowwise: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

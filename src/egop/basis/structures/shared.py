@@ -1,11 +1,11 @@
-"""Shared: one basis over the inputs, shared by all rows or kernels of a layer."""
+"""Shared: one basis for one side of a weight, shared by all of its rows (or columns)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,46 +24,57 @@ from egop.basis.structures.views import (
 )
 from egop.numerics import OuterProducts
 
+Side = Literal["input", "output", "smaller"]
+
 # How many rows or kernels the paper's rule asks for in every layer.
 ROWS_WANTED = 1000
 
 
 class SharedChange(ChangeOfBasis):
-    """``decode(C) = C Vᵀ``: every row of the weight (kernel, embedded token) rotated by the same V."""
+    """``decode(C) = C Vᵀ``: every row of the weight (kernel, embedded token) rotated by the same V.
+
+    On the output side ``decode(C) = V C``: every column rotated by the same V.
+    """
 
     kind = "Shared"
-    rowwise = True
+
+    def __init__(self, block: Block, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(block, tensors, settings)
+        self.rowwise = not _is_output(self.settings)  # columns need all rows
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
-        return (as_matrix(tensors, self.block) @ self.tensors["basis"],)
+        matrix, basis = as_matrix(tensors, self.block), self.tensors["basis"]
+        return (matrix @ basis if self.rowwise else basis.mT @ matrix,)
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
-        (matrix,) = as_tuple(coordinates)
-        return from_matrix(matrix @ self.tensors["basis"].mT, self.block)
+        (matrix,), basis = as_tuple(coordinates), self.tensors["basis"]
+        return from_matrix(matrix @ basis.mT if self.rowwise else basis @ matrix, self.block)
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
 
     @classmethod
     def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        columns = matrix_shape(block)[1]
-        return {"basis": (*stack_shape(block), columns, columns)}
+        width = matrix_shape(block)[0 if _is_output(settings) else 1]
+        return {"basis": (*stack_shape(block), width, width)}
 
     def structure(self) -> Structure:
-        return Shared()
+        return Shared(side="input" if self.rowwise else "output")
 
     @property
     def cost_per_step(self) -> int:
-        return 4 * self.block.size * matrix_shape(self.block)[1]
+        return 4 * self.block.size * self.tensors["basis"].shape[-1]
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {"basis": as_matrix(gradients, self.block)}
+        matrix = as_matrix(gradients, self.block)
+        return {"basis": matrix if self.rowwise else matrix.mT}
 
     def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
         return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
 
     def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
-        return (coordinates[0] @ rotation["basis"].mT,)
+        matrix, basis = coordinates[0], rotation["basis"]
+        return (matrix @ basis.mT if self.rowwise else basis @ matrix,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,13 @@ class Shared(Structure):
     """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel; one for each of many experts.
 
     Every row's gradient is a sample, so few passes are enough: as many as give every layer 1000 of them.
+
+    Args:
+        side: which side of a weight is rotated. ``"input"``, the paper's: each row (all inputs of one output, a
+            kernel). ``"output"``: each column. ``"smaller"``: whichever is narrower, which is never wider than the
+            other and may be far cheaper: of a convolution the outputs rather than inputs times kernel. Under FSDP2,
+            which divides weights by their outputs, the input side is rotated where the rows are, and the output side
+            needs the whole weight gathered in every step.
 
     Example:
         >>> inputs = torch.tensor([[1.0, 1.0], [2.0, 2.0]])  # vary along (1, 1)
@@ -84,17 +102,47 @@ class Shared(Structure):
     change_type = SharedChange
     joint = False
 
+    side: Side = "input"
+
+    def __post_init__(self) -> None:
+        if self.side not in get_args(Side):
+            raise ValueError(f"Invalid side value: {self.side!r}. Must be 'input', 'output' or 'smaller'.")
+
     def check(self, block: Block) -> None:
         check_matrix(block, "Shared()")
 
     def samples(self, block: Block) -> int:
-        return math.ceil(ROWS_WANTED / matrix_shape(block)[0])
+        return math.ceil(ROWS_WANTED / matrix_shape(block)[1 if self._is_output(block) else 0])
+
+    def change(self, block: Block, tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
+        return SharedChange(block, tensors, self._settings(block))
+
+    def basis_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
+        return SharedChange.basis_shapes(block, self._settings(block))
 
     def accumulator(self, block: Block) -> Accumulator:
         if any(block.stacked):
             return StackAccumulator(block, self)
-        return EigenAccumulator(block, self.change, _rows, OuterProducts(matrix_shape(block)[1]))
+        (width, _) = self.basis_shapes(block)["basis"]
+        rows = _columns if self._is_output(block) else _rows
+        return EigenAccumulator(block, self.change, rows, OuterProducts(width))
+
+    def _is_output(self, block: Block) -> bool:
+        rows, columns = matrix_shape(block)
+        return self.side == "output" or (self.side == "smaller" and rows < columns)
+
+    def _settings(self, block: Block) -> dict[str, Any]:
+        """Nothing for the input side, which files from before there were two of them have."""
+        return {"side": "output"} if self._is_output(block) else {}
+
+
+def _is_output(settings: Mapping[str, Any]) -> bool:
+    return settings.get("side") == "output"
 
 
 def _rows(gradients: Sequence[Tensor], block: Block) -> Tensor:
     return as_matrix(gradients, block).flatten(0, -2)
+
+
+def _columns(gradients: Sequence[Tensor], block: Block) -> Tensor:
+    return as_matrix(gradients, block).mT.flatten(0, -2)

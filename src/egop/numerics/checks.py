@@ -1,0 +1,24 @@
+"""Settings that are out of their range, said in one way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise an error for what is not a whole number of at least 1."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"Invalid {name} value: {value!r}. Must be a whole number of at least 1.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Raise an error for what is not at least 0 and below 1, such as the decay of a running mean."""
+    if not 0 <= value < 1:
+        raise ValueError(f"Invalid {name} value: {value}. Must be at least 0 and below 1.")
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Raise an error for what is negative, or not a finite number."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"Invalid {name} value: {value}. Must be zero or a positive number.")

@@ -1,0 +1,11 @@
+"""Base optimizers that see a weight as a matrix: ordinary torch optimizers, to be used with a rotation or without.
+
+``Sign``, ``Sinkhorn`` and ``PolarAdam``. A new one is a subclass of ``MatrixOptimizer``: a map of matrices.
+"""
+
+from egop.optim.matrices import MatrixOptimizer
+from egop.optim.polar import PolarAdam
+from egop.optim.signs import Sign
+from egop.optim.sinkhorn import Sinkhorn
+
+__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn"]

@@ -1,0 +1,132 @@
+"""Which parameters get a block that have none, and in which structure."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from egop.basis import (
+    CHANGES,
+    ONLINE,
+    Layer,
+    Partition,
+    Reparameterization,
+    Structure,
+    StructureChoice,
+    make_plan,
+    partition_parameters,
+    plain_name,
+)
+from egop.numerics import identity
+from egop.optimizer import Rebasable
+from egop.runs import parse_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of a refresh that makes blocks itself.
+
+    Args:
+        refresh: its name, for messages.
+        structure: a structure for all weights, structures by name patterns, or ``"auto"``.
+        partition: which parameters form a block.
+        memory: what all bases together may take.
+        candidates: what ``"auto"`` chooses from, richest first.
+    """
+
+    refresh: str
+    structure: StructureChoice
+    partition: Partition
+    memory: int | str
+    candidates: Sequence[Structure] = ONLINE
+
+    def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
+        """The original coordinates, in the structures that the basis is to have.
+
+        Args:
+            optimizer: whose parameters are meant, those that are trained.
+            names: some of them; all by default.
+        """
+        everything = {
+            plain_name(name): parameter
+            for group in optimizer.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        named = {
+            name: parameter
+            for name, parameter in everything.items()
+            if parameter.requires_grad and (names is None or name in names)
+        }
+        layers = {name: optimizer.layers[name] for name in named}
+        partition = _partition_for(self.partition, list(everything), list(named))
+        if not (partition if isinstance(partition, Mapping) else _weights(layers)):
+            return Reparameterization([])
+        blocks = partition_parameters(named, layers, partition)
+        known = [*everything, *(self.partition if isinstance(self.partition, Mapping) else ())]
+        structure = _structure_for(self.structure, known, [block.name for block in blocks])
+        memory = parse_bytes(self.memory) - sum(block.change.nbytes for block in optimizer.blocks)
+        plan = make_plan(blocks, layers, structure, max(0, memory), self.candidates)
+        changes = []
+        for block, structure in plan.chosen.items():
+            shapes = structure.basis_shapes(block).items()
+            changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
+            if not changes[-1].is_renewable():
+                raise ValueError(self._not_renewable(changes[-1].kind))
+        return Reparameterization(changes, unrotated=plan.unrotated)
+
+    def check(self, optimizer: Rebasable) -> None:
+        """Raise an error for bases that cannot be renewed; warn where weights are chosen by what was guessed."""
+        kinds = sorted({block.change.kind for block in optimizer.blocks})
+        if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
+            raise ValueError(self._not_renewable(", ".join(kinds)))
+        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
+        if self.structure != "auto" or optimizer.blocks or not guessed:
+            return
+        rotated = [name for name, layer in guessed.items() if not layer.unrotated]
+        alone = [f"{name} ({layer.unrotated})" for name, layer in guessed.items() if layer.unrotated]
+        warnings.warn(
+            f"egop.{self.refresh} chooses by what each weight is, and without its module that was guessed by name "
+            f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(alone)}. An embedding or an "
+            "output head that is rotated slows training down. Give the optimizer the model itself, or model=model "
+            "beside the parameters; or say what to rotate: structure={'name pattern': egop.Kronecker()}.",
+            stacklevel=4,  # the line that makes the optimizer
+        )
+
+    def _not_renewable(self, kinds: str) -> str:
+        renewable = ", ".join(kind for kind, change in CHANGES.items() if change.is_renewable())
+        return (
+            f"egop.{self.refresh} renews bases of structure {renewable}, not {kinds}. "
+            "Use egop.Every(...), which can renew every structure."
+        )
+
+
+def _weights(layers: Mapping[str, Layer]) -> list[str]:
+    """Those of which a partition makes blocks."""
+    return [name for name, layer in layers.items() if layer.role not in ("bias", "norm")]
+
+
+def _partition_for(partition: Partition, everything: Sequence[str], these: Sequence[str]) -> Partition:
+    """A partition by patterns without those that name what is frozen, or has a block; what names nothing is refused."""
+    if not isinstance(partition, Mapping):
+        return partition
+    lists = {block: [each] if isinstance(each, str) else list(each) for block, each in partition.items()}
+    meant = {block: [each for each in own if _is_for(each, everything, these)] for block, own in lists.items()}
+    return {block: own for block, own in meant.items() if own or not lists[block]}
+
+
+def _structure_for(structure: StructureChoice, everything: Sequence[str], these: Sequence[str]) -> StructureChoice:
+    """The same for structures by patterns of block names."""
+    if not isinstance(structure, Mapping):
+        return structure
+    layers = [name.rpartition(".")[0] for name in everything]
+    return {key: each for key, each in structure.items() if _is_for(key, [*everything, *layers, "global"], these)}
+
+
+def _is_for(pattern: str, everything: Sequence[str], these: Sequence[str]) -> bool:
+    return bool(fnmatch.filter(these, pattern)) or not fnmatch.filter(everything, pattern)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"

@@ -1,0 +1,212 @@
+"""Sign, Sinkhorn and PolarAdam against literal references, weight by weight; as ordinary optimizers; in a basis."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import egop
+from egop.optim.polar import polar
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def literal_sign(matrix, group):
+    return matrix.sign()
+
+
+def literal_sinkhorn(matrix, group):
+    for _ in range(group["iterations"]):
+        lengths = matrix.norm(dim=1, keepdim=True)
+        matrix = torch.where(lengths > 0, matrix / lengths, 0) * matrix.shape[1] ** 0.5
+        lengths = matrix.norm(dim=0, keepdim=True)
+        matrix = torch.where(lengths > 0, matrix / lengths, 0) * matrix.shape[0] ** 0.5
+    return matrix
+
+
+def literal_polar(matrix, group):
+    a, b, c = COEFFICIENTS
+    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm()
+    for _ in range(group["iterations"]):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+CASES = {
+    "Sign": (egop.optim.Sign, literal_sign, {}),
+    "Sign without Nesterov": (egop.optim.Sign, literal_sign, {"nesterov": False, "momentum": 0.8}),
+    "Sinkhorn": (egop.optim.Sinkhorn, literal_sinkhorn, {}),
+    "Sinkhorn once": (egop.optim.Sinkhorn, literal_sinkhorn, {"iterations": 1, "update_rms": 0.7}),
+    "PolarAdam": (egop.optim.PolarAdam, literal_polar, {}),
+    "PolarAdam without Nesterov": (egop.optim.PolarAdam, literal_polar, {"nesterov": False, "betas": (0.8, 0.99)}),
+}
+
+
+class Literal:
+    """The update of one weight, from the formulas."""
+
+    def __init__(self, function, settings):
+        self.function, self.settings, self.state = function, settings, {}
+
+    @torch.no_grad()
+    def step(self, weight, encode=lambda G: G, decode=lambda U: U):
+        if weight.grad is None:
+            return
+        group, G = self.settings, encode(weight.grad)
+        state = self.state.setdefault(weight, {"M": torch.zeros_like(G), "V": torch.zeros_like(G)})
+        beta = group["betas"][0] if "betas" in group else group["momentum"]
+        M = state["M"] = beta * state["M"] + (1 - beta) * G
+        N = beta * M + (1 - beta) * G if group["nesterov"] else M
+        if "betas" in group:
+            V = state["V"] = group["betas"][1] * state["V"] + (1 - group["betas"][1]) * G**2
+            N = N / (V.sqrt() + group["eps"])
+        matrix = N.reshape(len(N), -1)
+        update = self.function(matrix, group).reshape(N.shape)
+        if update.any():
+            update = group["update_rms"] * update / update.square().mean().sqrt()
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * decode(update))
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 3, bias=False), nn.Tanh(), nn.Conv2d(3, 3, 3, bias=False), nn.Flatten()]
+    layers += [nn.Linear(12, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)]
+    return nn.Sequential(*layers).double()
+
+
+def backward(model, step):
+    model.zero_grad()
+    inputs = torch.randn(6, 2, 6, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    model(inputs).sin().square().mean().backward()
+    if step % 3 == 1:
+        model[4].weight.grad = None
+    if step % 5 == 2:
+        model[6].weight.grad.zero_()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_literal_method(case):
+    kind, function, options = CASES[case]
+    model, plain = network(), network()
+    model[7].weight.requires_grad_(False)
+    plain[7].weight.requires_grad_(False)
+    optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1, **options)
+    literal = Literal(function, optimizer.param_groups[0])
+    for step in range(50):
+        backward(model, step)
+        backward(plain, step)
+        optimizer.step()
+        for weight in plain.parameters():
+            literal.step(weight)
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", [egop.Shared(), egop.Shared(side="output"), egop.Kronecker()], ids=str)
+@pytest.mark.parametrize("case", ["Sign", "Sinkhorn", "PolarAdam"])
+def test_in_a_fixed_basis_it_is_the_literal_method_in_coordinates(case, structure):
+    kind, function, options = CASES[case]
+
+    def linear():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 7, bias=False)).double()
+
+    model, plain = linear(), linear()
+    data = torch.randn(8, 6, dtype=torch.float64)
+    objective = egop.Objective(model, lambda model, batch: model(batch).sin().square().mean(), [data])
+    basis = egop.estimate(objective, partition="parameter", structure=structure, samples=30, progress=False)
+    optimizer = egop.ReparameterizedOptimizer(model, kind, basis, lr=0.01, weight_decay=0.1, **options)
+    literals = {name: Literal(function, optimizer.param_groups[0]) for name in basis}
+    for _ in range(50):
+        for each in (model, plain):
+            each.zero_grad()
+            each(data).sin().square().mean().backward()
+        optimizer.step()
+        for name, change in basis.items():
+            literals[name].step(
+                plain.get_parameter(name), lambda G, c=change: c.encode([G])[0], lambda U, c=change: c.decode([U])[0]
+            )
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_polar_factor_of_a_rotated_matrix_is_the_rotated_factor():
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    rotation = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))[0]
+    torch.testing.assert_close(rotation @ polar(matrix), polar(rotation @ matrix), rtol=1e-12, atol=1e-12)
+    values = torch.linalg.svdvals(polar(matrix))
+    assert ((values > 0.6) & (values < 1.3)).all()
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_its_state_is_plain_tensors_and_resumes(kind):
+    model = network()
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.01))
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+    twin = copy.deepcopy(model)
+    other = kind(twin.parameters(), lr=torch.tensor(0.01))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its_optimizer in ((model, optimizer), (twin, other)):
+        backward(each, 3)
+        its_optimizer.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    for state in optimizer.state.values():
+        assert {type(value) for value in state.values()} == {torch.Tensor}
+        assert set(state) <= {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_a_stack_of_matrices_is_stepped_matrix_by_matrix_where_it_is_said_to_be_one(kind):
+    """Otherwise a tensor of three dimensions is a kernel. Coordinates of experts are a stack."""
+    start = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together, apart = nn.Parameter(start.clone()), [nn.Parameter(each.clone()) for each in start]
+    optimizers = kind([{"params": [together], "matrices_last": True}], lr=0.1), kind(apart, lr=0.1)
+    for step in range(3):
+        together.grad = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(step + 1), dtype=torch.float64)
+        for place, each in enumerate(apart):
+            each.grad = together.grad[place].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(together, torch.stack(apart), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Invalid lr value: -1.0"),
+        ({"momentum": 1.0}, "Invalid momentum value: 1.0"),
+        ({"weight_decay": float("inf")}, "Invalid weight_decay value"),
+        ({"iterations": 0}, "Invalid iterations value: 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        egop.optim.Sinkhorn([nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_vectors_are_refused_and_the_group_is_not_added(kind):
+    optimizer = kind([nn.Parameter(torch.zeros(2, 2))])
+    with pytest.raises(ValueError, match=r"got a parameter of shape \(3,\)"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e18])  # squares of more overflow, as Adam's
+def test_gradients_of_any_size_give_finite_updates_of_one_size(kind, scale):
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = kind([weight], lr=0.1)
+    weight.grad = scale * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    moved = (1 - weight).detach()
+    size = moved.square().mean().sqrt().item()
+    assert size == pytest.approx(0.0 if scale == 0 else 0.02, rel=1e-4)

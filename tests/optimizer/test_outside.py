@@ -1,0 +1,152 @@
+"""What no block has is stepped by another optimizer: one object, one param_groups, one state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+from cases import DEEP
+from explicit import identical, logistic
+
+ADAMW = (torch.optim.AdamW, {"betas": (0.8, 0.9)})
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
+    ).double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 8, generator=generator, dtype=torch.float64), torch.randint(3, (16,), generator=generator))
+        for _ in range(4)
+    ]
+
+
+def backward(model, step):
+    model.zero_grad()
+    inputs, labels = batches()[step % 4]
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+
+
+def made(model, kind=torch.optim.SGD, outside=ADAMW, refresh=None, **options):
+    options = options or {"lr": 0.01, "weight_decay": 0.1}
+    refresh = egop.Online(structure=egop.Kronecker(), every=2) if refresh is None else refresh
+    return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, outside=outside, **options)
+
+
+def test_it_is_two_optimizers_side_by_side():
+    """SGD is the same in every basis, so plain SGD on the weights and AdamW on the rest is what must come out."""
+    model, plain = network(), network()
+    weights = [parameter for parameter in plain.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in plain.parameters() if parameter.dim() == 1]
+    optimizer = made(model)
+    sides = [
+        torch.optim.SGD(weights, lr=0.01, weight_decay=0.1),
+        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
+    ]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    others = [torch.optim.lr_scheduler.ExponentialLR(side, 0.9) for side in sides]
+    for step in range(8):
+        backward(model, step)
+        backward(plain, step)
+        for each in (optimizer, *sides):
+            each.step()
+        for each in (scheduler, *others):
+            each.step()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_a_state_resumes_exactly(kind, tmp_path):
+    model = network()
+    optimizer = made(model, kind)
+    for step in range(5):
+        backward(model, step)
+        optimizer.step()
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "state")
+    egop.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    twin = copy.deepcopy((model, optimizer))
+    for step in range(5, 9):
+        backward(model, step)
+        optimizer.step()
+    weights, state = torch.load(tmp_path / "state", weights_only=True)
+    loaded = network()
+    loaded.load_state_dict(weights)
+    ours = made(loaded, kind)
+    ours.load_state_dict(state)
+    other = network()
+    theirs = made(other, kind)
+    egop.checkpoint.load(tmp_path / "checkpoint", other, theirs)
+    for again, its_optimizer in ((loaded, ours), (other, theirs), twin):
+        for step in range(5, 9):
+            backward(again, step)
+            its_optimizer.step()
+        assert identical(cases.parameters_of(again), cases.parameters_of(model))
+
+
+def test_groups_may_have_their_own_settings_and_be_added():
+    model = network()
+    named = dict(model.named_parameters())
+    first = [(name, each) for name, each in named.items() if not name.startswith("5")]
+    optimizer = egop.ReparameterizedOptimizer(
+        [{"params": first, "lr": 0.0}],
+        torch.optim.SGD,
+        model=model,
+        lr=0.1,
+        outside=torch.optim.AdamW,
+        refresh=egop.Online(),
+    )
+    optimizer.add_param_group({"params": [named["5.weight"], named["5.bias"]], "lr": 0.1})
+    before = cases.parameters_of(model)
+    backward(model, 0)
+    optimizer.step()
+    after = cases.parameters_of(model)
+    moved = {name for name in after if not torch.allclose(before[name], after[name], atol=1e-12)}
+    assert moved == {"5.weight", "5.bias"}
+
+
+@pytest.mark.parametrize("outside", [3, torch.optim.AdamW([nn.Parameter(torch.zeros(1))]), (torch.optim.AdamW, 3)])
+def test_what_is_no_optimizer_class_is_refused(outside):
+    with pytest.raises(TypeError, match="outside must be an optimizer class"):
+        made(network(), outside=outside)
+
+
+def test_a_learning_rate_of_its_own_is_refused():
+    with pytest.raises(ValueError, match="takes its learning rate from the parameter groups"):
+        made(network(), outside=(torch.optim.AdamW, {"lr": 0.1}))
+
+
+def test_a_state_with_another_optimizer_outside_is_refused():
+    model = network()
+    optimizer = made(model)
+    backward(model, 0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="is of SGD with AdamW outside, this optimizer runs SGD with Adagrad outside"):
+        made(network(), outside=torch.optim.Adagrad).load_state_dict(optimizer.state_dict())
+
+
+def test_matrix_optimizers_say_what_to_do_with_vectors():
+    with pytest.raises(ValueError, match=r"a parameter of shape \(6,\).* outside=torch.optim.AdamW"):
+        made(network(), egop.optim.Sign, outside=None, lr=0.01)
+
+
+def test_a_block_of_another_model_is_not_needed():
+    model = DEEP.build()
+    optimizer = egop.ReparameterizedOptimizer(
+        model, egop.optim.Sign, refresh=egop.Online(), outside=torch.optim.AdamW, lr=0.01
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        logistic(model, DEEP.batches()[step % 4]).backward()
+        optimizer.step()

@@ -1,0 +1,145 @@
+"""Aligned: the rotation that serves the base, against ARO written from its formulas, and over many steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import egop
+from explicit import identical
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 9, bias=False), nn.Tanh(), nn.Linear(9, 4, bias=False)).double()
+
+
+def loss_of(model, step):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(16, 5, generator=generator, dtype=torch.float64)
+    return (model(inputs) - inputs[:, :4].roll(1, 1).sin()).square().mean()  # whose gradients have full rank
+
+
+def sinkhorn(matrix, iterations=5):
+    for _ in range(iterations):
+        matrix = matrix / matrix.norm(dim=1, keepdim=True) * matrix.shape[1] ** 0.5
+        matrix = matrix / matrix.norm(dim=0, keepdim=True) * matrix.shape[0] ** 0.5
+    return matrix
+
+
+class LiteralARO:
+    """R ← qf(M f(RᵀM)ᵀ), W ← W − lr (0.2 R f(RᵀN) / rms + λ W), weight by weight, on the smaller side."""
+
+    def __init__(self, weights, function, lr, momentum=0.95, weight_decay=0.0):
+        self.weights, self.function, self.lr, self.beta, self.decay = weights, function, lr, momentum, weight_decay
+        self.means = [torch.zeros_like(weight) for weight in weights]
+        self.rotations = [torch.eye(min(weight.shape), dtype=weight.dtype) for weight in weights]
+
+    @torch.no_grad()
+    def step(self):
+        for place, weight in enumerate(self.weights):
+            tall = weight.shape[0] >= weight.shape[1]  # then the input side is the smaller one, or as small
+            G = weight.grad.mT if tall else weight.grad
+            M = self.means[place] = self.beta * self.means[place].reshape(G.shape) + (1 - self.beta) * G
+            N = self.beta * M + (1 - self.beta) * G
+            R = self.rotations[place]
+            f = (lambda X: self.function(X.mT).mT) if tall else self.function
+            Q, T = torch.linalg.qr(M @ f(R.mT @ M).mT)
+            R = self.rotations[place] = Q * T.diagonal().sign()
+            update = R @ f(R.mT @ N)
+            update = 0.2 * update / update.square().mean().sqrt()
+            weight.mul_(1 - self.lr * self.decay).sub_(self.lr * (update.mT if tall else update))
+
+
+def test_with_sinkhorn_it_is_aro():
+    model, plain = network(), network()
+    refresh = egop.Aligned()
+    names = {"0.weight": egop.Shared(side="smaller"), "2.weight": egop.Shared(side="smaller")}
+    basis = egop.Reparameterization(
+        [
+            structure.change(block, {"basis": torch.eye(min(block.shapes[0]), dtype=torch.float64)})
+            for (name, structure), block in zip(names.items(), blocks_of(model), strict=True)
+        ]
+    )
+    optimizer = egop.ReparameterizedOptimizer(
+        model, egop.optim.Sinkhorn, basis, refresh=refresh, lr=0.01, weight_decay=0.1
+    )
+    literal = LiteralARO(list(plain.parameters()), sinkhorn, 0.01, weight_decay=0.1)
+    for step in range(50):
+        for each in (model, plain):
+            each.zero_grad()
+            loss_of(each, step).backward()
+        optimizer.step()
+        literal.step()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-10)
+    assert optimizer.refresher.failures == 0
+
+
+def blocks_of(model):
+    from egop.estimation import blocks_of
+
+    batches = [(torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.long))]
+    objective = egop.Objective(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batches)
+    return blocks_of(objective, "parameter")[0]
+
+
+@pytest.mark.parametrize("base", [egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.AdamW])
+def test_rotations_stay_orthonormal_over_2000_steps(base):
+    """In float32, with gradients that are zero, rows that are dead, and fewer samples than rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 14), nn.ReLU(), nn.Linear(14, 3))
+    with torch.no_grad():
+        model[0].bias[:3] = -100.0  # dead units
+    optimizer = egop.ReparameterizedOptimizer(model, base, refresh=egop.Aligned(), outside=torch.optim.AdamW, lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2000):
+        optimizer.zero_grad()
+        inputs = torch.randn(2, 12, generator=generator)
+        loss = model(inputs).square().mean() * (step % 50 != 7)
+        loss.backward()
+        optimizer.step()
+    for change in optimizer.basis.values():
+        basis = change.tensors["basis"].double()
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(len(basis), dtype=torch.float64), rtol=0, atol=1e-5)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert optimizer.refresher.failures == 0
+
+
+def test_a_state_resumes_exactly():
+    def made(model):
+        return egop.ReparameterizedOptimizer(
+            model, egop.optim.Sinkhorn, refresh=egop.Aligned(every=2), outside=torch.optim.AdamW, lr=0.01
+        )
+
+    def train(model, optimizer, first, last):
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+
+    model = network()
+    optimizer = made(model)
+    train(model, optimizer, 0, 5)
+    state = optimizer.state_dict()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    other = network()
+    other.load_state_dict(weights)
+    resumed = made(other)
+    resumed.load_state_dict(state)
+    train(model, optimizer, 5, 9)
+    train(other, resumed, 5, 9)
+    assert identical(dict(model.named_parameters()), dict(other.named_parameters()))
+    assert optimizer.refresher.unrotated == {"2.weight": "the output head"}
+
+
+def test_a_base_that_does_not_offer_its_map_is_refused_and_nothing_changes():
+    model = network()
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adagrad, refresh=egop.Aligned(), lr=0.01)
+    before = [parameter.clone() for parameter in model.parameters()]
+    loss_of(model, 0).backward()
+    with pytest.raises(TypeError, match=r"Adagrad does not say what it maps a momentum to, which egop\.Aligned\(\)"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
