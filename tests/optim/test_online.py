@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import egop
+from egop.basis import Block
 from matrix_updates import CASES
 
 LR, WEIGHT_DECAY, DECAY, STEPS = 0.01, 0.1, 0.9, 50
@@ -56,9 +57,9 @@ def iterated(gram, basis):
 class Literal:
     """One weight: Gram matrices of the rotated sides, their bases, the momentum in the original coordinates."""
 
-    def __init__(self, function, settings, sides, every):
-        self.function, self.settings, self.sides, self.every = function, settings, sides, every
-        self.M = self.V = self.bases = self.grams = None
+    def __init__(self, function, settings, sides, every, bases=None):
+        self.function, self.settings, self.sides, self.every, self.bases = function, settings, sides, every, bases
+        self.M = self.V = self.grams = None
         self.steps = 0
 
     def encode(self, matrix):
@@ -77,7 +78,7 @@ class Literal:
         if G is not None:
             grams = [G @ G.mT if side == "output" else G.mT @ G for side in self.sides]
             if self.grams is None:
-                self.grams, self.bases = grams, [descending_eigenvectors(gram) for gram in grams]
+                self.grams, self.bases = grams, self.bases or [descending_eigenvectors(gram) for gram in grams]
                 self.M, self.V = torch.zeros_like(G), torch.zeros_like(G)
             else:
                 pairs = zip(self.grams, grams, strict=True)
@@ -121,9 +122,16 @@ def test_it_is_the_literal_method(case, side):
     structure, sides_of = STRUCTURES[side]
     model, plain = network(side), network(side)
     refresh = egop.Online(every=3, decay=DECAY, structure=structure, spread=False)
-    optimizer = egop.ReparameterizedOptimizer(model, kind, refresh=refresh, lr=LR, weight_decay=WEIGHT_DECAY)
+    basis, bases = None, {}
+    if side == "both":  # where the first gradient alone is diagonal in both of its bases, and all else in it rounding
+        pair = [descending_eigenvectors(gram @ gram.mT) for gram in torch.randn(2, 5, 5, dtype=torch.float64)]
+        blocks = [Block.of(name, {name: weight}) for name, weight in plain.named_parameters()]
+        tensors = dict(zip(("left", "right"), pair, strict=True))
+        basis = egop.Reparameterization([structure.change(block, tensors) for block in blocks])
+        bases = {"bases": pair}
+    optimizer = egop.ReparameterizedOptimizer(model, kind, basis, refresh=refresh, lr=LR, weight_decay=WEIGHT_DECAY)
     settings = optimizer.param_groups[0]
-    literals = [Literal(function, settings, sides_of(weight.shape), 3) for weight in plain.parameters()]
+    literals = [Literal(function, settings, sides_of(weight.shape), 3, **bases) for weight in plain.parameters()]
     for step in range(STEPS):
         backward(model, side, step)
         backward(plain, side, step)

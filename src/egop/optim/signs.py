@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from egop.numerics import check_fraction
@@ -53,6 +52,5 @@ class Sign(MatrixOptimizer):
         return self.momenta(group, weights)
 
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Their signs; zero where an entry is rounding beside the largest, as off the diagonal in both eigenbases."""
-        limit = 16 * torch.finfo(matrices.dtype).eps * matrices.abs().amax((-2, -1), keepdim=True)
-        return torch.where(matrices.abs() > limit, matrices.sign(), 0)
+        """Their signs."""
+        return matrices.sign()
