@@ -79,14 +79,16 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             weights: of one shape.
             gradients: theirs, stacked.
         """
-        groups = {id(weight): group for group in self.param_groups for weight in group["params"]}
-        momenta, mapped = [], []
-        for weight, gradient in zip(weights, gradients, strict=True):
-            group, state = groups[id(weight)], self.state.get(weight, {})
-            mean = state.get("exp_avg", torch.zeros_like(gradient))
-            momenta.append(mean.lerp(gradient, 1 - group["momentum"]))
-            mapped.append(self.mapped(_as_matrices(momenta[-1][None], last=group["matrices_last"]), group)[0])
-        return torch.stack(momenta), torch.stack(mapped)
+        place_of = {id(weight): place for place, weight in enumerate(weights)}
+        momenta, mapped = torch.empty_like(gradients), torch.empty_like(gradients)
+        for group in self.param_groups:
+            inside = [place_of[id(weight)] for weight in group["params"] if id(weight) in place_of]
+            if inside:
+                means = [self.state.get(weights[i], {}).get("exp_avg", torch.zeros_like(weights[i])) for i in inside]
+                momenta[inside] = torch.stack(means).lerp(gradients[inside], 1 - group["momentum"])
+                matrices = _as_matrices(momenta[inside], last=group["matrices_last"])
+                mapped[inside] = self.mapped(matrices, group).reshape(momenta[inside].shape)
+        return momenta, mapped
 
     @abc.abstractmethod
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,9 +87,13 @@ class _Aligning(Refresher):
 
     def renew(self, optimizer: Rebasable) -> None:
         """Rotate now, by the gradients of the step that is under way; without one there is nothing to follow."""
+        alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[_Wanted]] = {}
         for stack in optimizer.stacks:
             if stack.active and self.can_renew(stack.change):
-                self._align(optimizer, stack)
+                wanted = _Wanted.of(optimizer, stack)
+                alike.setdefault((wanted.basis.shape[1:], wanted.basis.dtype, wanted.basis.device), []).append(wanted)
+        for group in alike.values():  # of one width, whatever the other side is: one call for all of them
+            self._align(optimizer, group)
         self.renewals += 1
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
@@ -120,14 +125,28 @@ class _Aligning(Refresher):
         self.beginnings = Beginnings(self.beginnings.choose, made)
         self.beginnings.unrotated = unrotated
 
-    def _align(self, optimizer: Rebasable, stack: Stack) -> None:
+    def _align(self, optimizer: Rebasable, group: Sequence[_Wanted]) -> None:
+        images, bases = ([getattr(wanted, name) for wanted in group] for name in ("image", "basis"))
+        fresh, sound = aligned(*(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (images, bases)))
+        self.count_failures(sound)
+        for wanted, part in zip(group, fresh.split([len(basis) for basis in bases]), strict=True):
+            for _, run in groupby(enumerate(wanted.stack.active), lambda pair: pair[1] - pair[0]):
+                places, members = zip(*run, strict=True)
+                tensors = {"basis": part[places[0] : places[-1] + 1]}
+                optimizer.rebase_stack(wanted.stack, slice(members[0], members[-1] + 1), tensors, "rotate")
+
+
+class _Wanted(NamedTuple):
+    """What the rotations of a stack's active blocks are made from."""
+
+    stack: Stack
+    image: Tensor
+    basis: Tensor
+
+    @classmethod
+    def of(cls, optimizer: Rebasable, stack: Stack) -> _Wanted:
         (momentum,), (mapped,) = optimizer.lookahead(stack)
         change, _ = stack.active_part()
         # In coordinates, where M is R times the momentum: the factor of R A is that of M f(RᵀM)ᵀ.
         image = momentum.mT @ mapped if change.rowwise else momentum @ mapped.mT
-        fresh, sound = aligned(image, change.tensors["basis"])
-        self.count_failures(sound)
-        for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
-            pairs = list(run)
-            members = slice(pairs[0][1], pairs[-1][1] + 1)
-            optimizer.rebase_stack(stack, members, {"basis": fresh[pairs[0][0] : pairs[-1][0] + 1]}, "rotate")
+        return cls(stack, image, change.tensors["basis"])
