@@ -18,7 +18,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
 MODULES = {
     f"egop.{name}"
-    for name in ("basis", "checkpoint", "cli", "diagnostics.scaling", "extras", "refresh", "runs", "theory")
+    for name in ("basis", "checkpoint", "cli", "diagnostics.scaling", "extras", "optim", "refresh", "runs", "theory")
 }
 # What else is used, and why.
 EXCEPTIONS = {
@@ -93,7 +93,8 @@ def test_every_room_is_described():
 ROOMS = {
     "models": (),
     "data": (),
-    "methods": ("data",),
+    "muon": (),
+    "methods": ("data", "muon"),
     "training": ("models", "data", "methods"),
     "experiments": ("models", "data", "methods", "training"),
     "bench": ("models", "data", "methods", "training"),

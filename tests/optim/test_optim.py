@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.optim.polar import polar
+from egop.optim.polar_adam import polar
 from matrix_updates import CASES
 
 

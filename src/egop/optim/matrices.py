@@ -66,8 +66,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def _step(self, group: Mapping[str, Any], weights: list[Tensor]) -> None:
         inputs = torch.stack(self.directions(group, weights))
-        updates = self.mapped(_as_matrices(inputs, last=group["matrices_last"]), group)
-        updates = scaled_to(updates, group["update_rms"]).mul_(group["lr"]).reshape(inputs.shape).to(weights[0].dtype)
+        updates = self.updates(group, weights, _as_matrices(inputs, last=group["matrices_last"]))
+        updates = updates.mul_(group["lr"]).reshape(inputs.shape).to(weights[0].dtype)
         if group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(weights, updates.unbind())
@@ -93,6 +93,14 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     @abc.abstractmethod
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The map itself, of matrices with any leading dimensions."""
+
+    def updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
+        """What is taken off the weights, but for the learning rate."""
+        return self.scaled(self.mapped(matrices, group), group)
+
+    def scaled(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Updates of the size that the group says."""
+        return scaled_to(updates, group["update_rms"])
 
     def momenta(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
         """The running means of the gradients, these taken in; with Nesterov a step ahead."""
