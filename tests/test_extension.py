@@ -1,5 +1,6 @@
 """A structure, a rho, a refresh policy and a base optimizer of one's own: a file each, none of egop's is touched."""
 
+import copy
 import importlib
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import torch
 import cases
 import egop
 from cases import MLP
+from egop.basis import Block
 from explicit import identical, logistic
 
 FILES = {
@@ -82,20 +84,20 @@ FILES = {
                     return torch.randint(0, 2, like.shape, generator=generator).to(like) - 0.5
                 return {name: corner(value) for name, value in objective.parameters.items()}
     ''',
-    "turning_back": '''
+    "opposite": '''
         """A refresh policy: every third step the basis with its columns in the opposite order."""
         from dataclasses import dataclass
         import egop
         from egop.refresh import Refresher
 
         @dataclass(frozen=True)
-        class TurnBack(egop.Refresh):
+        class Opposite(egop.Refresh):
             every: int = 3
 
             def begin(self, optimizer):
-                return _TurningBack(self.every)
+                return _Reversing(self.every)
 
-        class _TurningBack(Refresher):
+        class _Reversing(Refresher):
             def __init__(self, every):
                 super().__init__()
                 self.every = every
@@ -159,7 +161,7 @@ def steps(model, optimizer, first, last):
 
 
 def test_all_four_train_save_load_and_resume(own, tmp_path):
-    reversing, corners, turning_back, signed = own
+    reversing, corners, opposite, signed = own
 
     def started():
         model = MLP.build()
@@ -170,9 +172,7 @@ def test_all_four_train_save_load_and_resume(own, tmp_path):
         basis.save(tmp_path / "basis.safetensors")
         basis = egop.Reparameterization.load(tmp_path / "basis.safetensors")
         assert {change.kind for change in basis.values()} == {"Reversed"}
-        return model, egop.ReparameterizedOptimizer(
-            model, signed.Signed, basis, refresh=turning_back.TurnBack(), lr=0.01
-        )
+        return model, egop.ReparameterizedOptimizer(model, signed.Signed, basis, refresh=opposite.Opposite(), lr=0.01)
 
     model, optimizer = started()
     before = cases.parameters_of(model)
@@ -198,3 +198,102 @@ def test_a_kind_that_is_taken_is_refused():
         TypeError, match=r"has the kind 'Full', which is that of egop\.basis\.structures\.full\.FullChange"
     ):
         type("Another", (egop.ChangeOfBasis,), {"kind": "Full"})
+
+
+PARTS = '''
+    """A refresh put together from the library's parts, with a schedule of its own: after 1, 2, 4, 8 ... steps."""
+    from dataclasses import dataclass
+    import egop
+    from egop.refresh import FROM_SCRATCH, Choice, GramMatrices, Schedule, Streaming
+
+    class Doubling(Schedule):
+        def due(self, stacks, step, statistic):
+            if step & (step - 1) == 0:
+                for stack in stacks:
+                    yield from statistic.places(stack)
+
+        def is_renewal(self, step, due):
+            return due
+
+        def loaded(self, turns):
+            return self
+
+    @dataclass(frozen=True)
+    class LessAndLess(egop.Refresh):
+        def begin(self, optimizer):
+            choice = Choice("LessAndLess", "auto", "parameter", "1GiB")
+            return Streaming(choice, GramMatrices(0.9), Doubling(1), FROM_SCRATCH, "rotate")
+'''
+
+
+def test_a_refresh_is_put_together_from_parts(tmp_path, monkeypatch):
+    (tmp_path / "less.py").write_text(textwrap.dedent(PARTS))
+    monkeypatch.syspath_prepend(tmp_path)
+    less = importlib.import_module("less")
+
+    def started():
+        model = MLP.build()
+        return model, egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=less.LessAndLess(), lr=0.01)
+
+    model, optimizer = started()
+    steps(model, optimizer, 0, 5)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    assert optimizer.refresher.renewals == 1 + 3  # the first basis, and after 1, 2 and 4 steps
+    end = steps(model, optimizer, 5, 9)
+    other, resumed = started()
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert identical(steps(other, resumed, 5, 9), end)
+    assert optimizer.refresher.renewals == 5
+
+
+class PairsChange(egop.ChangeOfBasis):
+    """Inputs rotated in pairs: its one tensor is a stack of small matrices, which is no stack of weights."""
+
+    kind = "Pairs"
+    rowwise = True
+
+    def encode(self, tensors):
+        (tensor,) = tensors if not isinstance(tensors, torch.Tensor) else (tensors,)
+        return ((tensor.unflatten(-1, (-1, 1, 2)) @ self.tensors["basis"].unsqueeze(-4)).flatten(-3),)
+
+    def decode(self, coordinates):
+        (matrix,) = coordinates if not isinstance(coordinates, torch.Tensor) else (coordinates,)
+        return ((matrix.unflatten(-1, (-1, 1, 2)) @ self.tensors["basis"].mT.unsqueeze(-4)).flatten(-3),)
+
+    def coordinate_shapes(self):
+        return self.block.shapes
+
+    @classmethod
+    def basis_shapes(cls, block, settings):
+        return {"basis": (block.shapes[0][1] // 2, 2, 2)}
+
+    def structure(self):
+        return None
+
+    @property
+    def cost_per_step(self):
+        return 0
+
+    def rotation_from(self, old):
+        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
+
+    def rotated(self, coordinates, rotation):
+        matrix = coordinates[0].unflatten(-1, (-1, 1, 2)) @ rotation["basis"].mT.unsqueeze(-4)
+        return (matrix.flatten(-3),)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_basis_of_many_small_matrices_is_no_stack_of_weights(rows):
+    """As many rows as matrices looked like a weight for each of them: where one had changed, others moved."""
+    layer = torch.nn.Linear(4, rows, bias=False).double()
+    block = Block.of("weight", {"weight": layer.weight})
+    start = PairsChange(block, {"basis": torch.eye(2, dtype=torch.float64).repeat(2, 1, 1)})
+    optimizer = egop.ReparameterizedOptimizer(layer, torch.optim.Adam, egop.Reparameterization([start]), lr=0.0)
+    layer.weight.grad = torch.randn_like(layer.weight)
+    optimizer.step()
+    before = layer.weight.detach().clone()
+    rotated = torch.tensor([[[1, 0], [0, 1]], [[0.6, -0.8], [0.8, 0.6]]], dtype=torch.float64)
+    optimizer.rebase(egop.Reparameterization([start.replaced({"basis": rotated})]))
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before, rtol=1e-12, atol=1e-12)

@@ -158,8 +158,8 @@ UNKNOWN = {
 def test_a_state_that_is_not_known_is_an_error_never_a_guess(what):
     state, name = UNKNOWN[what]
     message = (
-        f"The optimizer's state has {name}.*, and it is not known how that follows a change of basis. Use "
-        "moments='reset', which starts the state anew; moments='keep' is right only for what does not depend on"
+        f"The optimizer's state has {name}.*, and it is not known how that follows a change of basis. If it is linear "
+        r"in the gradients.* say so once: egop.optimizer.moments.LINEAR.add\(name\). Or use moments='reset'"
     )
     with pytest.raises(ValueError, match=message):
         moments.movable(state, SHAPE)

@@ -102,3 +102,48 @@ def test_a_look_changes_nothing(base):
             step(model, optimizer, number)
         ends.append(cases.parameters_of(model))
     assert identical(*ends)
+
+
+class Rebasing(Watching):
+    """Goes on in another structure from the second step on, when the gradients have been seen."""
+
+    def begin(self, optimizer):
+        return Rebaser()
+
+
+class Rebaser(Watcher):
+    def observe(self, optimizer):
+        if self.steps == 1:
+            changes = []
+            for block in [block.change.block for block in optimizer.blocks]:
+                width = block.shapes[0].numel() // block.shapes[0][0]
+                changes.append(egop.Shared().change(block, {"basis": torch.eye(width, dtype=block.dtype)}))
+            optimizer.rebase(egop.Reparameterization(changes), moments="reset")
+        super().observe(optimizer)
+
+
+def test_other_blocks_that_are_given_while_a_step_is_under_way_take_that_step():
+    model, optimizer = made("SGD", Rebasing())
+    plain = DEEP.build()
+    other = torch.optim.SGD(plain.parameters(), **BASES["SGD"][1])
+    step(model, optimizer, 0)
+    step(plain, other, 0)
+    before = cases.parameters_of(model)
+    step(model, optimizer, 1)
+    assert {block.change.kind for block in optimizer.blocks} == {"Shared"}
+    for name in before:
+        assert not torch.equal(model.get_parameter(name), before[name])
+    assert optimizer.refresher.proposals == {}  # their gradients come after it has looked
+
+
+def test_what_is_proposed_counts_with_weights_that_someone_else_has_written():
+    model, optimizer = made("AdamW", Watching())
+    step(model, optimizer, 0)
+    with torch.no_grad():
+        model[0].weight.mul_(10)
+    block = next(block for block in optimizer.blocks if "0.weight" in block.change.block.parameters)
+    tensors = [model.get_parameter(name).detach().clone() for name in block.change.block.parameters]
+    start = block.change.encode(tensors)
+    step(model, optimizer, 1)
+    for was, part, now in zip(start, optimizer.refresher.proposals[block.name], block.coordinates, strict=True):
+        torch.testing.assert_close(was + part, now.detach(), rtol=1e-12, atol=1e-14)

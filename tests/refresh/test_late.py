@@ -285,3 +285,38 @@ def test_turns_are_kept_and_newcomers_take_the_steps_with_least_to_do():
     assert {name: turns[name] for name in first} == first
     assert len({turns["d"], turns["a"], turns["b"]}) == 3
     assert turns["e"] != turns["d"]
+
+
+@pytest.mark.parametrize("how", ["when drifted", "renew_basis"])
+def test_a_frozen_block_keeps_its_basis(how):
+    model = network()
+    refresh = egop.WhenDrifted(check_every=2, tolerance=1e-6) if how == "when drifted" else egop.Online(every=100)
+    optimizer = begin(model, refresh)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    model[1].requires_grad_(False)
+    model[1].zero_grad()
+    before = optimizer.basis
+    for seed in range(3, 9):
+        step(model, optimizer, seed)
+    if how == "renew_basis":
+        optimizer.renew_basis()
+    after = optimizer.basis
+    assert not after["0.weight"].equal(before["0.weight"])
+    assert after["1.weight"].equal(before["1.weight"])
+
+
+def test_blocks_that_someone_has_put_in_the_place_of_others_are_all_there_are():
+    model = network()
+    model[2].requires_grad_(False)
+    optimizer = begin(model, egop.Online(every=4))
+    for seed in range(3):
+        step(model, optimizer, seed)
+    blocks = [block.change.block for block in optimizer.blocks]
+    given = [egop.Shared().change(block, {"basis": torch.eye(6, dtype=torch.float64)}) for block in blocks]
+    optimizer.rebase(egop.Reparameterization(given), moments="reset")
+    model[2].requires_grad_(True)
+    for seed in range(3, 6):
+        step(model, optimizer, seed)
+    assert [block.name for block in optimizer.blocks] == [block.name for block in blocks]
+    assert {block.change.kind for block in optimizer.blocks} == {"Shared"}

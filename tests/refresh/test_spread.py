@@ -165,3 +165,27 @@ def test_what_is_replayed_is_what_is_computed():
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         assert replayed(gram, basis)[1].all()
         assert not replayed(torch.full_like(gram, torch.nan), basis)[1].any()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({"every": 10}, {"every": 3}), ({"every": 4, "spread": False}, {"every": 4}), ({"every": 3}, {"every": 10})],
+)
+def test_a_state_is_loaded_by_a_schedule_with_other_settings(saved, loaded):
+    """Turns that no step of its rounds has would never come, and all in one step would not be spread."""
+    model = DEEP.build()
+    optimizer = online(model, refresh=egop.Online(**saved))
+    steps(model, optimizer, 12)
+    other = online(model, refresh=egop.Online(**loaded))
+    other.load_state_dict(optimizer.state_dict())
+    before = other.basis
+    steps(model, other, 2 * loaded["every"])
+    after = other.basis
+    assert not any(after[name].equal(before[name]) for name in before)
+    assert len(set(other.refresher.schedule.turns.values())) > 1
+
+
+def test_a_renewal_before_any_step_is_none():
+    optimizer = online(DEEP.build())
+    optimizer.renew_basis()
+    assert optimizer.refresher.renewals == 0

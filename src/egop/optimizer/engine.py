@@ -218,6 +218,10 @@ class Engine:
             self.pieces.pull()
             if self.refresher is not None:
                 self.refresher.observe(self)
+            if self.stacks is not stacks:  # it has given other blocks, which are to take this step
+                stacks.drop_gradients()
+                stacks = self.stacks
+                stacks.collect()
             stacks.encode_gradients()
             self._step_coordinates()
         finally:
@@ -268,6 +272,8 @@ class Engine:
 
         Of the blocks that have a gradient, stacked as in :meth:`momentum`. Takes as long as a step of these blocks.
         """
+        if not stack.active:
+            return []
         self._settings_in()
         change, _ = stack.active_part()
         gradients = [gradient for part in change.encode(stack.gradients) for gradient in part.unbind()]

@@ -43,13 +43,14 @@ SQUARED |= {"exp_avg_var", "max_exp_avg_var", "grad_sum_sq"}
 MAGNITUDES = {"exp_inf"}
 STEP_SIZES = {"step_size"}
 
-_KNOWN = LINEAR | POINTS | SQUARED | MAGNITUDES | STEP_SIZES
+_KINDS = (LINEAR, POINTS, SQUARED, MAGNITUDES, STEP_SIZES)  # which may get further names
 _PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def momentum_of(state: Mapping[str, Any]) -> Tensor | None:
-    """The running mean of gradients in the state of a tensor, under any of the names that torch's optimizers use."""
-    return next((state[name] for name in ("exp_avg", "momentum_buffer") if state.get(name) is not None), None)
+    """The running mean of gradients in the state of a tensor, under any of the names that it goes by."""
+    names = ("exp_avg", "momentum_buffer", "momentum", "avg_grad", "grad_avg")
+    return next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
 
 
 def check_moments(moments: str) -> None:
@@ -75,7 +76,7 @@ def movable(state: Mapping[str, Any], shape: torch.Size, moments: Moments = "rot
                 continue  # a single number
             if moments == "keep" and key not in POINTS:
                 continue
-            if not isinstance(leaf, Tensor) or key not in _KNOWN:
+            if not isinstance(leaf, Tensor) or not any(key in kind for kind in _KINDS):
                 raise ValueError(_unknown(where))
             if leaf.shape != shape or not leaf.is_floating_point():
                 kind = str(leaf.dtype).removeprefix("torch.")
@@ -158,6 +159,7 @@ def squares_rotated(
 def _unknown(where: str, details: str = "") -> str:
     return (
         f"The optimizer's state has '{where}'{details}, and it is not known how that follows a change of basis. "
-        "Use moments='reset', which starts the state anew; moments='keep' is right only for what does not depend on "
-        "the basis."
+        "If it is linear in the gradients, as a momentum is, say so once: egop.optimizer.moments.LINEAR.add(name). Or "
+        "use moments='reset', as in egop.Online(moments='reset'), which starts the state anew; moments='keep' is right "
+        "only for what does not depend on the basis."
     )

@@ -89,9 +89,10 @@ def _is_wide(change: ChangeOfBasis) -> bool:
 
 
 def _changed(old: ChangeOfBasis, new: ChangeOfBasis) -> Tensor:
-    """Which of several stacked changes of basis are not the same as before, to the last bit."""
+    """Which of several stacked changes of basis are not the same as before, to the last bit; experts one by one."""
+    leading = 1 + (old.block.stacked[0] if len(old.block.stacked) == 1 else 0)
     pairs = [(tensor, new.tensors[name]) for name, tensor in old.tensors.items()]
-    return torch.stack([(before != after).flatten(-2).any(-1) for before, after in pairs]).any(0)
+    return torch.stack([(before != after).flatten(leading).any(-1) for before, after in pairs]).any(0)
 
 
 def _where(changed: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:

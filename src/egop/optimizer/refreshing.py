@@ -105,6 +105,11 @@ class Refresher(abc.ABC):
     def renew(self, optimizer: Rebasable) -> None:
         """Renew the basis now, from scratch."""
 
+    @property
+    def unrotated(self) -> Mapping[str, str]:
+        """Why weights have no basis, by name, where the refresh has chosen which get one."""
+        return {}
+
     def can_renew(self, change: ChangeOfBasis) -> bool:
         """Whether it can renew a basis of this kind."""
         return True
@@ -123,8 +128,8 @@ class Refresher(abc.ABC):
     def prepare(self, optimizer: Rebasable) -> None:  # noqa: B027 - most have nothing to prepare
         """Make the blocks that the first step would make, so that it is known what a state consists of."""
 
-    def rebased(self, names: Collection[str]) -> None:  # noqa: B027 - most do not mind
-        """Someone has called ``optimizer.rebase`` with a basis for these blocks."""
+    def rebased(self, names: Collection[str], *, replaced: bool) -> None:  # noqa: B027 - most do not mind
+        """Someone has called ``optimizer.rebase`` with a basis for these blocks; or, ``replaced``, other blocks."""
 
     def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         """What it remembers of each block, by its name, as tensors; with :meth:`counts` all that is needed to go on.
@@ -191,5 +196,6 @@ def check_refresh(refresh: object, basis: object) -> None:
         )
     if refresh is not None and not isinstance(refresh, Refresh):
         raise TypeError(
-            f"refresh must be egop.Every, egop.Online or egop.WhenDrifted, got {refresh!r}.{call_it(refresh, Refresh)}"
+            "refresh must be egop.Every(...), egop.Online(...), egop.WhenDrifted(...), egop.Aligned(...) or an "
+            f"egop.Refresh of your own, got {refresh!r}.{call_it(refresh, Refresh)}"
         )

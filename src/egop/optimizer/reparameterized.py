@@ -248,9 +248,10 @@ class ReparameterizedOptimizer(Optimizer):
                 it anew. See :mod:`egop.optimizer.moments` for each kind of state.
         """
         self._attend()
+        before = self._engine.blocks
         self._engine.rebase(basis, moments=moments)
         if self.refresher is not None:
-            self.refresher.rebased(list(basis))
+            self.refresher.rebased(list(basis), replaced=self._engine.blocks is not before)
 
     @property
     def train(self) -> Callable[[], None]:

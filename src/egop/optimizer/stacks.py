@@ -255,15 +255,15 @@ class Stacks:
                 yield stack, members, type(changes[0]).stack(changes).tensors
 
     def collect(self) -> None:
-        """Stack the gradients of all blocks that have one."""
+        """Stack the gradients of all blocks that have one, and take in what someone else has written to them."""
         copies = [copy for stack in self._each for copy in stack.collect(still=self.still)]
         copy_all([target for target, _ in copies], [source for _, source in copies])
+        for stack in self._each:
+            stack.follow([stack.blocks[index] for index in stack.active])
 
     def encode_gradients(self) -> None:
         """Give the coordinates of every block that has a gradient theirs."""
         active = [stack for stack in self._each if stack.active]
-        for stack in active:
-            stack.follow([stack.blocks[index] for index in stack.active])
         encoded = self._applied("encode", [(stack.active_part()[0], stack.gradients, []) for stack in active])
         for stack, parts in zip(active, encoded, strict=True):
             stack.gradients = []

@@ -99,8 +99,8 @@ class _Aligning(Refresher):
     def can_renew(self, change: ChangeOfBasis) -> bool:
         return isinstance(change.structure(), Shared)
 
-    def rebased(self, names: Collection[str]) -> None:
-        self.beginnings.rebased(names, before_any_step=self.steps == 0)
+    def rebased(self, names: Collection[str], *, replaced: bool) -> None:
+        self.beginnings.rebased(names, replaced=replaced or self.steps == 0)
 
     def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         made = self.beginnings.made_of(optimizer)

@@ -72,10 +72,10 @@ class Beginnings:
         """The blocks that were made here; none if someone has given or replaced them."""
         return self.made if self.made <= {block.name for block in optimizer.blocks} else set()
 
-    def rebased(self, names: Collection[str], *, before_any_step: bool) -> None:
-        """Blocks to which someone has given a basis need no first one; before any step all blocks are theirs."""
+    def rebased(self, names: Collection[str], *, replaced: bool) -> None:
+        """Blocks to which someone has given a basis need no first one; if all were replaced, they are all there are."""
         self.waiting -= set(names)
-        if before_any_step:
+        if replaced:
             self.made, self._settled, self._known = set(), set(), None
 
     def __getstate__(self) -> dict[str, Any]:

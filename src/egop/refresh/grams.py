@@ -64,8 +64,8 @@ class GramMatrices:
         return self._stacks[stack]
 
     def places(self, stack: Stack, wanted: Iterable[int] | None = None) -> Iterator[Place]:
-        """Of these blocks of a stack, or all, those that have had a gradient, neighbours together."""
-        indices = range(len(stack.blocks)) if wanted is None else wanted
+        """Of these blocks of a stack, or all that are trained, those that have had a gradient, neighbours together."""
+        indices = [i for i, block in enumerate(stack.blocks) if block.is_trained] if wanted is None else wanted
         chosen = [index for index in indices if stack.blocks[index].name in self.grams]
         for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
             members = [index for _, index in run]

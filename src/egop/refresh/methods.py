@@ -39,14 +39,16 @@ class Method:
     Args:
         first: makes the first basis of a block.
         renewed: makes each that follows.
+        anew: makes one from the statistic alone, when someone asks for that.
         beside: whether that may be recorded, and go on beside the training until the next step takes it.
         wide: of Gram matrices wider than this the first basis is of the strongest directions only.
     """
 
     first: Renewal
     renewed: Renewal
+    anew: Renewal
     beside: bool
-    wide: float
+    wide: float = math.inf
 
     def seconds(self, matrices: Sequence[Tensor]) -> float:
         """Roughly how long the first bases for these Gram matrices take."""
@@ -172,5 +174,5 @@ def announced(widths: Sequence[int], seconds: float) -> Iterator[Done]:
 
 # One step of orthogonal iteration; or all eigenvectors every time, also the first: a basis with some of them would be
 # taken for one that has drifted.
-ITERATION = Method(first, renewed, beside=True, wide=WIDE)
-FROM_SCRATCH = Method(from_scratch, from_scratch, beside=False, wide=math.inf)
+ITERATION = Method(first, renewed, from_scratch, beside=True, wide=WIDE)
+FROM_SCRATCH = Method(from_scratch, from_scratch, from_scratch, beside=False)

@@ -70,7 +70,8 @@ class InTurn(Schedule):
     def loaded(self, turns: Mapping[str, int]) -> InTurn:
         """A schedule that goes on with the turns that blocks had."""
         schedule = InTurn(self.every, spread=self.spread)
-        schedule.turns = dict(turns)
+        if any(turns.values()) or not self.spread:  # turns of a schedule that renews all in one step are none
+            schedule.turns = dict(turns)
         return schedule
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,9 +121,10 @@ def turns_of(costs: Mapping[str, float], every: int, known: Mapping[str, int]) -
     Args:
         costs: of the renewals, by block name.
         every: how many steps a round has.
-        known: the turns that blocks have already. They keep them; others then take the steps with least to do.
+        known: the turns that blocks have already. They keep those that a round has (it may have become shorter);
+            others then take the steps with least to do.
     """
-    turns = {name: known[name] for name in costs if name in known}
+    turns = {name: known[name] for name in costs if known.get(name, every) < every}
     if not turns:
         total, before = sum(costs.values()), 0.0
         for name, cost in costs.items():

@@ -15,7 +15,7 @@ from egop.distributed import whole
 from egop.optimizer import Aside, BoundBlock, Moments, Rebasable, Recorder, Refresher, Replayed, Stack
 from egop.refresh.beginnings import Beginnings, Choose
 from egop.refresh.grams import GramMatrices, Place
-from egop.refresh.methods import Method, Renewal, announced, from_scratch
+from egop.refresh.methods import Method, Renewal, announced
 from egop.refresh.schedules import Schedule
 
 _PHASE = "phase"  # where a block stands: has it had a gradient, does it wait for a basis, was it made here, its turn
@@ -77,9 +77,10 @@ class Streaming(Refresher):
         """Renew all bases now, from scratch."""
         self.settle(optimizer)
         self.statistic.move_to(optimizer.stacks)
-        self._renew([place for stack in optimizer.stacks for place in self.statistic.places(stack)], from_scratch)
+        places = [place for stack in optimizer.stacks for place in self.statistic.places(stack)]
+        self._renew(places, self.method.anew)
         self.settle(optimizer)
-        self.renewals += 1
+        self.renewals += bool(places)
 
     def settle(self, optimizer: Rebasable) -> None:
         """Take the bases that are being computed beside the training."""
@@ -108,9 +109,9 @@ class Streaming(Refresher):
         if self.steps == 0:
             self.beginnings.make_first(optimizer, type(self.refresh).__name__)
 
-    def rebased(self, names: Collection[str]) -> None:
+    def rebased(self, names: Collection[str], *, replaced: bool) -> None:
         """Blocks to which someone has given a basis need no first one."""
-        self.beginnings.rebased(names, before_any_step=self.steps == 0)
+        self.beginnings.rebased(names, replaced=replaced or self.steps == 0)
 
     def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         """The statistic of each block, and of what follows from the past only: whether it counts and so on."""
