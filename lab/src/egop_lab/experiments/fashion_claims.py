@@ -72,7 +72,7 @@ def grows(epochs: Mapping[int, int | None]) -> Judged:
 def accurate(rank: int, found: Mapping[int, Found]) -> Judged:
     """Compared by the medians of each run's best."""
     turned, original = (
-        -median([-max(curve) for curve in found[each].curves("validation accuracy")]) for each in (rank, 0)
+        -median([-max(curve) for curve in found[key].curves("validation accuracy")]) for key in (rank, 0)
     )
     words = f"With r = {rank} the best validation accuracy is as good or better."
     shown = f"{Method(rank)}: {turned:.2%}; original: {original:.2%}."
