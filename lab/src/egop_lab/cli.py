@@ -42,30 +42,30 @@ def demo(
 
         if threads is not None:
             torch.set_num_threads(threads)
-        found = experiment.run(epochs=epochs, seed=seed, show=lambda basis: typer.echo(f"\n{basis}\n"))
-        closing = experiment.summary(found)
+        result = experiment.run(epochs=epochs, seed=seed, show=lambda basis: typer.echo(f"\n{basis}\n"))
+        closing = experiment.summary(result)
         console = Console()
         console.print()
-        console.print(_table(found))
-        console.print(f"The basis took {found.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
-        plotting.save(plotting.loss_and_spectra(found.runs, found.spectra), out / "demo.svg")
-        write_json(out / "demo.json", {**asdict(found), "summary": closing})
+        console.print(_table(result))
+        console.print(f"The basis took {result.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
+        plotting.save(plotting.loss_and_spectra(result.runs, result.spectra), out / "demo.svg")
+        write_json(out / "demo.json", {**asdict(result), "summary": closing})
         typer.echo(f"\nSaved {out / 'demo.svg'} (the picture) and {out / 'demo.json'} (the numbers).")
 
 
-def _table(found: Demo) -> Table:
+def _table(result: Demo) -> Table:
     from rich.table import Table
 
     from egop.runs import counted
 
-    table = Table(title=f"After {counted(found.epochs, 'epoch')}, from equivalent starts", title_justify="left")
+    table = Table(title=f"After {counted(result.epochs, 'epoch')}, from equivalent starts", title_justify="left")
     table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
     table.caption_justify = "left"
     table.add_column("optimizer")
     table.add_column("coordinates")
     for heading in ("lr", "final loss", "test\naccuracy", "epochs to\nsame loss", "seconds"):
         table.add_column(heading, justify="right")
-    for original, reparameterized in found.pairs():
+    for original, reparameterized in result.pairs():
         for run in (original, reparameterized):
             curve = run.curve
             reached = curve.epochs_to(original.curve.final)
@@ -142,10 +142,10 @@ def report(
 
         if not any(records.glob("*.jsonl")):
             fail(f"There are no records in {records}. Make some with: egop-lab reproduce --all", status=2)
-        found = reproduction.sections(records)
-        reproduction.write_markdown(found, out / "reproduction.md")
-        reproduction.write_html(found, out / "reproduction.html")
-        typer.echo(f"{reproduction.counts(found)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
+        sections = reproduction.sections(records)
+        reproduction.write_markdown(sections, out / "reproduction.md")
+        reproduction.write_html(sections, out / "reproduction.html")
+        typer.echo(f"{reproduction.counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
 
 
 @app.command()
@@ -172,8 +172,8 @@ def bench(
         chosen = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
         typer.echo(f"\nSaved {out}.")
-        if found := failures(kept):
-            fail(f"{counted(len(found), 'row')} failed, see above.")
+        if rows := failures(kept):
+            fail(f"{counted(len(rows), 'row')} failed, see above.")
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ class Foreign:
     def __call__(self, start: Start) -> Optimizer:
         """The optimizer."""
         kind = getattr(foreign(self.name), self.name)
-        made: Optimizer = kind(start.parameters, **start.options, **self.call(getattr(start, self.by)))
-        return made
+        optimizer: Optimizer = kind(start.parameters, **start.options, **self.call(getattr(start, self.by)))
+        return optimizer
 
 
 @dataclass(frozen=True)
@@ -222,18 +222,18 @@ def _muon(start: Start) -> Optimizer:
     """
     kernels = [part.weight for part in start.model.modules() if isinstance(part, nn.Conv2d)]
     ends = set(_ends(start.model))
-    inside = set(kernels or [each for each in start.parameters if each.dim() == 2 and each not in ends])
+    inside = set(kernels or [tensor for tensor in start.parameters if tensor.dim() == 2 and tensor not in ends])
     hidden, others = ([each for each in start.parameters if (each in inside) is wanted] for wanted in (True, False))
     if not kernels:
         muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **start.options)
         return Together(muon, torch.optim.AdamW(others, **start.options, **start.adam))
-    made: Optimizer = foreign("The Muon of convolutions").Muon(
+    optimizer: Optimizer = foreign("The Muon of convolutions").Muon(
         [
             {"params": hidden, "use_muon": True, "use_adjusted_lr": True, **start.options},
             {"params": others, "use_muon": False, "betas": _ADAM, "eps": 1e-8, **start.options},
         ]
     )
-    return made
+    return optimizer
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -40,13 +40,13 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
     tensors: dict[str, Tensor] = {}
     blocks = []
     for change in content.changes:
-        name, description, own = change.block.name, change.describe(), dict(change.tensors)
+        name, description, entries = change.block.name, change.describe(), dict(change.tensors)
         if name in content.spectra:
             spectrum = content.spectra[name]
             description |= {"samples": spectrum.samples, "stability": spectrum.stability}
-            own |= {_EIGENVALUES: spectrum.eigenvalues, _DENSITY: spectrum.density}
-        description["tensors"] = list(own)
-        tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in own.items()}
+            entries |= {_EIGENVALUES: spectrum.eigenvalues, _DENSITY: spectrum.density}
+        description["tensors"] = list(entries)
+        tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in entries.items()}
         blocks.append(description)
     _unshare(tensors)
     text = write_json({"version": FORMAT_VERSION, "blocks": blocks, "left": dict(content.unrotated)})
@@ -108,10 +108,10 @@ def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
         keys = strings(description["tensors"], f"the list of tensors of block '{block.name}'")
         if missing := [key for key in keys if f"{block.name}/{key}" not in tensors]:
             raise ValueError(f"it lacks {missing} of block '{block.name}'.")
-        own = {key: tensors[f"{block.name}/{key}"] for key in keys}
-        if _EIGENVALUES in own or _DENSITY in own:
-            spectra[block.name] = _spectrum(block, own.pop(_EIGENVALUES), own.pop(_DENSITY), description)
-        changes.append(_change(block, own, description))
+        entries = {key: tensors[f"{block.name}/{key}"] for key in keys}
+        if _EIGENVALUES in entries or _DENSITY in entries:
+            spectra[block.name] = _spectrum(block, entries.pop(_EIGENVALUES), entries.pop(_DENSITY), description)
+        changes.append(_change(block, entries, description))
     names = [change.block.name for change in changes]
     parameters = [name for change in changes for name in change.block.parameters]
     if len(set(names)) < len(names) or len(set(parameters)) < len(parameters):
@@ -171,7 +171,7 @@ def _spectrum(block: Block, values: Tensor, density: Tensor, description: Mappin
     samples = record(description, f"block '{block.name}'", "samples")["samples"]
     # The stability came later than the format: older files, and many bases, have none.
     stability = description.get("stability")
-    fine = all(each.dim() == 1 and each.is_floating_point() and each.isfinite().all() for each in (values, density))
+    fine = all(part.dim() == 1 and part.is_floating_point() and part.isfinite().all() for part in (values, density))
     fine = fine and 0 < len(values) == len(density) <= block.size and type(samples) is int and samples >= 0
     if not fine or not (stability is None or type(stability) is float):
         raise ValueError(f"the spectrum of block '{block.name}' is not one.")
@@ -179,10 +179,10 @@ def _spectrum(block: Block, values: Tensor, density: Tensor, description: Mappin
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:
-    found = zlib.crc32(text.encode())
+    checksum = zlib.crc32(text.encode())
     for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
-    return found
+        checksum = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
 def _unshare(tensors: dict[str, Tensor]) -> None:

@@ -62,8 +62,8 @@ class Block:
         """The block of these tensors, which must share one dtype and device."""
         kinds = {(tensor.dtype, tensor.device) for tensor in tensors.values()}
         if len(kinds) > 1:
-            found = ", ".join(f"'{key}' is {tensor.dtype} on {tensor.device}" for key, tensor in tensors.items())
-            raise ValueError(f"Block '{name}' mixes dtypes or devices: {found}. Put them into blocks of their own.")
+            members = ", ".join(f"'{key}' is {tensor.dtype} on {tensor.device}" for key, tensor in tensors.items())
+            raise ValueError(f"Block '{name}' mixes dtypes or devices: {members}. Put them into blocks of their own.")
         dtype = torch.promote_types(kinds.pop()[0], torch.float32)
         return cls(name, tuple(tensors), tuple(tensor.shape for tensor in tensors.values()), dtype, transposed, stacked)
 

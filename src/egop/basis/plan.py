@@ -82,19 +82,19 @@ def make_plan(
         return _as_told(dict.fromkeys(blocks, structure), {}, memory)
     if isinstance(structure, Mapping):
         matched = {pattern: set(match([pattern], [b.name for b in blocks], "block")) for pattern in structure}
-        found = {b: [structure[pattern] for pattern in structure if b.name in matched[pattern]] for b in blocks}
-        unrotated = {block.name: "no pattern names it" for block in blocks if not found[block]}
-        return _as_told({block: structures[0] for block, structures in found.items() if structures}, unrotated, memory)
+        lists = {b: [structure[pattern] for pattern in structure if b.name in matched[pattern]] for b in blocks}
+        unrotated = {block.name: "no pattern names it" for block in blocks if not lists[block]}
+        return _as_told({block: structures[0] for block, structures in lists.items() if structures}, unrotated, memory)
     return _automatic(blocks, layers, memory, candidates)
 
 
 def check_structure(structure: object) -> None:
     """Raise an error for what is not ``"auto"``, a structure, or a mapping of block-name patterns to structures."""
     if isinstance(structure, Mapping):
-        for pattern, each in structure.items():
-            if not isinstance(each, Structure):
-                advice = call_it(each, Structure)
-                raise TypeError(f"Pattern '{pattern}' needs a structure such as egop.Full(), got {each!r}.{advice}")
+        for pattern, value in structure.items():
+            if not isinstance(value, Structure):
+                advice = call_it(value, Structure)
+                raise TypeError(f"Pattern '{pattern}' needs a structure such as egop.Full(), got {value!r}.{advice}")
     elif not isinstance(structure, Structure) and structure != "auto":
         raise TypeError(
             f"Invalid structure value: {structure!r}. Must be 'auto', a structure such as egop.Full(), or a mapping of "
@@ -189,7 +189,7 @@ def _is_costly(structure: Structure, block: Block) -> bool:
 
 
 def _too_wide(block: Block) -> str:
-    sides = [side for each in block.divided() if len(each.shapes[0]) > 1 for side in matrix_shape(each)]
+    sides = [side for part in block.divided() if len(part.shapes[0]) > 1 for side in matrix_shape(part)]
     if sides and max(sides) <= WIDTH_LIMIT:
         return f"more than {FULL_LIMIT} entries, and too wide for so few of them: a basis would take too long"
     return f"more than {FULL_LIMIT} entries, and wider than {WIDTH_LIMIT}"
@@ -205,7 +205,7 @@ def _check_memory(chosen: Mapping[Block, Structure], memory: int) -> None:
     costs = {block: structure.cost(block).bytes for block, structure in chosen.items()}
     if sum(costs.values()) <= memory:
         return
-    block = max(costs, key=lambda each: costs[each])
+    block = max(costs, key=lambda candidate: costs[candidate])
     shapes = " and ".join(" x ".join(map(str, shape)) for shape in chosen[block].basis_shapes(block).values())
     what = f"Block '{block.name}' needs a {shapes} basis ({format_bytes(costs[block])})"
     if costs[block] <= memory:

@@ -72,7 +72,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             if missing := [parameter for parameter in change.block.parameters if parameter not in tensors]:
                 raise KeyError(f"Block '{name}' needs {missing}, which are not among the given tensors.")
             # half-precision tensors have single-precision coordinates, as in the optimizer
-            encoded[name] = change.encode([tensors[each].to(change.block.dtype) for each in change.block.parameters])
+            encoded[name] = change.encode([tensors[key].to(change.block.dtype) for key in change.block.parameters])
         return encoded
 
     def decode(self, coordinates: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, Tensor]:
@@ -105,17 +105,17 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             return self
         outlines = processes.exchanged(lambda: {name: self._outline(name) for name in self})
         owners = self.owners.items()
-        found = processes.agreed(
+        finished = processes.agreed(
             lambda: {name: self._finished(name) or _room(*outlines[owner][name]) for name, owner in owners}
         )
         for name, owner in owners:
-            spectrum, change = found[name]
+            spectrum, change = finished[name]
             described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
             for tensor in [*change.tensors.values(), *described]:
                 processes.broadcast(tensor, owner)
-        spectra = {name: spectrum for name, (spectrum, _) in found.items() if spectrum is not None}
+        spectra = {name: spectrum for name, (spectrum, _) in finished.items() if spectrum is not None}
         unrotated = {name: why for name, why in self.unrotated.items() if name not in self.owners}
-        return Reparameterization([change for _, change in found.values()], spectra, unrotated)
+        return Reparameterization([change for _, change in finished.values()], spectra, unrotated)
 
     def _finished(self, name: str) -> Finished | None:
         return (self.spectrum.get(name), self[name]) if name in self else None
@@ -177,7 +177,7 @@ def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Fini
     """Room for the values of what another process has outlined."""
     if spectrum is not None:
         eigenvalues, density = (
-            torch.empty_like(each, device=device) for each in (spectrum.eigenvalues, spectrum.density)
+            torch.empty_like(tensor, device=device) for tensor in (spectrum.eigenvalues, spectrum.density)
         )
         spectrum = replace(spectrum, eigenvalues=eigenvalues, density=density)
     tensors = {name: torch.empty_like(tensor, device=device) for name, tensor in change.tensors.items()}

@@ -56,9 +56,9 @@ class Known:
         self._look()
 
     def _look(self) -> None:
-        pairs = [(plain_name(name), each) for name, each in self.module.named_parameters(remove_duplicate=False)]
+        pairs = [(plain_name(name), tensor) for name, tensor in self.module.named_parameters(remove_duplicate=False)]
         wrapped = all(name.startswith(WRAPPER) for name, _ in pairs)
-        self.parameters = {name.removeprefix(WRAPPER) if wrapped else name: each for name, each in pairs}
+        self.parameters = {name.removeprefix(WRAPPER) if wrapped else name: tensor for name, tensor in pairs}
         self._names: dict[int, list[str]] = {}  # as long as the parameters are held, no other has one of these ids
         for name, parameter in self.parameters.items():
             self._names.setdefault(id(parameter), []).append(name)
@@ -127,7 +127,7 @@ def _told(module: nn.Module) -> dict[int, Layer]:
     for use in _uses(module):
         before = uses.get(id(use.parameter))
         pair = [] if before is None else [before.owner, use.owner]
-        tied |= any(isinstance(each, _EMBEDDINGS) for each in pair) and any(_is_linear(each) for each in pair)
+        tied |= any(isinstance(owner, _EMBEDDINGS) for owner in pair) and any(_is_linear(owner) for owner in pair)
         if before is None or isinstance(use.owner, _EMBEDDINGS):
             uses[id(use.parameter)] = use
     layers = {key: _layer(use) for key, use in uses.items()}
@@ -192,8 +192,8 @@ def _is_inputs_first(owner: nn.Module) -> bool:
     """Whether the matrices of a module are stored (inputs, outputs), as far as can be told."""
     if _is_conv1d(owner):
         return True
-    own = dict(owner.named_parameters(recurse=False))
-    up, down = (own[name].shape if name in own else () for name in ("gate_up_proj", "down_proj"))
+    parameters = dict(owner.named_parameters(recurse=False))
+    up, down = (parameters[name].shape if name in parameters else () for name in ("gate_up_proj", "down_proj"))
     # The one has the gates and values of what the other takes: (width, 2 x inner) and (inner, width).
     return len(up) == len(down) == 3 and (up[1], up[2]) == (down[2], 2 * down[1])
 
@@ -212,10 +212,10 @@ def _named_heads(module: nn.Module, uses: Mapping[int, _Use]) -> set[int]:
 def _output_of(part: nn.Module) -> nn.Module | None:
     """What a model of transformers says is its output layer."""
     try:
-        found = part.get_output_embeddings()  # type: ignore[operator]
+        output = part.get_output_embeddings()  # type: ignore[operator]
     except Exception:  # most modules have no such method, and what one without an output raises is its own affair
         return None
-    return found if isinstance(found, nn.Module) else None
+    return output if isinstance(output, nn.Module) else None
 
 
 def _guessed(name: str, tensor: Tensor) -> Layer:

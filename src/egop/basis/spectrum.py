@@ -89,8 +89,8 @@ def agreement(
         stacks = [
             (values.reshape(-1, values.shape[-1]), vectors.reshape(-1, *vectors.shape[-2:])) for values, vectors in side
         ]
-        found = [_agreement(*each, fraction) for each in zip(*stacks[0], *stacks[1], strict=True)]
-        known = [each for each in found if each is not None]
+        agreements = [_agreement(*pair, fraction) for pair in zip(*stacks[0], *stacks[1], strict=True)]
+        known = [value for value in agreements if value is not None]
         if not known:
             return None
         result *= sum(known) / len(known)

@@ -35,30 +35,30 @@ def record(value: Any, what: str, *wanted: str) -> dict[str, Any]:
 
 def strings(value: Any, what: str) -> list[str]:
     """A list of strings."""
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{what} is not a list of strings: {_shown(value)}")
     return value
 
 
 def whole_numbers(value: Any, what: str) -> list[int]:
     """A list of whole numbers, such as a shape: none is negative, and their product is one that a tensor can have."""
-    fine = isinstance(value, list) and all(type(each) is int and 0 <= each < _LARGEST for each in value)
+    fine = isinstance(value, list) and all(type(number) is int and 0 <= number < _LARGEST for number in value)
     if fine:
         product = 1
-        for each in value:
-            product *= max(1, each)
+        for number in value:
+            product *= max(1, number)
             fine = fine and product < _LARGEST
     if not fine:
         raise ValueError(f"{what} is not a list of whole numbers of a tensor's size: {_shown(value)}")
-    found: list[int] = value
-    return found
+    numbers: list[int] = value
+    return numbers
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("its text has one name twice in one place")
-    return found
+    return entries
 
 
 def _check_depth(value: Any) -> None:
@@ -66,9 +66,9 @@ def _check_depth(value: Any) -> None:
     for _ in range(DEEPEST):
         level = [
             inner
-            for each in level
-            if isinstance(each, (dict, list, tuple))
-            for inner in (each.values() if isinstance(each, dict) else each)
+            for outer in level
+            if isinstance(outer, (dict, list, tuple))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
         if not level:
             return

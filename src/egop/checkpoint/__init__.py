@@ -105,8 +105,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module, optimizer: Reparam
     agreed(lambda: _understood(Path(directory), optimizer.load_state_dict, values["optimizer"]))
     agreed(lambda: give(values, model))
     agreed(lambda: trust(values, optimizer))
-    found: dict[str, Any] = values["extra"]
-    return found
+    extra: dict[str, Any] = values["extra"]
+    return extra
 
 
 def extra(directory: str | os.PathLike[str]) -> dict[str, Any]:

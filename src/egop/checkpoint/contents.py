@@ -43,7 +43,7 @@ def taken_apart(model: nn.Module, optimizer: ReparameterizedOptimizer, extra: di
     plain = agreed(lambda: _plain(model, state, tensors))
     _check_alike(tensors)
     # Coordinates stand for parameters to which nobody else has written, in any process.
-    plain["stand_for"] = [all(each) for each in zip(*unwritten, strict=True)]
+    plain["stand_for"] = [all(flags) for flags in zip(*unwritten, strict=True)]
 
     def described() -> dict[str, Tensor]:
         plain["extra"] = apart(extra, tensors, "extra")
@@ -60,10 +60,10 @@ def check_same(directory: Path, saved: Saved) -> None:
     """
     # By its name and its text: the folder above may have another path in each process.
     everywhere = exchanged(lambda: (str(directory), (directory.name, saved.digest)))
-    for place, (other, mark) in enumerate(everywhere):
+    for place, (folder, mark) in enumerate(everywhere):
         if mark != everywhere[0][1]:
             raise ValueError(
-                f"The processes load different checkpoints: process 0 {everywhere[0][0]}, process {place} {other}. "
+                f"The processes load different checkpoints: process 0 {everywhere[0][0]}, process {place} {folder}. "
                 "Give all of them the same one, as egop.checkpoint.latest does when all call it."
             )
 
@@ -87,13 +87,13 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
     def tensor(path: str) -> Tensor:
         kind, _, name = path.partition("/")
         if kind == "model":
-            own = weights[names[name]]
-            if saved.shape(path) != own.shape:
+            weight = weights[names[name]]
+            if saved.shape(path) != weight.shape:
                 raise ValueError(
                     f"The checkpoint is of another model: '{name}' has shape {tuple(saved.shape(path))} there, but "
-                    f"{tuple(own.shape)} here."
+                    f"{tuple(weight.shape)} here."
                 )
-            return saved.place(path, lambda shape, dtype: torch.empty_like(own))
+            return saved.place(path, lambda shape, dtype: torch.empty_like(weight))
         owner = parameters[rows[path]["of"]] if path in rows else None
         if owner is None or not is_sharded(owner) or (rows[path]["cut"] and not is_cut_by_rows(owner)):
             return saved.place(path, torch.empty)
@@ -132,9 +132,9 @@ def sum_parts(saved: Saved, values: dict[str, Any]) -> None:
 
 def extra_of(saved: Saved) -> dict[str, Any]:
     """What a checkpoint has beside the model and the optimizer."""
-    found: dict[str, Any] = together(saved.content["values"]["extra"], lambda path: saved.place(path, torch.empty))
+    extra: dict[str, Any] = together(saved.content["values"]["extra"], lambda path: saved.place(path, torch.empty))
     saved.read()
-    return found
+    return extra
 
 
 def give(values: dict[str, Any], model: nn.Module) -> None:
@@ -155,7 +155,7 @@ def _names(weights: Iterable[str]) -> dict[str, str]:
     """The names in a model's state dict by those that the plain model has."""
     plain = {plain_name(name): name for name in weights}
     if plain and all(name.startswith(WRAPPER) for name in plain):
-        return {name.removeprefix(WRAPPER): own for name, own in plain.items()}
+        return {name.removeprefix(WRAPPER): original for name, original in plain.items()}
     return plain
 
 
@@ -166,9 +166,9 @@ def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[st
     """
     engine = optimizer._engine
     here = exported(engine, complete=False)
-    found = {}
+    rows = {}
     for index, parameter in enumerate(engine.bound.members):
-        own = here[parameter]
+        part = here[parameter]
         block, entry = engine.block_of(parameter), state["state"][index]
         entry.pop(STANDS_FOR, None)  # digests of the rows that one process has say nothing to others
         if block is not None and not block.rowwise:
@@ -178,16 +178,16 @@ def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[st
         for key, value in entry.items():
             place = f"optimizer/state/{index}/{key}"
             if key.startswith(REFRESH) and block is not None and block.by_rows and value.dim() == 2:
-                entry[key] = below_each_other(own[key], parameter)
-                found[place] = {"of": names[0], "cut": True, "parts": shards(parameter)}
+                entry[key] = below_each_other(part[key], parameter)
+                rows[place] = {"of": names[0], "cut": True, "parts": shards(parameter)}
             elif (
                 isinstance(value, Tensor)
                 and value.dim() > 0
                 and (not key.startswith(OWN) or key.startswith(COORDINATES))
             ):
                 number = key.removeprefix(COORDINATES).partition("/")[0]
-                found[place] = {"of": names[int(number) if number.isdigit() else 0], "cut": block is not None}
-    return found
+                rows[place] = {"of": names[int(number) if number.isdigit() else 0], "cut": block is not None}
+    return rows
 
 
 def _room_for_part(shape: torch.Size, dtype: torch.dtype, owner: Any, parts: int) -> Tensor:
@@ -227,11 +227,11 @@ def check_kind(optimizer: Any) -> None:
         )
 
 
-def _check_names(saved: list[str], own: dict[str, str]) -> None:
-    if set(saved) != set(own):
+def _check_names(saved: list[str], names: dict[str, str]) -> None:
+    if set(saved) != set(names):
         raise ValueError(
-            f"The checkpoint is of another model: only it has {_some(set(saved) - set(own))}, only the model has "
-            f"{_some(set(own) - set(saved))}."
+            f"The checkpoint is of another model: only it has {_some(set(saved) - set(names))}, only the model has "
+            f"{_some(set(names) - set(saved))}."
         )
 
 

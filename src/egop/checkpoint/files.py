@@ -161,13 +161,13 @@ class Saved:
 def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """All of the tensors of which no process has a plain piece, in the process that writes them; None in the others."""
     odd = [name for name, tensor in tensors.items() if not is_plainly_sharded(tensor)]
-    if any(each != odd for each in exchanged(lambda: odd)):  # to gather them would be to wait for ever
+    if any(names != odd for names in exchanged(lambda: odd)):  # to gather them would be to wait for ever
         raise ValueError("The processes have different tensors to save; what only one of them has must be plain.")
-    found: dict[str, Tensor | None] = {}
+    gathered: dict[str, Tensor | None] = {}
     for name in odd:
         values = whole(tensors[name])
-        found[name] = values.cpu() if is_first_with_it(tensors[name]) else None
-    return found
+        gathered[name] = values.cpu() if is_first_with_it(tensors[name]) else None
+    return gathered
 
 
 def _held(tensors: dict[str, Tensor], gathered: dict[str, Tensor | None]) -> dict[str, tuple[Region, Tensor]]:

@@ -27,9 +27,9 @@ def apart(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         for key in value:
             if not isinstance(key, (str, int)):
                 raise TypeError(f"{path} has the key {key!r}; in a checkpoint keys are strings or whole numbers.")
-        return {"dict": [[key, apart(each, tensors, f"{path}/{key}")] for key, each in value.items()]}
+        return {"dict": [[key, apart(item, tensors, f"{path}/{key}")] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        parts = [apart(each, tensors, f"{path}/{index}") for index, each in enumerate(value)]
+        parts = [apart(item, tensors, f"{path}/{index}") for index, item in enumerate(value)]
         return {"tuple": parts} if isinstance(value, tuple) else parts
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -50,7 +50,7 @@ def together(plain: Any, tensor: Callable[[str], Any]) -> Any:
         LookupError: for what it would not have returned.
     """
     if isinstance(plain, list):
-        return [together(each, tensor) for each in plain]
+        return [together(item, tensor) for item in plain]
     if not isinstance(plain, dict):
         return plain
     kind, inside = next(iter(plain.items()), (None, None))
@@ -58,9 +58,9 @@ def together(plain: Any, tensor: Callable[[str], Any]) -> Any:
         if kind == "tensor" and isinstance(inside, str):
             return tensor(inside)
         if kind == "tuple" and isinstance(inside, list):
-            return tuple(together(each, tensor) for each in inside)
-        if kind == "dict" and isinstance(inside, list) and all(_is_entry(each) for each in inside):
-            return {key: together(each, tensor) for key, each in inside}
+            return tuple(together(item, tensor) for item in inside)
+        if kind == "dict" and isinstance(inside, list) and all(_is_entry(entry) for entry in inside):
+            return {key: together(item, tensor) for key, item in inside}
     raise LookupError(f"a value is neither a tensor nor a tuple nor a dictionary, but has the name {str(kind)[:40]!r}")
 
 

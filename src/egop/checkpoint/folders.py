@@ -43,9 +43,9 @@ class Unfinished:
                 f"{self._directory} exists and is not a checkpoint of this egop: it would be replaced. "
                 "Name another folder."
             )
-        for each in {self._directory, target}:
-            each.parent.mkdir(parents=True, exist_ok=True)
-            _clear(each)
+        for folder in {self._directory, target}:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _clear(folder)
         self._lock = claimed(self.path)
 
     def finish(self, keep: int | None = None) -> None:
@@ -59,9 +59,9 @@ class Unfinished:
                     raise
                 self._replace(alone)
             _sync(self._target.parent)
-        own = _step(self._directory.name)
-        if keep is not None and own is not None:
-            older = sorted((step, path) for step, path in _steps(self._directory.parent).items() if step < own)
+        current = _step(self._directory.name)
+        if keep is not None and current is not None:
+            older = sorted((step, path) for step, path in _steps(self._directory.parent).items() if step < current)
             for _, path in older[: max(0, len(older) - (keep - 1))]:
                 self._remove(path)
 

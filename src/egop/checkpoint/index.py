@@ -133,7 +133,7 @@ def _cover(shape: Sequence[int], regions: Sequence[Region]) -> bool:
         return not regions
     if any(len(part) != len(shape) for region in regions for part in region):
         return False
-    spans = [sorted({(each.offset[axis], each.shape[axis]) for each in regions}) for axis in range(len(shape))]
+    spans = [sorted({(region.offset[axis], region.shape[axis]) for region in regions}) for axis in range(len(shape))]
     for size, cells in zip(shape, spans, strict=True):
         end = 0
         for start, length in cells:

@@ -95,8 +95,8 @@ def read_part(path: Path, save: str, wishes: Iterable[Wish]) -> None:
 
 def _read(file: Any, wish: Wish) -> None:
     place, stored = wish.piece.region, torch.empty(wish.piece.region.shape, dtype=wish.dtype, device="meta")
-    found, expected = file.get_slice(wish.name), _stored(stored)
-    if (found.get_dtype(), found.get_shape()) != (_KINDS[expected.dtype], list(expected.shape)):
+    piece, expected = file.get_slice(wish.name), _stored(stored)
+    if (piece.get_dtype(), piece.get_shape()) != (_KINDS[expected.dtype], list(expected.shape)):
         raise ValueError(f"'{wish.name}' is not of the shape and kind of numbers in its file that the index says")
     common = None if wish.region is None else place.common(wish.region)
     if wish.check or common == place:
@@ -105,7 +105,7 @@ def _read(file: Any, wish: Wish) -> None:
             raise ValueError(f"'{wish.name}' is not what was written: its checksum differs")
         values = values[common.within(place)] if common is not None else values
     elif common is not None:
-        values = found[common.within(place)]
+        values = piece[common.within(place)]
     if common is not None and wish.region is not None:
         if wish.dtype.is_complex:  # in memory of its own: the file's is aligned for the numbers, not for pairs of them
             values = torch.view_as_complex(values.clone(memory_format=torch.contiguous_format))

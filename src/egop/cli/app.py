@@ -86,10 +86,10 @@ def plan(
         try:
             structures = scaling.STRUCTURES if structure is None else (factories.parse_structure(structure),)
             limit = None if memory is None else parse_bytes(memory)
-            found = scaling.report(scaling.load_model(target), structures, ranks=ranks, memory=limit, tokens=tokens)
+            report = scaling.report(scaling.load_model(target), structures, ranks=ranks, memory=limit, tokens=tokens)
         except (factories.FactoryError, ValueError) as error:
             fail(str(error), status=2)
-        typer.echo(str(found))
+        typer.echo(str(report))
         if json is not None:
-            write_json(json, asdict(found))
+            write_json(json, asdict(report))
             typer.echo(f"\nSaved {json}.")

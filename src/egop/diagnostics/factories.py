@@ -49,13 +49,13 @@ def load_objective(target: str) -> Objective:
     if not (colon and where and name):
         raise FactoryError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as examples/mlp.py:factory.")
     factory = factory_in(module_of(where), where, name)
-    made = guarded(factory, f"{target} raised")
-    if isinstance(made, Objective):
-        return made
-    if not isinstance(made, tuple) or len(made) != 3:
-        found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise FactoryError(f"{target} must return {_WANTED}, it returned {found}.")
-    return guarded(lambda: Objective(*made), f"{target} returned a tuple that makes no objective:")
+    result = guarded(factory, f"{target} raised")
+    if isinstance(result, Objective):
+        return result
+    if not isinstance(result, tuple) or len(result) != 3:
+        kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise FactoryError(f"{target} must return {_WANTED}, it returned {kind}.")
+    return guarded(lambda: Objective(*result), f"{target} returned a tuple that makes no objective:")
 
 
 def parse_structure(text: str) -> StructureChoice:
@@ -136,8 +136,8 @@ def _from_file(path: Path) -> ModuleType:
 def factory_in(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     """The function of a name in a module."""
     if not hasattr(module, name):
-        own = _factories(module)
-        there = f" It has: {', '.join(own[:10])}." if own else ""
+        names = _factories(module)
+        there = f" It has: {', '.join(names[:10])}." if names else ""
         raise FactoryError(f"{where!r} has no {name!r}.{there}")
     factory: Callable[[], Any] = getattr(module, name)
     if not callable(factory):

@@ -97,10 +97,10 @@ def diagnose(
     refresh, online = refresh_advice(layers, kinds)
     wanted = samples_wanted(plan) and (samples or samples_wanted(plan))
     known = _planned(blocks, plan)
-    found = Diagnosis(tuple(known.values()), None, 0, wanted, None, refresh, online)
-    found = _advised(found, partial="no gradients have been sampled yet")
+    result = Diagnosis(tuple(known.values()), None, 0, wanted, None, refresh, online)
+    result = _advised(result, partial="no gradients have been sampled yet")
     if show is not None:
-        show(found)
+        show(result)
     seconds = _pass_seconds(objective)
     gathered = Gathering(plan, stability=True)
     partial = ""
@@ -126,14 +126,14 @@ def diagnose(
     except KeyboardInterrupt:
         partial = f"interrupted after {len(changes)} of {len(plan.chosen)} blocks"
     basis = Reparameterization(changes, spectra, plan.unrotated) if changes else None
-    found = replace(found, blocks=tuple(known.values()), basis=basis, draws=gathered.draws, pass_seconds=seconds)
-    return _advised(found, partial)
+    result = replace(result, blocks=tuple(known.values()), basis=basis, draws=gathered.draws, pass_seconds=seconds)
+    return _advised(result, partial)
 
 
-def _advised(found: Diagnosis, partial: str) -> Diagnosis:
-    decided = [(block, *decide(block, found.draws, found.online)) for block in found.blocks]
+def _advised(diagnosis: Diagnosis, partial: str) -> Diagnosis:
+    decided = [(block, *decide(block, diagnosis.draws, diagnosis.online)) for block in diagnosis.blocks]
     blocks = tuple(replace(block, verdict=verdict, advice=advice) for block, verdict, advice in decided)
-    return replace(found, blocks=blocks, partial=partial)
+    return replace(diagnosis, blocks=blocks, partial=partial)
 
 
 def _planned(blocks: list[Block], plan: Plan) -> dict[str, BlockDiagnosis]:
@@ -165,13 +165,13 @@ def _measured(
     if spectrum is None:
         return known
     sides = [tensor.shape[-2] for tensor in change.tensors.values()]
-    one, stack = math.prod(sides), math.prod(next(iter(change.tensors.values())).shape[:-2])
-    dimension = one * stack
+    size, stack = math.prod(sides), math.prod(next(iter(change.tensors.values())).shape[:-2])
+    dimension = size * stack
     density = float(spectrum.density[0])
     leading = spectrum.effective_dimension(LEADING)
     weights = spectrum.eigenvalues[:leading] / spectrum.eigenvalues[:leading].sum()
     # A basis of several sides counts gradients; each side has seen all the rows, or columns, of each of them.
-    rows = [spectrum.samples * (one // side if len(sides) > 1 else 1) for side in sides]
+    rows = [spectrum.samples * (size // side if len(sides) > 1 else 1) for side in sides]
     noise = stack * math.prod(noise_stable_rank(side, count) for side, count in zip(sides, rows, strict=True))
     return replace(
         known,

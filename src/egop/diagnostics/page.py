@@ -124,9 +124,9 @@ def _curves(race: Race) -> str:
     best = race.best() or ()
     ordered = [run for run in race.runs if run not in best] + list(best)
     series = [_curve(run, race.every) for run in ordered]
-    if not any(each.x for each in series):
+    if not any(curve.x for curve in series):
         return ""
-    positive = all(value > 0 for each in series for value in each.median)
+    positive = all(value > 0 for curve in series for value in curve.median)
     panel = Panel("Training loss by step", "step", "loss", series, yscale="log" if positive else "linear")
     colors = [_SIDES[run.coordinates] for run in ordered]
     svg = plotting.inline(panel, colors, "race", faint=len(ordered) - len(best))
@@ -175,9 +175,9 @@ def _race_table(race: Race) -> str:
 
 def _reading(settings: Mapping[str, Any]) -> str:
     columns = "".join(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in COLUMNS.items())
-    made = ", ".join(f"{text(name)} {text(value)}" for name, value in settings.items())
+    options = ", ".join(f"{text(name)} {text(value)}" for name, value in settings.items())
     return (
         f"<details open><summary>How to read this</summary><dl>{columns}</dl></details>"
-        f'<p class="small">Made by egop {text(__version__)}{": " if made else ""}{made}. The advice follows the '
+        f'<p class="small">Made by egop {text(__version__)}{": " if options else ""}{options}. The advice follows the '
         "simple rules of docs/diagnostics.md; every number it looks at is shown above.</p>"
     )

@@ -137,31 +137,31 @@ def race(
         raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
     every = max(1, math.ceil(steps / _POINTS))
     words = "egop.Online()" if online else "the estimated basis"
-    found = Race(optimizer.__name__, words, math.ceil(steps / every) * every, every, tuple(learning_rates), seed)
+    result = Race(optimizer.__name__, words, math.ceil(steps / every) * every, every, tuple(learning_rates), seed)
     with objective.preserved(seed=seed):
         # Held, so that every run sees the same ones whatever the loader does.
-        batches = objective.placed(itertools.islice(objective.batches(), min(found.steps, _BATCHES)))
+        batches = objective.placed(itertools.islice(objective.batches(), min(result.steps, _BATCHES)))
     for lr, coordinates in itertools.product(learning_rates, ("original", "EGOP")):
         with objective.preserved(seed=seed):
             model, loss_fn = objective.trainable_copy()
-            made = _optimizer(model, optimizer, lr, coordinates, basis, online)
+            runner = _optimizer(model, optimizer, lr, coordinates, basis, online)
             _check_gradient(model, loss_fn, batches[0])
             curve = train(
                 model,
-                made,
+                runner,
                 loss_fn,
                 _Stretches(batches, every),
-                found.steps // every,
+                result.steps // every,
                 evaluate=lambda model, loss_fn=loss_fn: {"loss": _mean_loss(model, loss_fn, batches)},  # type: ignore[misc]
                 progress=progress,
                 description=f"{coordinates:>8}, lr {lr:<6g}",
                 unit="step",
                 length=every,
             )
-        found = replace(found, runs=(*found.runs, Run(optimizer.__name__, coordinates, lr, curve)))
+        result = replace(result, runs=(*result.runs, Run(optimizer.__name__, coordinates, lr, curve)))
         if show is not None:
-            show(found)
-    return found
+            show(result)
+    return result
 
 
 class _Stretches:

@@ -122,9 +122,9 @@ def _costly(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | None:
 
 def _promising(block: BlockDiagnosis, structure: str, draws: int) -> tuple[Verdict, str]:
     agreed = "" if block.stability is None else f", and two halves of the samples agree to {block.stability:.2f}"
-    own = f" (samples={draws} were enough, {format_bytes(block.bytes)})" if structure == block.structure else ""
+    remark = f" (samples={draws} were enough, {format_bytes(block.bytes)})" if structure == block.structure else ""
     return "use", (
-        f"Use egop.{structure}(){own}: about {block.stable_rank:.1f} of {block.dimension} directions matter, "
+        f"Use egop.{structure}(){remark}: about {block.stable_rank:.1f} of {block.dimension} directions matter, "
         f"sr/(dβ₁) = {block.ratio:.2g}{agreed}."
     )
 

@@ -62,8 +62,8 @@ def run(settings: Settings, *, echo: Callable[[str], object], progress: bool = T
     torch.manual_seed(settings.seed)
     objective = load_objective(settings.target)
 
-    def save(diagnosis: Diagnosis, found: Race | None = None) -> Path:
-        return page.write(settings.out, diagnosis, found, title=settings.target, settings=settings.shown())
+    def save(diagnosis: Diagnosis, result: Race | None = None) -> Path:
+        return page.write(settings.out, diagnosis, result, title=settings.target, settings=settings.shown())
 
     try:
         with _one_line(f"{settings.target} cannot be diagnosed: ", settings.debug):
@@ -83,7 +83,7 @@ def run(settings: Settings, *, echo: Callable[[str], object], progress: bool = T
             return False
         if settings.probe:
             with _one_line(f"The race of {settings.target} cannot be run: ", settings.debug):
-                found = race(
+                result = race(
                     objective,
                     diagnosis.basis,
                     online=diagnosis.online,
@@ -92,7 +92,7 @@ def run(settings: Settings, *, echo: Callable[[str], object], progress: bool = T
                     progress=progress,
                     show=lambda so_far: save(diagnosis, so_far),
                 )
-            echo(f"\n{found.summary()}\n")
+            echo(f"\n{result.summary()}\n")
     except KeyboardInterrupt:
         return False
     echo(f"Saved {path} (the page) and {path.with_suffix('.json')} (the numbers).")

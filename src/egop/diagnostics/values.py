@@ -174,6 +174,6 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the basis itself, as plain values for JSON."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "basis"}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "basis"}
         blocks = [dataclasses.asdict(block) | {"chance": block.chance} for block in self.blocks]
-        return own | {"blocks": blocks, "cost": self.cost, "verdict": self.verdict}
+        return values | {"blocks": blocks, "cost": self.cost, "verdict": self.verdict}

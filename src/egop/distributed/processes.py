@@ -36,7 +36,7 @@ class Holding(NamedTuple):
     @classmethod
     def of(cls, seen: int, rows: Sequence[Tensor], folded: bool = False) -> Holding:
         """What a process has that keeps these rows."""
-        return cls(seen, [tuple(each.shape) for each in rows], rows[0].dtype if rows else None, folded)
+        return cls(seen, [tuple(tensor.shape) for tensor in rows], rows[0].dtype if rows else None, folded)
 
 
 def world_size() -> int:
@@ -71,7 +71,7 @@ def exchanged(action: Callable[[], T]) -> list[T]:
         value = action()
     except Exception as raised:  # raised again below
         error = raised
-        kind = next((place for place, each in enumerate(_KINDS) if isinstance(raised, each)), None)
+        kind = next((place for place, error in enumerate(_KINDS) if isinstance(raised, error)), None)
         failure = kind, f"{type(raised).__name__}: {raised}"
     answers: list[Any] = [None] * world_size()
     dist.all_gather_object(answers, (failure, value))
@@ -86,9 +86,9 @@ def exchanged(action: Callable[[], T]) -> list[T]:
 
 def agreed(action: Callable[[], T]) -> T:
     """The same where what the others' actions gave does not matter."""
-    own: list[T] = []
-    exchanged(lambda: own.append(action()))
-    return own[0]
+    results: list[T] = []
+    exchanged(lambda: results.append(action()))
+    return results[0]
 
 
 def owners_of(costs: Sequence[float], processes: int | None = None) -> list[int]:

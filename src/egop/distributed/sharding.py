@@ -62,14 +62,14 @@ def is_sharded(tensor: Any) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """What this process has of a tensor: the same memory, without the history that autograd keeps."""
-    found: Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor
-    return found
+    part: Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor
+    return part
 
 
 def whole(tensor: Any) -> Tensor:
     """All of a tensor, gathered from all processes."""
-    found: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
-    return found
+    values: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+    return values
 
 
 def layout(tensor: Any) -> tuple[Any, ...]:
@@ -105,8 +105,8 @@ def part_of(values: Any, tensor: Any) -> Tensor:
             return rows
         everywhere = [Replicate()] * tensor.device_mesh.ndim
         values = DTensor.from_local(values.to(tensor.device), tensor.device_mesh, everywhere, run_check=False)
-    found: Tensor = values.detach().redistribute(tensor.device_mesh, tensor.placements).to_local()
-    return found
+    part: Tensor = values.detach().redistribute(tensor.device_mesh, tensor.placements).to_local()
+    return part
 
 
 def like(piece: Tensor, tensor: Any) -> Tensor:

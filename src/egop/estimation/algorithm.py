@@ -96,8 +96,8 @@ def estimate(
     """
 
     def planned() -> tuple[Distribution, torch.Generator, Plan]:
-        found = checked(objective, rho, samples, generator)
-        return *found, make_plan(*blocks_of(objective, partition), structure, parse_bytes(memory))
+        pair = checked(objective, rho, samples, generator)
+        return *pair, make_plan(*blocks_of(objective, partition), structure, parse_bytes(memory))
 
     where, source, plan = processes.agreed(planned)
     if progress and structure == "auto" and processes.rank() == 0:
@@ -170,14 +170,14 @@ def estimate_plan(
     owners = division.owners_of(plan)
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
     division.collect(gathered.summaries(), owners, devices)
-    own = [block for block in plan.chosen if owners[block] == processes.rank()]
-    gathered.collected(own, count)
-    finished = processes.agreed(lambda: {block: gathered.finish(block) for block in own})
+    blocks = [block for block in plan.chosen if owners[block] == processes.rank()]
+    gathered.collected(blocks, count)
+    finished = processes.agreed(lambda: {block: gathered.finish(block) for block in blocks})
     spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
     changes = [change for _, change in finished.values()]
     if processes.world_size() == 1:
         return Reparameterization(changes, spectra, plan.unrotated)
-    elsewhere = {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in own}
+    elsewhere = {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in blocks}
     kept_by = {block.name: owner for block, owner in owners.items()}
     basis = Reparameterization(changes, spectra, plan.unrotated | elsewhere, kept_by)
     return basis if shard_bases else basis.gathered()
@@ -264,11 +264,11 @@ class Gathering:
         if self.draws == 0:
             _look_for_differences(gradients, count)
         for index, accumulators in enumerate(self.parts):
-            own = slice((index - self.first - self.draws) % len(self.parts), None, len(self.parts))
-            if not range(count)[own]:
+            rows = slice((index - self.first - self.draws) % len(self.parts), None, len(self.parts))
+            if not range(count)[rows]:
                 continue
             for block, accumulator in accumulators.items():
-                accumulator.add([gradients[name][own] for name in block.parameters])
+                accumulator.add([gradients[name][rows] for name in block.parameters])
         self.draws += count
 
     def summaries(self) -> list[tuple[Block, Summary]]:

@@ -87,8 +87,8 @@ def _convolves_slowly(objective: Objective, saved: int) -> bool:
     return on_cpu and saved > CONVOLVED_BYTES and any(isinstance(part, _CONVOLUTIONS) for part in parts)
 
 
-def _chunk_points(available: int, each: int) -> int:
-    return max(1, min(CHUNK_POINTS, available // (each + 1)))
+def _chunk_points(available: int, per_point: int) -> int:
+    return max(1, min(CHUNK_POINTS, available // (per_point + 1)))
 
 
 def say_why(reason: str) -> None:

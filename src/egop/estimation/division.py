@@ -37,8 +37,8 @@ def agree(objective: Objective, plan: Plan, generator: torch.Generator, options:
 
     answers = processes.exchanged(wanted)
     first, state = answers[0]
-    for place, (other, _) in enumerate(answers):
-        for name, value in other.items():
+    for place, (settings, _) in enumerate(answers):
+        for name, value in settings.items():
             if value != first[name]:
                 raise ValueError(
                     f"The processes do not want the same estimate: {name} is {_short(first[name])} in process 0, and "
@@ -65,7 +65,7 @@ def collect(
         return
     answers = processes.exchanged(lambda: [summary.holding() for _, summary in summaries])
     everything = [
-        (block, summary, [each[place] for each in answers]) for place, (block, summary) in enumerate(summaries)
+        (block, summary, [answer[place] for answer in answers]) for place, (block, summary) in enumerate(summaries)
     ]
 
     def prepare() -> None:

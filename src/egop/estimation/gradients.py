@@ -40,9 +40,9 @@ def looped(objective: Objective, names: Sequence[str], points: Points) -> Gradie
     for index, (seed, batch) in enumerate(zip(points.seeds, points.batches, strict=True)):
         seed_everything(seed)  # dropout and the like
         values = {name: value[index] for name, value in points.values.items()}
-        loss, found = objective.gradients(values, batch, names)
+        loss, tensors = objective.gradients(values, batch, names)
         losses.append(loss)
-        gradients.append(found)
+        gradients.append(tensors)
     return torch.stack(losses), [torch.stack(stack) for stack in zip(*gradients, strict=True)]
 
 
@@ -133,12 +133,12 @@ def _skeleton(batch: Any, leaves: list[Tensor]) -> Any:
     return mapped(batch, _is_tensor, take)
 
 
-def _is_tensor(each: Any) -> bool:
-    return isinstance(each, Tensor)
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
-def _is_slot(each: Any) -> bool:
-    return isinstance(each, _Slot)
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, _Slot)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -72,12 +72,12 @@ class Initialiser:
         with self.objective.preserved():
             current = self.objective.current
             # From two starts: what stays at both is not written, what was drawn as it is (zeros, ones) is.
-            other = {name: 2 * value + 1 for name, value in current.items()}
-            drawn, again = self._one(0, current), self._one(0, other)
+            start = {name: 2 * value + 1 for name, value in current.items()}
+            drawn, again = self._one(0, current), self._one(0, start)
             untouched = [
                 name
                 for name in current
-                if torch.equal(drawn[name], current[name]) and torch.equal(again[name], other[name])
+                if torch.equal(drawn[name], current[name]) and torch.equal(again[name], start[name])
             ]
             odd = _of_another_scale(drawn, current)
         if untouched and processes.rank() == 0:
@@ -150,7 +150,7 @@ def own_initialiser(module: nn.Module) -> Callable[[nn.Module], None] | None:
     steps = [*_resets(module, {}), *_written(module, None, {})]
     if not steps:
         return None
-    marked = [each for each in module.parameters() if each.requires_grad and getattr(each, _MARK, False)]
+    marked = [tensor for tensor in module.parameters() if tensor.requires_grad and getattr(tensor, _MARK, False)]
 
     def initialise(_: nn.Module) -> None:
         with _unmarked(marked):
@@ -165,9 +165,9 @@ def _resets(module: nn.Module, adapters: Mapping[str, Any]) -> Iterator[Step]:
         return
     adapters = _adapters_of(module, adapters)
     # The layers of a LoRA adapter have a start of their own, unless it is left to them.
-    own = _has_lora(module) and not all(_start(config) is False for config in adapters.values())
+    lora = _has_lora(module) and not all(_start(config) is False for config in adapters.values())
     for name, child in module.named_children():
-        if not own or name == "base_layer":
+        if not lora or name == "base_layer":
             yield from _resets(child, adapters)
     # MultiheadAttention and Transformer spell it with an underscore; a test notices should torch rename it.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -182,35 +182,35 @@ def _written(
     if not _trains(module):
         return
     adapters = _adapters_of(module, adapters)
-    whole, each = _functions_of(module)
-    each = each or outer
+    whole, per_module = _functions_of(module)
+    per_module = per_module or outer
     for name, child in module.named_children():
         if not _has_lora(module) or name == "base_layer":
-            yield from _written(child, each, adapters)
+            yield from _written(child, per_module, adapters)
     if _has_lora(module):
         yield from _lora(module, adapters)
         return
-    if each is not None:
-        yield partial(each, module)
+    if per_module is not None:
+        yield partial(per_module, module)
     if whole is not None:
         yield whole
 
 
 def _functions_of(module: nn.Module) -> tuple[Step | None, Callable[[nn.Module], object] | None]:
     """What a module's class has for the whole of it, and for each module in it."""
-    whole, each = None, None
+    whole, per_module = None, None
     # Of the class: wrappers, as of peft and torch.compile, pass on what the model inside has.
     for name in _NAMES:
         function = getattr(module, name) if callable(getattr(type(module), name, None)) else None
         needed = None if function is None else _needed(function)
         if needed == [] and whole is None:
             whole = function
-        elif needed is not None and len(needed) == 1 and each is None and _is_module(needed[0]):
-            each = function
+        elif needed is not None and len(needed) == 1 and per_module is None and _is_module(needed[0]):
+            per_module = function
     # transformers' init_weights() does nothing but tie weights once a model is built.
     return (
         None if any(kind.__module__ == "transformers.modeling_utils" for kind in type(module).__mro__) else whole
-    ), each
+    ), per_module
 
 
 def _needed(function: Callable[..., object]) -> list[inspect.Parameter] | None:
@@ -220,7 +220,7 @@ def _needed(function: Callable[..., object]) -> list[inspect.Parameter] | None:
     except (TypeError, ValueError):
         return None
     passed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each for each in parameters if each.default is each.empty and each.kind not in passed]
+    return [argument for argument in parameters if argument.default is argument.empty and argument.kind not in passed]
 
 
 def _is_module(parameter: inspect.Parameter) -> bool:
@@ -237,8 +237,8 @@ def _has_lora(module: nn.Module) -> bool:
 
 def _adapters_of(module: nn.Module, outer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configurations of peft's adapters by name, which the model around a layer has."""
-    own = vars(module).get("peft_config")
-    return own if isinstance(own, Mapping) else outer
+    configs = vars(module).get("peft_config")
+    return configs if isinstance(configs, Mapping) else outer
 
 
 def _lora(module: Any, adapters: Mapping[str, Any]) -> Iterator[Step]:
@@ -269,14 +269,14 @@ def _unmarked(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 def _of_another_scale(drawn: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> list[str]:
     """The weights whose root mean squares differ much, in words; the few entries of small ones may differ by chance."""
-    found = []
+    remarks = []
     for name, value in current.items():
         if value.dim() < 2 or value.numel() < _WORTH_COMPARING:
             continue
-        here, there = (each.double().square().mean().sqrt().item() for each in (value, drawn[name]))
+        here, there = (tensor.double().square().mean().sqrt().item() for tensor in (value, drawn[name]))
         if max(here, there) > _MUCH * min(here, there):
-            found.append(f"'{name}' {there:.2g} instead of {here:.2g}")
-    return found
+            remarks.append(f"'{name}' {there:.2g} instead of {here:.2g}")
+    return remarks
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -15,14 +15,14 @@ one_at_a_time = threading.RLock()
 
 def remember(module: nn.Module) -> Callable[[], None]:
     """Take note of all that sampling may change in a module; the function returned puts it back."""
-    parameters = [(each, each.detach().clone(), each.grad, _copy(each.grad)) for each in module.parameters()]
+    parameters = [(tensor, tensor.detach().clone(), tensor.grad, _copy(tensor.grad)) for tensor in module.parameters()]
     modes = [(part, part.training) for part in module.modules()]
     buffers = [
         (part, {name: (buffer, _copy(buffer)) for name, buffer in part._buffers.items()}) for part in module.modules()
     ]
 
     # The weight that a hook computes (torch.nn.utils.weight_norm): it would be a tensor that torch.func is done with.
-    plain = [(part, {name: each for name, each in vars(part).items() if isinstance(each, Tensor)}) for part, _ in modes]
+    plain = [(part, {name: item for name, item in vars(part).items() if isinstance(item, Tensor)}) for part, _ in modes]
 
     def restore() -> None:
         for part, kept in plain:
@@ -33,10 +33,10 @@ def remember(module: nn.Module) -> Callable[[], None]:
                 parameter.grad = gradient
                 if gradient is not None and its_value is not None:
                     gradient.copy_(its_value)
-            for part, own in buffers:
-                for name in set(part._buffers) - set(own):
+            for part, entries in buffers:
+                for name in set(part._buffers) - set(entries):
                     delattr(part, name)
-                for name, (buffer, its_value) in own.items():
+                for name, (buffer, its_value) in entries.items():
                     setattr(part, name, buffer)  # a forward pass may have put another tensor in its place
                     if buffer is not None and its_value is not None:
                         buffer.copy_(its_value)

@@ -37,22 +37,22 @@ def moved(batches: Iterable[Any], device: torch.device | None, dtype: torch.dtyp
         dtype: of floating tensors; None leaves them as they are.
     """
 
-    def move(each: Any) -> Any:
-        if isinstance(each, Tensor):
-            return each.to(device=device, dtype=dtype if each.is_floating_point() else None)
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
         # A copy, because some change themselves.
-        return copy.copy(each).to(device) if device is not None and device.type != "cpu" else each
+        return copy.copy(value).to(device) if device is not None and device.type != "cpu" else value
 
     batches = list(batches)
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for batch in batches:
-        if id(batch) not in found:
-            found[id(batch)] = mapped(batch, _is_movable, move)
-    return [found[id(batch)] for batch in batches]
+        if id(batch) not in results:
+            results[id(batch)] = mapped(batch, _is_movable, move)
+    return [results[id(batch)] for batch in batches]
 
 
-def _is_movable(each: Any) -> bool:
-    return isinstance(each, Tensor) or (callable(getattr(each, "to", None)) and not isinstance(each, Mapping))
+def _is_movable(value: Any) -> bool:
+    return isinstance(value, Tensor) or (callable(getattr(value, "to", None)) and not isinstance(value, Mapping))
 
 
 def _parts(structure: Any) -> dict[Any, Any]:
@@ -68,16 +68,16 @@ def _parts(structure: Any) -> dict[Any, Any]:
 def _with(structure: Any, parts: dict[Any, Any]) -> Any:
     """A structure of the same kind with these parts."""
     if isinstance(structure, MutableMapping):
-        own: Any = copy.copy(structure)  # with whatever else it has: a default, the encodings of a tokenizer
+        result: Any = copy.copy(structure)  # with whatever else it has: a default, the encodings of a tokenizer
         for key, value in parts.items():
-            own[key] = value
-        return own
+            result[key] = value
+        return result
     if isinstance(structure, Mapping):
         return type(structure)(parts)  # type: ignore[call-arg]
     if isinstance(structure, (list, tuple)):
         kind: Any = type(structure)
         return kind(*parts.values()) if hasattr(structure, "_fields") else kind(parts.values())
-    own = copy.copy(structure)
+    result = copy.copy(structure)
     for name, value in parts.items():
-        object.__setattr__(own, name, value)  # also where it is frozen
-    return own
+        object.__setattr__(result, name, value)  # also where it is frozen
+    return result

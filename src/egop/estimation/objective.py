@@ -179,12 +179,12 @@ class Objective:
             return
         others = [] if self.module is None else [*self._loss.tensors(), *self.module.buffers()]
         drawn = {id(parameter) for parameter in self.parameters.values()}
-        others = [each for each in others if id(each) not in drawn]
+        others = [tensor for tensor in others if id(tensor) not in drawn]
         outer = self._kept
-        kept, own = processes.agreed(
+        kept, values = processes.agreed(
             lambda: (
                 {name: value.clone() for name, value in self.current.items()},
-                [each.detach().clone() for each in others],
+                [tensor.detach().clone() for tensor in others],
             )
         )
         for tensor in [*kept.values(), *others]:
@@ -195,5 +195,5 @@ class Objective:
         finally:
             self._kept = outer
             with torch.no_grad():
-                for tensor, value in zip(others, own, strict=True):
+                for tensor, value in zip(others, values, strict=True):
                     tensor.copy_(value)

@@ -77,16 +77,16 @@ class BallConstrainedAdagrad(Optimizer):
         """Add a group of parameters to those that share the ball; it may have its own ``lr``, ``eps``, ``center``."""
         _check_hyperparameters({**self.defaults, **param_group})
         center = param_group.get("center")
-        own = None if center is None or isinstance(center, str) else list(center)
-        super().add_param_group(param_group if own is None else {**param_group, "center": GIVEN})
+        centers = None if center is None or isinstance(center, str) else list(center)
+        super().add_param_group(param_group if centers is None else {**param_group, "center": GIVEN})
         group = self.param_groups[-1]
         try:
             self._radius()
             for parameter in group["params"]:
                 _check_parameter(parameter, group["eps"])
                 if group["center"] == GIVEN:
-                    self.state[parameter]["center"] = _claim(self._unclaimed if own is None else own, parameter)
-            _check_all_claimed(own)
+                    self.state[parameter]["center"] = _claim(self._unclaimed if centers is None else centers, parameter)
+            _check_all_claimed(centers)
         except Exception:
             for parameter in self.param_groups.pop()["params"]:
                 self.state.pop(parameter, None)
@@ -164,8 +164,8 @@ def ball_constrained_adagrad(moving: Sequence[Moving], radius: float) -> None:
         root = squares.addcmul_(gradient, gradient).sqrt()
         parameter.addcdiv_(gradient, root, value=-lr)
         metric.append(root)
-    parameters = [each.parameter for each in moving]
-    projected, multiplier = project_onto_ball(parameters, metric, radius, [each.center for each in moving])
+    parameters = [item.parameter for item in moving]
+    projected, multiplier = project_onto_ball(parameters, metric, radius, [item.center for item in moving])
     if multiplier > 0:
         for parameter, point in zip(parameters, projected, strict=True):
             parameter.copy_(point)
@@ -204,7 +204,7 @@ def project_onto_ball(
         return list(points), 0.0
     precision = [torch.promote_types(offset.dtype, torch.float32) for offset in offsets]
     offsets = [offset.to(dtype) for offset, dtype in zip(offsets, precision, strict=True)]
-    metric = [each.to(dtype) for each, dtype in zip(metric, precision, strict=True)]
+    metric = [part.to(dtype) for part, dtype in zip(metric, precision, strict=True)]
     multiplier = _multiplier(offsets, metric, radius, length)
     shrunk = _shrunk(offsets, metric, multiplier)
     moved = [
@@ -218,20 +218,20 @@ def _multiplier(offsets: list[Tensor], metric: list[Tensor], radius: float, leng
     if radius == 0:
         return math.inf
     rounding = 4 * max(torch.finfo(offset.dtype).eps for offset in offsets)
-    filled = [each for each in metric if each.numel()]
-    low = min(float(each.min()) for each in filled) * (length - radius) / radius
-    high = max(float(each.max()) for each in filled) * (length - radius) / radius
-    found = low
+    filled = [part for part in metric if part.numel()]
+    low = min(float(part.min()) for part in filled) * (length - radius) / radius
+    high = max(float(part.max()) for part in filled) * (length - radius) / radius
+    multiplier = low
     for _ in range(200):
-        shrunk = _shrunk(offsets, metric, found)
+        shrunk = _shrunk(offsets, metric, multiplier)
         norm = _norm(shrunk)
-        low, high = (found, high) if norm > radius else (low, found)
+        low, high = (multiplier, high) if norm > radius else (low, multiplier)
         if abs(norm - radius) <= rounding / 4 * radius or high - low <= rounding * low:
             break
-        slope = _norm([x / (h + found).sqrt() for x, h in zip(shrunk, metric, strict=True)])
-        newton = found + (norm / slope) ** 2 * (norm - radius) / radius
-        found = newton if low < newton < high else math.sqrt(low) * math.sqrt(high)
-    return found
+        slope = _norm([x / (h + multiplier).sqrt() for x, h in zip(shrunk, metric, strict=True)])
+        newton = multiplier + (norm / slope) ** 2 * (norm - radius) / radius
+        multiplier = newton if low < newton < high else math.sqrt(low) * math.sqrt(high)
+    return multiplier
 
 
 def _shrunk(offsets: list[Tensor], metric: list[Tensor], multiplier: float) -> list[Tensor]:

@@ -53,10 +53,10 @@ def rotate_inputs(
             "into the data: estimate the basis with structure=egop.Shared()."
         )
     rotation = change.tensors["basis"].mT if inverse else change.tensors["basis"]
-    for each in inputs:
-        if each.shape[-1] != layer.in_features:
+    for data in inputs:
+        if data.shape[-1] != layer.in_features:
             raise ValueError(
-                f"Data of shape {tuple(each.shape)} do not fit '{owner}', which has {layer.in_features} inputs."
+                f"Data of shape {tuple(data.shape)} do not fit '{owner}', which has {layer.in_features} inputs."
             )
     layer.weight.copy_(layer.weight @ rotation.to(layer.weight))
-    return tuple(each @ rotation.to(each) for each in inputs)
+    return tuple(data @ rotation.to(data) for data in inputs)

@@ -49,13 +49,13 @@ def parametrize(model: nn.Module, basis: Reparameterization) -> nn.Module:
                     f"Block '{name}' of the basis is for the parameter '{key}', which the model does not have. "
                     f"It has: {', '.join(places)}."
                 )
-            found = getattr(*places[key])
-            if found.shape != shape:
+            parameter = getattr(*places[key])
+            if parameter.shape != shape:
                 raise ValueError(
                     f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
-                    f"but the model's has {tuple(found.shape)}."
+                    f"but the model's has {tuple(parameter.shape)}."
                 )
-            if tied := [other for other, place in places.items() if other != key and getattr(*place) is found]:
+            if tied := [other for other, place in places.items() if other != key and getattr(*place) is parameter]:
                 raise ValueError(
                     f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
                     "them. Use egop.ReparameterizedOptimizer, which leaves the model as it is."
@@ -147,4 +147,4 @@ class _Decoded(nn.Module):
 
     def right_inverse(self, tensor: Tensor) -> Sequence[Tensor]:
         coordinates, self._coordinates = self._coordinates, ()
-        return tuple(each.clone() for each in coordinates)
+        return tuple(coordinate.clone() for coordinate in coordinates)

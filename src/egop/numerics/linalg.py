@@ -132,7 +132,7 @@ class OuterProducts:
 
     def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
         """Make ready for :meth:`collect` what may fail; given what each process has, and where the result is wanted."""
-        if any(each.folded for each in holdings) or self._is_enough(sum(each.seen for each in holdings)):
+        if any(holding.folded for holding in holdings) or self._is_enough(sum(holding.seen for holding in holdings)):
             self._fold()
             if self.total is None:
                 self.total = torch.zeros(self.dimension, self.dimension, dtype=torch.float64, device=device)
@@ -145,7 +145,7 @@ class OuterProducts:
             rows: list[Tensor] = []
             rows_at(owner, self.rows, holdings, device, rows.append)
             self.rows = rows
-        self.count = sum(each.seen for each in holdings)
+        self.count = sum(holding.seen for holding in holdings)
 
     def eigenbasis(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of the mean outer product."""
@@ -239,7 +239,7 @@ def _cholesky(matrices: Tensor) -> Tensor:
     Wide matrices are taken one by one: the solver for many at once, made for small ones, takes twice as long for them.
     """
     if matrices.dim() > 2 and matrices.shape[-1] > _WIDE:
-        return torch.stack([_cholesky(each) for each in matrices])
+        return torch.stack([_cholesky(matrix) for matrix in matrices])
     lower: Tensor = torch.linalg.cholesky_ex(matrices)[0]
     return lower
 

@@ -70,7 +70,7 @@ class RowSketch:
         merged = RowSketch(self.rank, self.capacity)
         rows_at(owner, self.rows, holdings, device, merged.add)
         self.rows = merged.rows
-        self.count = sum(each.seen for each in holdings)
+        self.count = sum(holding.seen for holding in holdings)
 
     def leading(self, power_iterations: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The leading eigenvalues and orthonormal eigenvectors (columns) of the mean outer product of the rows seen."""

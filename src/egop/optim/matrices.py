@@ -114,8 +114,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         state = self.state[weight]
         if name not in state:
             state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        found: Tensor = state[name]
-        return found
+        tensor: Tensor = state[name]
+        return tensor
 
 
 def scaled_to(updates: Tensor, size: float) -> Tensor:

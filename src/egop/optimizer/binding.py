@@ -109,7 +109,7 @@ class BoundBlock:
 
     def gradients(self) -> list[Tensor]:
         """The gradients in the precision of the basis; zero for a parameter of the block that got none."""
-        found = []
+        gradients = []
         for name, parameter in zip(self.change.block.parameters, self.parameters, strict=True):
             if parameter.grad is None and not parameter.requires_grad:
                 raise ValueError(
@@ -123,8 +123,8 @@ class BoundBlock:
                     f"Parameter '{name}' has a sparse gradient, which cannot be rotated. Use sparse=False in the "
                     "embedding, or estimate the basis with a partition that leaves it out."
                 )
-            found.append(gradient.to(self.change.block.dtype))
-        return found
+            gradients.append(gradient.to(self.change.block.dtype))
+        return gradients
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> None:
@@ -167,7 +167,7 @@ class BoundBlock:
         Args:
             decoded: what the coordinates decode to, by the same product as in a step, since its rounding counts here.
         """
-        if any(parameter.device != own.device for parameter, own in zip(self.parameters, decoded, strict=True)):
+        if any(parameter.device != value.device for parameter, value in zip(self.parameters, decoded, strict=True)):
             return  # moved elsewhere: it is bound anew at the next step
         pairs = zip(self.parameters, self.whole(decoded), self._seen, strict=True)
         if not all((_rounds_to if seen == _LOADED else _is)(value, parameter) for parameter, value, seen in pairs):
@@ -191,17 +191,17 @@ class BoundBlock:
         self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str] | None
     ) -> None:
         """Take saved coordinates (and rest), which stand for the parameters with these digests, if they are known."""
-        for place, (own, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
+        for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
             here = part_of(saved, self.originals[place]) if self.by_rows else whole(saved)
-            if own.shape != here.shape:
+            if coordinate.shape != here.shape:
                 raise ValueError(
                     f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
-                    f" but {tuple(own.shape)} here."
+                    f" but {tuple(coordinate.shape)} here."
                 )
             with torch.no_grad():
-                own.copy_(here)
+                coordinate.copy_(here)
         if self.rest is not None and rest is not None:
-            self.rest = [saved.to(own, copy=True) for own, saved in zip(self.rest, rest, strict=True)]
+            self.rest = [saved.to(tensor, copy=True) for tensor, saved in zip(self.rest, rest, strict=True)]
         digests = stand_for or [UNKNOWN] * len(self.parameters)
         self._seen = [_LOADED if digest == UNKNOWN else digest for digest in digests]
 
@@ -216,13 +216,13 @@ class BoundBlock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: what was noted is not true of their parameters, and views would take the whole stack along."""
-        own = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
-        return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.replaced(own)}
+        copies = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
+        return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.replaced(copies)}
 
     def _write(self, coordinates: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for own, new in zip(self.coordinates, coordinates, strict=True):
-                own.copy_(new)
+            for coordinate, new in zip(self.coordinates, coordinates, strict=True):
+                coordinate.copy_(new)
 
     def note(self) -> None:
         """The coordinates stand for the parameters as they are now."""
@@ -244,19 +244,19 @@ def bind(
             "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
             "together first, in all processes: basis = basis.gathered()."
         )
-    found = {
+    given = {
         plain_name(name): (index, parameter)
         for index, group in enumerate(groups, first_group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
     blocks = []
     for name, change in (basis or {}).items():
-        members = [found.get(key) or _with_or_without_module(key, found) for key in change.block.parameters]
+        members = [given.get(key) or _with_or_without_module(key, given) for key in change.block.parameters]
         for key, shape, member in zip(change.block.parameters, change.block.shapes, members, strict=True):
             if member is None:
                 raise ValueError(
                     f"Block '{name}' of the basis is for the parameter '{key}', which the optimizer was not given. "
-                    f"{_nearest(key, list(found))}"
+                    f"{_nearest(key, list(given))}"
                 )
             if member[1].shape != shape:
                 raise ValueError(
@@ -277,7 +277,7 @@ def bind(
 
 def _nearest(name: str, names: Sequence[str]) -> str:
     """What the optimizer has instead of a parameter of some name, and what that tells."""
-    near = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
+    near = [candidate for candidate in names if candidate.endswith(f".{name}") or name.endswith(f".{candidate}")]
     if near:
         return f"It has '{near[0]}': was the basis estimated for a part of the model, or for something it is a part of?"
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -295,8 +295,8 @@ def _named(basis: object) -> str:
     return f"{kind.__name__}."
 
 
-def _with_or_without_module(name: str, found: Mapping[str, Any]) -> Any:
-    return found.get(f"{WRAPPER}{name}") or found.get(name.removeprefix(WRAPPER))
+def _with_or_without_module(name: str, given: Mapping[str, Any]) -> Any:
+    return given.get(f"{WRAPPER}{name}") or given.get(name.removeprefix(WRAPPER))
 
 
 # What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.

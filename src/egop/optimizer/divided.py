@@ -26,8 +26,8 @@ class Divided(Optimizer):
         super().__init__([{"params": []}], {})
         # An optimizer may have a group without parameters, but not no groups.
         self._parts = [
-            make([group for group in groups if (OUTSIDE in group) is other] or [{"params": []}])
-            for make, other in ((inside, False), (outside, True))
+            make([group for group in groups if (OUTSIDE in group) is outer] or [{"params": []}])
+            for make, outer in ((inside, False), (outside, True))
         ]
         places = [iter(part.param_groups) for part in self._parts]
         self.param_groups = [next(places[OUTSIDE in group]) for group in groups]
@@ -52,9 +52,9 @@ class Divided(Optimizer):
     def __getattr__(self, name: str) -> Any:
         """``train`` and ``eval``, if one of the two has them."""
         if name in ("train", "eval") and "_parts" in vars(self):
-            found = [getattr(part, name) for part in self._parts if callable(getattr(part, name, None))]
-            if found:
-                return lambda: [function() for function in found]
+            functions = [getattr(part, name) for part in self._parts if callable(getattr(part, name, None))]
+            if functions:
+                return lambda: [function() for function in functions]
         raise AttributeError(name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Divided(Optimizer):
 
     def share(self) -> None:
         """Let both have their groups of these, and all of the state."""
-        for other, part in enumerate(self._parts):
-            groups = [group for group in self.param_groups if (OUTSIDE in group) == bool(other)]
+        for outer, part in enumerate(self._parts):
+            groups = [group for group in self.param_groups if (OUTSIDE in group) == bool(outer)]
             part.param_groups = groups or part.param_groups
             part.state = self.state

@@ -170,9 +170,9 @@ class Engine:
 
     def _pairs(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Each of the user's groups, and the inner ones in its place."""
-        each = 1 if self.outside is None else 2
+        count = 1 if self.outside is None else 2
         for index, group in enumerate(self.param_groups):
-            yield group, self.inner.param_groups[each * index : each * (index + 1)]
+            yield group, self.inner.param_groups[count * index : count * (index + 1)]
 
     def add_group(self, blocks: list[BoundBlock]) -> None:
         """Take in the last parameter group, which these blocks are of."""
@@ -190,8 +190,8 @@ class Engine:
 
     def drop_last_group(self) -> None:
         """Forget inner groups that belong to none of the user's: one was refused."""
-        each = 1 if self.outside is None else 2
-        del self.inner.param_groups[each * len(self.param_groups) :]
+        count = 1 if self.outside is None else 2
+        del self.inner.param_groups[count * len(self.param_groups) :]
         if isinstance(self.inner, Divided):
             self.inner.share()
 
@@ -264,8 +264,8 @@ class Engine:
         """
         columns = zip(*(stack.blocks[index].coordinates for index in stack.active), strict=True)
         means = [[momentum_of(self.inner.state.get(tensor, {})) for tensor in column] for column in columns]
-        found = [[mean for mean in column if mean is not None] for column in means]
-        return list(map(torch.stack, found)) if list(map(len, found)) == list(map(len, means)) else None
+        known = [[mean for mean in column if mean is not None] for column in means]
+        return list(map(torch.stack, known)) if list(map(len, known)) == list(map(len, means)) else None
 
     def proposed(self, stack: Stack) -> list[Tensor]:
         """What the inner optimizer would add to the coordinates now, in the basis as it is; nothing is changed.
@@ -311,11 +311,11 @@ class Engine:
         """Go on in another basis, from the same point; see ``ReparameterizedOptimizer.rebase``."""
         check_moments(moments)
         self.settle()
-        own = {block.name: block for block in self.blocks}
-        if not all(name in own and own[name].whole_change().alike(change) for name, change in basis.items()):
+        blocks = {block.name: block for block in self.blocks}
+        if not all(name in blocks and blocks[name].whole_change().alike(change) for name, change in basis.items()):
             self._replace_blocks(self.bind(basis, self.param_groups), moments)
             return
-        for block in own.values():  # what is refused, before anything changes
+        for block in blocks.values():  # what is refused, before anything changes
             for coordinate in block.coordinates:
                 movable(self.inner.state.get(coordinate, {}), coordinate.shape, moments)
         for stack, members, tensors in self.stacks.moved(basis):

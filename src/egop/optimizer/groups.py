@@ -67,12 +67,12 @@ def _named(member: Any, known: Known) -> Any:
 
 def _checked(given: str, parameter: Any, known: Known) -> str:
     """A name that was given, as the model has it; one of a parameter that is not the model's stays."""
-    own, name = known.names(parameter), plain_name(given)
+    names, name = known.names(parameter), plain_name(given)
     if name not in known.parameters:
         name = name.removeprefix(WRAPPER)
-    if name in own or (not own and name not in known.parameters):
+    if name in names or (not names and name not in known.parameters):
         return name
-    told = f"is called '{own[0]}' in the model" if own else "is another one than the model's parameter of this name"
+    told = f"is called '{names[0]}' in the model" if names else "is another one than the model's parameter of this name"
     raise ValueError(
         f"The parameter given as '{given}' {told} ({type(known.module).__name__}). Give as model= the module whose "
         "named_parameters() these are, or give the parameters without names."
@@ -90,10 +90,10 @@ def check_real(groups: Iterable[Mapping[str, Any]]) -> None:
 def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Names as the model has them: ``DistributedDataParallel`` puts ``module.`` before every one."""
     names = [[plain_name(name) for name in group["param_names"]] for group in groups]
-    if not all(name.startswith(WRAPPER) for own in names for name in own):
+    if not all(name.startswith(WRAPPER) for members in names for name in members):
         return groups
     pairs = zip(groups, names, strict=True)
-    return [group | {"param_names": [name.removeprefix(WRAPPER) for name in own]} for group, own in pairs]
+    return [group | {"param_names": [name.removeprefix(WRAPPER) for name in members]} for group, members in pairs]
 
 
 def _is_named(member: Any) -> bool:
@@ -102,8 +102,8 @@ def _is_named(member: Any) -> bool:
 
 def _members(group: Any, known: Known | None) -> list[tuple[str, Any]]:
     if not isinstance(group, Mapping) or "params" not in group:
-        found = list(group) if isinstance(group, Mapping) else type(group).__name__
-        raise TypeError(f"A parameter group must be a dict with 'params', got {found}.")
+        content = list(group) if isinstance(group, Mapping) else type(group).__name__
+        raise TypeError(f"A parameter group must be a dict with 'params', got {content}.")
     given = group["params"]
     if isinstance(given, nn.Module):
         given = given.named_parameters() if known is None else given.parameters()

@@ -60,19 +60,19 @@ def check_class(
     declared = bool(getattr(optimizer_class, "works_on_matrices", False))
     other_on_vectors = False
     for settings in [settings_of(group) for group in groups]:
-        found = tried(optimizer_class, settings, hyperparameters)
-        if found.needs_closure:
+        trial = tried(optimizer_class, settings, hyperparameters)
+        if trial.needs_closure:
             raise TypeError(
                 f"{name} evaluates the loss several times within a step, or needs its value, which egop does not "
                 f"support. {_ADVICE}."
             )
-        if found.whole is not None and not (any_class or declared):
+        if trial.whole is not None and not (any_class or declared):
             raise TypeError(
-                f"{name} does not work coordinate by coordinate: {found.whole}. The coordinates of a block need not be "
+                f"{name} does not work coordinate by coordinate: {trial.whole}. The coordinates of a block need not be "
                 f"a matrix, nor have rows and columns that mean the same. {_ADVICE}, or pass any_class=True to run "
                 f"{name} on the coordinates nonetheless."
             )
-        other_on_vectors |= found.other_on_vectors
+        other_on_vectors |= trial.other_on_vectors
     return (declared or other_on_vectors) and not any_class
 
 
@@ -206,7 +206,7 @@ def fresh_states(
         make: makes another one from groups.
         stepped: whether a step without a gradient is taken first, with stand-ins for the tensors.
     """
-    group = next(each for each in inner.param_groups if any(tensor is tensors[0] for tensor in each["params"]))
+    group = next(group for group in inner.param_groups if any(tensor is tensors[0] for tensor in group["params"]))
     others = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     stand_ins = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
     fresh = make([{**others, "params": stand_ins}])

@@ -56,7 +56,7 @@ def _wanted(refresher: Refresher) -> set[str]:
     choice = getattr(refresher.refresh, "structure", "auto")
     structures = choice.values() if isinstance(choice, Mapping) else [choice]
     types = [getattr(structure, "change_type", None) for structure in structures]
-    return set() if None in types else {each.kind for each in types if each is not None}
+    return set() if None in types else {change_type.kind for change_type in types if change_type is not None}
 
 
 def _outside() -> int:

@@ -69,7 +69,7 @@ def movable(state: Mapping[str, Any], shape: torch.Size, moments: Moments = "rot
     """
     if moments == "reset":
         return {}
-    found = {}
+    tensors = {}
     for key, value in state.items():
         for where, leaf in ((key, value),) if isinstance(value, Tensor) else leaves(key, value):
             if isinstance(leaf, Tensor) and (not leaf.dim() or (leaf.shape != shape and leaf.numel() == 1)):
@@ -82,8 +82,8 @@ def movable(state: Mapping[str, Any], shape: torch.Size, moments: Moments = "rot
                 kind = str(leaf.dtype).removeprefix("torch.")
                 raise ValueError(_unknown(where, f" of shape {tuple(leaf.shape)} ({kind}) for one of {tuple(shape)}"))
             if key not in STEP_SIZES:
-                found[where] = leaf
-    return found
+                tensors[where] = leaf
+    return tensors
 
 
 def leaves(where: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -153,7 +153,7 @@ def squares_rotated(
     if rotation is None:
         return squares
     moved = new.rotated(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
-    return tuple(each.nan_to_num(nan=torch.inf, posinf=torch.inf) for each in moved)
+    return tuple(square.nan_to_num(nan=torch.inf, posinf=torch.inf) for square in moved)
 
 
 def _unknown(where: str, details: str = "") -> str:

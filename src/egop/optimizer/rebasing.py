@@ -59,8 +59,8 @@ def moved_states(
         changed: which blocks have another basis; the states of the others stay as they are.
     """
     kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
-    for index, each in enumerate(states):
-        kinds.setdefault(tuple(tuple(state) for state in each), []).append(index)
+    for index, entry in enumerate(states):
+        kinds.setdefault(tuple(tuple(state) for state in entry), []).append(index)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for kind, places in kinds.items():
@@ -78,8 +78,8 @@ def moved_states(
             for key, value in fresh.items():
                 targets += [states[index][k][key] for index in places]
                 if changed is not None:
-                    own = changed if together else changed[places]
-                    value = _where(own, value, stacked[k][key])
+                    mask = changed if together else changed[places]
+                    value = _where(mask, value, stacked[k][key])
                 sources += value.unbind()
     return targets, sources
 

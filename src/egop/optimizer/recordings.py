@@ -125,8 +125,8 @@ class InPlace(Generic[Arguments, Result]):
         if device is None:
             return self.function(*args, **kwargs)
         precision = torch.backends.cuda.matmul.fp32_precision  # is recorded too, as are numbers
-        numbers = [each for each in args if isinstance(each, int | float | str)]
-        places = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
+        numbers = [argument for argument in args if isinstance(argument, int | float | str)]
+        places = [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         key = (precision, *numbers, *places)
         if key not in self._recordings:
             if key not in self._seen or len(self._recordings) == _RECORDINGS:

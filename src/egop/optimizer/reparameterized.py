@@ -101,8 +101,8 @@ class ReparameterizedOptimizer(Optimizer):
         engine.check_class(groups)
         super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
         blocks = engine.bind(basis, self.param_groups)
-        for index, own in enumerate(bases):
-            blocks += engine.bind(own, self.param_groups[index : index + 1], first_group=index)
+        for index, group_basis in enumerate(bases):
+            blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
         check_disjoint([block.change.block for block in blocks])
         engine.build(blocks, Pieces())
         named = [
@@ -200,7 +200,7 @@ class ReparameterizedOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         self._attend()
-        taken = [name for each in self.param_groups for name in each["param_names"]]
+        taken = [name for group in self.param_groups for name in group["param_names"]]
         (group,) = named_groups([param_group], taken, engine.known)
         basis = group.pop("basis", None)
         engine.check_class([group])

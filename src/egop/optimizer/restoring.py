@@ -68,13 +68,13 @@ class _Parsed:
         if not self.stepped:
             return {}
         keys = {key: key_at(place, key) for key in self.entry if not str(key).startswith(OWN)}
-        return {own: self.entry[key] for key, own in keys.items() if own is not None}
+        return {inner_key: self.entry[key] for key, inner_key in keys.items() if inner_key is not None}
 
 
 def about_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What the state of a parameter says that it is of."""
-    found: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
-    return found
+    about: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
+    return about
 
 
 def parsed(engine: Engine, state_dict: dict[str, Any]) -> tuple[Restored, list[dict[str, Any]]]:
@@ -82,8 +82,8 @@ def parsed(engine: Engine, state_dict: dict[str, Any]) -> tuple[Restored, list[d
     try:
         parts = restored(engine, entries_of(state_dict, engine), others_of(state_dict))
         groups = [
-            own | {key: value for key, value in saved.items() if key != "param_names"}
-            for own, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
+            group | {key: value for key, value in saved.items() if key != "param_names"}
+            for group, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
         ]
     except ValueError:
         raise
@@ -136,20 +136,20 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
         version = state_dict["egop"].get("version", 1)
         raise ValueError(f"The state dict has version {version}; this egop reads {STATE_VERSION}.")
     state = state_dict.get("state", {})
-    if "param_groups" in state_dict and not any(isinstance(each, Mapping) and ABOUT in each for each in state.values()):
+    if "param_groups" in state_dict and not any(isinstance(item, Mapping) and ABOUT in item for item in state.values()):
         raise ValueError(
             "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
             "coordinate system cannot be loaded: load the model's weights alone, and start with a new optimizer."
         )
     saved = [[state_dict["state"].get(key) for key in group["params"]] for group in state_dict["param_groups"]]
     _check_groups(saved, engine.param_groups)
-    own = None
+    current = None
     entries = []
     for group, members in zip(engine.param_groups, saved, strict=True):
         for parameter, entry in zip(group["params"], members, strict=True):
             if entry is None:
-                own = own or exported(engine, complete=True)
-                entry = own[parameter]
+                current = current or exported(engine, complete=True)
+                entry = current[parameter]
             entries.append(entry)
     check_about([about_of(entry) for entry in entries], engine.param_groups, engine.inner_name)
     return entries
@@ -158,10 +158,10 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
 def others_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """What a state dict has that is of no parameter: some optimizers keep more than that in their states."""
     members = {key for group in state_dict["param_groups"] for key in group["params"]}
-    found = {key: value for key, value in state_dict["state"].items() if key not in members}
-    if wrong := [key for key in found if not isinstance(key, str)]:
+    others = {key: value for key, value in state_dict["state"].items() if key not in members}
+    if wrong := [key for key in others if not isinstance(key, str)]:
         raise ValueError(f"The state dict is incomplete or damaged: it has state of {wrong}, which are no parameters.")
-    return found
+    return others
 
 
 def _check_groups(saved: list[list[Any]], groups: list[dict[str, Any]]) -> None:
@@ -216,10 +216,10 @@ def restored(engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mappi
         others: what an inner optimizer keeps in its state that is of no parameter.
     """
     parsed = [_Parsed.of(entry) for entry in entries]
-    with_block = sorted((each for each in parsed if "block" in each.about), key=lambda each: int(each.about["place"]))
+    with_block = sorted((told for told in parsed if "block" in told.about), key=lambda told: int(told.about["place"]))
     changes = [
-        rebuild(each.about["block"], {key: whole(tensor).clone() for key, tensor in each.some(BASIS).items()})
-        for each in with_block
+        rebuild(told.about["block"], {key: whole(tensor).clone() for key, tensor in told.some(BASIS).items()})
+        for told in with_block
     ]
     for change in changes:
         for key, tensor in change.tensors.items():
@@ -234,18 +234,18 @@ def restored(engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mappi
     members = [parameter for group in engine.param_groups for parameter in group["params"]]
     inside: dict[int, BoundBlock] = {id(original): block for block in blocks for original in block.originals}
     states: dict[Tensor, dict[Any, Any]] = {}
-    for parameter, each in zip(members, parsed, strict=True):
+    for parameter, told in zip(members, parsed, strict=True):
         if (block := inside.get(id(parameter))) is None:
-            states[pieces.of(parameter)] = _placed(each.inner(0), parameter, cut=True)
+            states[pieces.of(parameter)] = _placed(told.inner(0), parameter, cut=True)
         elif block.originals[0] is parameter:
             originals = block.originals if block.by_rows else [parameter] * len(block.coordinates)
             for place, (coordinate, original) in enumerate(zip(block.coordinates, originals, strict=True)):
-                states[coordinate] = _placed(each.inner(place), original, cut=block.by_rows)
-    cast = any(str(each.dtype) != told.about["dtype"] for each, told in zip(members, parsed, strict=True))
+                states[coordinate] = _placed(told.inner(place), original, cut=block.by_rows)
+    cast = any(str(parameter.dtype) != told.about["dtype"] for parameter, told in zip(members, parsed, strict=True))
     _load_inner_state(inner, states, cast=cast)
     inner.state.update(copy.deepcopy(dict(others)))
-    memories = {block.name: each.some(REFRESH) for block, each in zip(blocks, with_block, strict=True)}
-    with_refresh = any(each.about["refresh"] for each in parsed)
+    memories = {block.name: told.some(REFRESH) for block, told in zip(blocks, with_block, strict=True)}
+    with_refresh = any(told.about["refresh"] for told in parsed)
     refresher = copy.copy(engine.refresher)
     if refresher is not None and with_refresh:
         refresher.load(parsed[0].counts, memories, blocks)
@@ -288,14 +288,14 @@ def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any
     inner.load_state_dict({"state": here, "param_groups": inner.state_dict()["param_groups"]})
     inner.state.update({tensor: state for tensor, state in fresh.items() if tensor not in inner.state})
     for index, saved in here.items():
-        own, tensor = inner.state[tensors[index]], tensors[index]
+        state, tensor = inner.state[tensors[index]], tensors[index]
         for key, value in saved.items():
             if not isinstance(value, Tensor):
-                own[key] = value  # torch makes other containers, a deque without its length
+                state[key] = value  # torch makes other containers, a deque without its length
                 continue
             # Torch casts all it loads to the parameter's precision, also running products, which are in another one.
-            if own[key].dtype != value.dtype and not (cast and value.shape == tensor.shape):
-                own[key] = value.to(own[key].device)
+            if state[key].dtype != value.dtype and not (cast and value.shape == tensor.shape):
+                state[key] = value.to(state[key].device)
             # Fused kernels take it that a state lies in memory as its parameter does.
-            if own[key].shape == tensor.shape and own[key].stride() != tensor.stride():
-                own[key] = torch.empty_like(tensor, dtype=own[key].dtype, requires_grad=False).copy_(own[key])
+            if state[key].shape == tensor.shape and state[key].stride() != tensor.stride():
+                state[key] = torch.empty_like(tensor, dtype=state[key].dtype, requires_grad=False).copy_(state[key])

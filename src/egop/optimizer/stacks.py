@@ -75,18 +75,18 @@ class Stack:
             if block.sharded:
                 block.pull()
         dtype = self.change.block.dtype
-        found = list(zip(*([parameter.grad for parameter in block.parameters] for block in self.blocks), strict=True))
+        grads = list(zip(*([parameter.grad for parameter in block.parameters] for block in self.blocks), strict=True))
         if all(
-            each is not None and each.layout is torch.strided and (still or each.dtype is dtype)
-            for group in found
-            for each in group
+            grad is not None and grad.layout is torch.strided and (still or grad.dtype is dtype)
+            for group in grads
+            for grad in group
         ):
             self.active = list(range(len(self.blocks)))  # the common case, with nothing done block by block
             if not still:
-                self.gradients = [side_by_side(group) for group in found]
+                self.gradients = [side_by_side(group) for group in grads]
                 return
-            self.gradients = self.slots = self.slots or [_room_for(group, dtype) for group in found]
-            for slot, group in zip(self.slots, found, strict=True):
+            self.gradients = self.slots = self.slots or [_room_for(group, dtype) for group in grads]
+            for slot, group in zip(self.slots, grads, strict=True):
                 yield from zip(slot.unbind(), group, strict=True)
             return
         self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
@@ -186,7 +186,7 @@ class Stack:
         """For structures that may leave something of the parameters out."""
         with exact_products():
             decoded = zip(*old.decode(coordinates), strict=True)
-            values = [block.whole(own) for block, own in zip(blocks, decoded, strict=True)]
+            values = [block.whole(tensors) for block, tensors in zip(blocks, decoded, strict=True)]
             encoded = new.encode([side_by_side(group) for group in zip(*values, strict=True)])
             rests = [block.rest for block in blocks if block.rest is not None]  # all have one, or none
             rest = [side_by_side(group) for group in zip(*rests, strict=True)] if rests else None
@@ -208,8 +208,8 @@ class Stack:
         """Before it is written to: a single block's basis may be someone else's too."""
         if not self._owns_basis:
             layout = torch.contiguous_format  # always the same, so that a resumed training rounds alike
-            own = {name: tensor.clone(memory_format=layout) for name, tensor in self.change.tensors.items()}
-            self.change = self.change.replaced(own)
+            copies = {name: tensor.clone(memory_format=layout) for name, tensor in self.change.tensors.items()}
+            self.change = self.change.replaced(copies)
             self._share_basis()
             self._owns_basis = True
 
@@ -295,13 +295,13 @@ class Stacks:
             stack.pull()
         before = [[stacked.clone() for stacked in stack.coordinates] for stack in self._each]
         write()
-        for stack, own in zip(self._each, before, strict=True):
-            stack.push(own)
+        for stack, coordinates in zip(self._each, before, strict=True):
+            stack.push(coordinates)
 
     def _applied(self, method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
         if not self.still:
             return self._apply(method, parts)
-        tensors = [each for change, own, slots in parts for each in (*change.tensors.values(), *own, *slots)]
+        tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
         return self._again[method].of(tensors, method, parts)
 
     def drop_gradients(self) -> None:
@@ -336,7 +336,7 @@ def _is_small(blocks: Sequence[BoundBlock]) -> bool:
     coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
     kinds = {coordinate.device.type for coordinate in coordinates}
     rotated = any(block.change.tensors for block in blocks)
-    return rotated and kinds == {"cuda"} and sum(each.nbytes for each in coordinates) <= _SMALL
+    return rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= _SMALL
 
 
 def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

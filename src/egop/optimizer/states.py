@@ -56,8 +56,8 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
         entry, stepped = {}, False
         if block is None:
             piece = engine.pieces.of(parameter)
-            found, stepped = _inner_state(engine, [piece])
-            entry = dict(found[0])
+            inner, stepped = _inner_state(engine, [piece])
+            entry = dict(inner[0])
             if piece is not parameter:
                 entry = {key: mapped(value, engine.pieces.as_sharded(piece)) for key, value in entry.items()}
         elif block.originals[0] is parameter:
@@ -118,11 +118,11 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: mapped(each, function) for key, each in value.items()}
+        return {key: mapped(item, function) for key, item in value.items()}
     if isinstance(value, deque):
-        return deque((mapped(each, function) for each in value), maxlen=value.maxlen)
+        return deque((mapped(item, function) for item in value), maxlen=value.maxlen)
     if isinstance(value, list | tuple):
-        parts = [mapped(each, function) for each in value]
+        parts = [mapped(item, function) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
@@ -223,11 +223,11 @@ class Published:
                 if str(key) == f"{COORDINATES}{place}" and key in now:
                     with torch.no_grad():
                         tensor.copy_(local(now[key]))
-                elif not str(key).startswith(OWN) and (own := key_at(place, key)) is not None:
+                elif not str(key).startswith(OWN) and (inner_key := key_at(place, key)) is not None:
                     state = engine.inner.state[tensor]
-                    state.pop(own, None)
+                    state.pop(inner_key, None)
                     if key in now:
-                        state[own] = _like_before(self._kept[parameter].get(key), now[key])
+                        state[inner_key] = _like_before(self._kept[parameter].get(key), now[key])
 
 
 def key_at(place: int, key: Any) -> Any:

@@ -65,8 +65,8 @@ def _tried(
         matrix = _outcome(build, _MATRIX)
         if matrix is None:
             return Findings(needs_closure=_outcome(build, _MATRIX, closure=True) is not None)
-        other, vector = _outcome(build, _OTHER_MATRIX, shuffled=True), _outcome(build, _VECTOR, shuffled=True)
-    if not matrix.same_as(other):
+        other_matrix, vector = _outcome(build, _OTHER_MATRIX, shuffled=True), _outcome(build, _VECTOR, shuffled=True)
+    if not matrix.same_as(other_matrix):
         return Findings(whole="the same numbers, arranged as another matrix, got other steps")
     if matrix.not_by_coordinate:
         return Findings(whole=f"it keeps {matrix.not_by_coordinate} for a weight of shape {_MATRIX}")

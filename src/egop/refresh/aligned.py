@@ -109,10 +109,10 @@ class _Aligning(Refresher):
     def load(
         self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
     ) -> None:
-        found = {block.name: memories[block.name].get(_MADE) for block in blocks}
-        if missing := [name for name, tensor in found.items() if tensor is None]:
+        marks = {block.name: memories[block.name].get(_MADE) for block in blocks}
+        if missing := [name for name, tensor in marks.items() if tensor is None]:
             raise ValueError(f"The state dict is damaged, or of another refresh: it says nothing of {missing[:3]}.")
-        made = [name for name, tensor in found.items() if bool(whole(tensor).any())]
+        made = [name for name, tensor in marks.items() if bool(whole(tensor).any())]
         super().load(counts, memories, blocks)
         self._start_with(made)
 

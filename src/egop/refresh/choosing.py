@@ -111,9 +111,9 @@ def _partition_for(partition: Partition, everything: Sequence[str], these: Seque
     """A partition by patterns without those that name what is frozen, or has a block; what names nothing is refused."""
     if not isinstance(partition, Mapping):
         return partition
-    lists = {block: [each] if isinstance(each, str) else list(each) for block, each in partition.items()}
-    meant = {block: [each for each in own if _is_for(each, everything, these)] for block, own in lists.items()}
-    return {block: own for block, own in meant.items() if own or not lists[block]}
+    lists = {block: [names] if isinstance(names, str) else list(names) for block, names in partition.items()}
+    meant = {block: [name for name in names if _is_for(name, everything, these)] for block, names in lists.items()}
+    return {block: names for block, names in meant.items() if names or not lists[block]}
 
 
 def _structure_for(structure: StructureChoice, everything: Sequence[str], these: Sequence[str]) -> StructureChoice:
@@ -121,7 +121,7 @@ def _structure_for(structure: StructureChoice, everything: Sequence[str], these:
     if not isinstance(structure, Mapping):
         return structure
     layers = [name.rpartition(".")[0] for name in everything]
-    return {key: each for key, each in structure.items() if _is_for(key, [*everything, *layers, "global"], these)}
+    return {key: value for key, value in structure.items() if _is_for(key, [*everything, *layers, "global"], these)}
 
 
 def _is_for(pattern: str, everything: Sequence[str], these: Sequence[str]) -> bool:

@@ -150,8 +150,8 @@ def _check_trained(objective: Objective, optimizer: Rebasable) -> None:
         )
 
 
-def _is_one(own: Tensor, trained: Tensor) -> bool:
+def _is_one(tensor: Tensor, trained: Tensor) -> bool:
     """Whether two tensors have one memory; also where that cannot be told, as of a sharded one and a whole copy."""
-    if own is trained or not type(own.data) is type(trained.data) is Tensor:
+    if tensor is trained or not type(tensor.data) is type(trained.data) is Tensor:
         return True
-    return own.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()

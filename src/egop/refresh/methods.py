@@ -96,7 +96,7 @@ def renewed(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_scratch(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor, Tensor]:
     """The eigenvectors and whether they could be found; where not, the old basis."""
-    return checked(decomposed(gram, basis, lambda each: linalg.eigenbasis(each)[1], done), basis, gram)
+    return checked(decomposed(gram, basis, lambda part: linalg.eigenbasis(part)[1], done), basis, gram)
 
 
 def first(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def first(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor
     """
     if gram.shape[-1] <= WIDE:
         return from_scratch(gram, basis, done)
-    return checked(decomposed(gram, basis, lambda each: linalg.leading_eigenbasis(each, LEADING), done), basis, gram)
+    return checked(decomposed(gram, basis, lambda part: linalg.leading_eigenbasis(part, LEADING), done), basis, gram)
 
 
 def aligned(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -221,5 +221,5 @@ class Streaming(Refresher):
 
 def _of_blocks(sound: Tensor) -> list[bool]:
     """Whether all matrices of each block are sound; a block of experts has several of a kind."""
-    found: list[bool] = sound.flatten(1).all(1).tolist() if sound.dim() > 1 else sound.tolist()
-    return found
+    flags: list[bool] = sound.flatten(1).all(1).tolist() if sound.dim() > 1 else sound.tolist()
+    return flags

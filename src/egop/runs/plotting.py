@@ -237,7 +237,7 @@ def _embedded(figure: Figure, name: str, label: str, *, transparent: bool) -> st
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :]).replace("xlink:href", "href")
     svg = re.sub(r' (id|href)="(#?)', rf' \1="\2{name}-', svg).replace("url(#", f"url(#{name}-")
     role = f'role="img" aria-label="{html.escape(label, quote=True)}"'
-    return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda found: f"{found[1]} {role}", svg)
+    return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda match: f"{match[1]} {role}", svg)
 
 
 def _colors(methods: Iterable[str]) -> dict[str, str]:

@@ -13,9 +13,9 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
-        if found and found[2] in _FACTORS:
-            return int(float(found[1]) * _FACTORS[found[2]])
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
+        if match and match[2] in _FACTORS:
+            return int(float(match[1]) * _FACTORS[match[2]])
     raise ValueError(
         f"Invalid memory value: {size!r}. Must be a whole number of bytes or a text such as '2GiB' or '500MB'."
     )

@@ -181,7 +181,7 @@ def _largest_sign_form(matrix: Tensor, vectors: Tensor) -> float:
     size = len(matrix)
     if size <= _ALL_SIGNS:
         rest = itertools.product((1.0, -1.0), repeat=size - 1)  # the first sign may be kept: s and −s are alike
-        signs = torch.tensor([(1.0, *each) for each in rest], dtype=torch.float64, device=matrix.device)
+        signs = torch.tensor([(1.0, *tail) for tail in rest], dtype=torch.float64, device=matrix.device)
         return float(((signs @ matrix) * signs).sum(-1).max())
     signs = torch.where(vectors.mT < 0, -1.0, 1.0).to(matrix)  # one row per eigenvector
     for _ in range(10 * size):

@@ -58,7 +58,7 @@ def smoothness_constants(hessian: Tensor) -> Tensor:
     constants = cvxpy.Variable(size)
     programme = cvxpy.Problem(
         cvxpy.Minimize(cvxpy.sum(constants)),
-        [cvxpy.diag(constants) - each.cpu().numpy() / top >> 0 for each in matrices],
+        [cvxpy.diag(constants) - matrix.cpu().numpy() / top >> 0 for matrix in matrices],
     )
     programme.solve(solver=cvxpy.CLARABEL)
     if constants.value is None:
@@ -108,9 +108,9 @@ def smoothness_sum_bounds(hessian: Tensor, *, tolerance: float = 1e-6, iteration
         vectors = vectors / vectors.square().sum((0, 2), keepdim=True).sqrt().clamp_min(1e-300)
         if step % 50 and step < iterations:
             continue
-        found = ((scaled @ vectors) * vectors).sum((0, 2))
-        lower = max(lower, float(found.sum()))
-        valid = _made_valid(found, scaled)
+        candidate = ((scaled @ vectors) * vectors).sum((0, 2))
+        lower = max(lower, float(candidate.sum()))
+        valid = _made_valid(candidate, scaled)
         if float(valid.sum()) < upper:
             upper, constants = float(valid.sum()), valid
         if upper - lower <= tolerance * upper:

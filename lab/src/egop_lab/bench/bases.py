@@ -81,9 +81,9 @@ class _TimedAccumulator(Accumulator):
         self.inner.merge(other.inner)
 
     def finish(self) -> tuple[egop.Spectrum | None, egop.ChangeOfBasis]:
-        found: list[tuple[egop.Spectrum | None, egop.ChangeOfBasis]] = []
-        self.timed.shares.decomposition += taken(lambda: found.append(self.inner.finish()), self.timed.device)
-        return found[0]
+        results: list[tuple[egop.Spectrum | None, egop.ChangeOfBasis]] = []
+        self.timed.shares.decomposition += taken(lambda: results.append(self.inner.finish()), self.timed.device)
+        return results[0]
 
 
 def estimate(
@@ -92,16 +92,16 @@ def estimate(
     """A basis of a network around its start, and what it took."""
     objective = egop.Objective(network.make(device), network.loss, network.batches(device, 13))
     timed = Timed(structure, device)
-    found: list[egop.Reparameterization] = []
+    bases: list[egop.Reparameterization] = []
 
     def work() -> None:
         options: dict[str, Any] = {"rho": egop.Recentered(0.01), "samples": samples, "memory": MEMORY}
-        found.append(egop.estimate(objective, structure=timed, partition="parameter", progress=False, **options))
+        bases.append(egop.estimate(objective, structure=timed, partition="parameter", progress=False, **options))
 
     with PeakMemory(device) as peak:
         seconds = taken(work, device)
     shares = timed.shares
-    return found[0], {
+    return bases[0], {
         "seconds": seconds,
         "sampling": (seconds - shares.accumulation - shares.decomposition) / seconds,
         "accumulation": shares.accumulation / seconds,

@@ -80,17 +80,17 @@ def run(setting: Setting) -> Iterator[Row]:
     steps, samples = (3, 2) if setting.smoke else (74, None)
     batches = network.batches(setting.device, 16)
     for form in [EAGER, GRAPH] if setting.gpu else [EAGER]:
-        made, unready = interleaved(
+        epochs, unready = interleaved(
             {name: functools.partial(_Epoch, network, batches, steps, samples, form, name) for name in compared(EPOCH)},
             rounds=1,
         )
-        found, failed = interleaved({name: epoch for name, (epoch,) in made.items()}, setting.turns(7), limit=12)
-        base = median(found[ADAMW]) if ADAMW in found else None
-        for name, seconds in found.items():
+        times, failed = interleaved({name: epoch for name, (epoch,) in epochs.items()}, setting.turns(7), limit=12)
+        base = median(times[ADAMW]) if ADAMW in times else None
+        for name, seconds in times.items():
             row: Row = {"network": network.name, "form": form, "method": name, "steps": steps}
             row |= {"epoch": median(seconds), "epoch spread": spread(seconds)}
             yield row | ({} if base is None else {"epoch over AdamW": row["epoch"] / base})
         for name, problem in (unready | failed).items():
             yield {"network": network.name, "form": form, "method": name, "failed": problem}
-        del made
+        del epochs
         release(setting.device)

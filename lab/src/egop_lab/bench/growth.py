@@ -35,8 +35,8 @@ def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[R
         methods = {name: method for name, method in available(network)[0].items() if name in _METHODS}
         ready, unready = trials(network, methods, setting.device, whole=False)
         turns = {name: functools.partial(trial.alone, RENEWED) for name, trial in ready.items()}
-        found, failed = interleaved(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
-        now = {name: median([turn.step for turn in own]) for name, own in found.items()}
+        results, failed = interleaved(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
+        now = {name: median([turn.step for turn in rounds]) for name, rounds in results.items()}
         for name, seconds in now.items():
             row: Row = {"what": what, "size": size, "of": name, "seconds": seconds}
             yield row | ({"growth": seconds / last[name]} if name in last else {})

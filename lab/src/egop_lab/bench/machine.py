@@ -112,11 +112,11 @@ def describe(device: torch.device) -> dict[str, Any]:
 def measure(device: torch.device, *, smoke: bool) -> Rates:
     """The best of some large products and copies."""
     side, entries = (256, 2**20) if smoke else (8192, 2**28) if device.type == "cuda" else (2048, 2**26)
-    one, other = torch.randn(2, side, side, device=device)
+    left, right = torch.randn(2, side, side, device=device)
     source, target = torch.zeros(2, entries, device=device)
-    product = torch.empty_like(one)
+    product = torch.empty_like(left)
     return Rates(
-        flops=2 * side**3 / _best(lambda: torch.mm(one, other, out=product), device),
+        flops=2 * side**3 / _best(lambda: torch.mm(left, right, out=product), device),
         bytes=2 * source.nbytes / _best(lambda: target.copy_(source), device),
     )
 

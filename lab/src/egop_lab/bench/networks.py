@@ -49,7 +49,7 @@ class Network:
     def batches(self, device: torch.device, count: int) -> list[Batch]:
         """Random batches on a device, always the same ones."""
         generator = torch.Generator().manual_seed(1)
-        found = []
+        batches = []
         for _ in range(count):
             if self.tokens:
                 text = torch.randint(self.classes, (self.inputs[0], self.inputs[1] + 1), generator=generator)
@@ -60,8 +60,8 @@ class Network:
             inputs = inputs.to(device)
             if self.images and device.type == "cuda":
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
-            found.append((inputs, targets.to(device)))
-        return found
+            batches.append((inputs, targets.to(device)))
+        return batches
 
     @property
     def images(self) -> bool:

@@ -56,9 +56,9 @@ def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting:
     }
     for turn in turns.values():
         interleaved({"warm-up": functools.partial(turn, samples=2)}, rounds=1)
-    found, failed = interleaved(turns, setting.turns(3))
+    times, failed = interleaved(turns, setting.turns(3))
     row: Row = {"network": network.name, "rho": type(rho).__name__, "batch": list(network.inputs), "samples": counts}
-    row |= summary(found, failed)
+    row |= summary(times, failed)
     return row if failed else row | {"vmap over loop": row["vmap"] / row["loop"]}
 
 

@@ -62,8 +62,8 @@ def _reflection(shape: tuple[int, ...], device: torch.device) -> Tensor:
     *_, rows, columns = shape
     normal = torch.randn(rows, generator=torch.Generator().manual_seed(0)).to(device)
     normal /= torch.linalg.vector_norm(normal)
-    found = torch.eye(rows, columns, device=device) - 2 * torch.outer(normal, normal[:columns])
-    return found.expand(shape).clone()
+    matrix = torch.eye(rows, columns, device=device) - 2 * torch.outer(normal, normal[:columns])
+    return matrix.expand(shape).clone()
 
 
 def period(method: Method) -> int:
@@ -73,10 +73,10 @@ def period(method: Method) -> int:
 
 def available(network: Network) -> tuple[dict[str, Method], bool]:
     """The methods that can be had here for a network, and whether some are left out for want of a package."""
-    found = methods.compared(BENCH)
+    choices = methods.compared(BENCH)
     try:
         methods.foreign(SOAP)
     except methods.MissingPackageError:
         foreign = {"always", "convolutions"} if network.images else {"always"}
-        return {name: method for name, method in found.items() if method.package not in foreign}, True
-    return found, False
+        return {name: method for name, method in choices.items() if method.package not in foreign}, True
+    return choices, False

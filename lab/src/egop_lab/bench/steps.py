@@ -53,7 +53,7 @@ class Trial:
         gradients: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self.network, self.name, self.period, self.batches = network, name, period(method), batches
-        self.gradients = [[gradient.clone() for gradient in own] for own in gradients]  # some methods write to them
+        self.gradients = [[gradient.clone() for gradient in group] for group in gradients]  # some methods write to them
         self.model = copy.deepcopy(model)
         self.device = batches[0][0].device
         self.optimizer = method.make(start(self.model, network))
@@ -76,8 +76,8 @@ class Trial:
             marks.mark()
             self.optimizer.step()
             marks.mark()
-        own = marks.seconds()[::2]
-        return Turn(sum(own) / steps, max(own))
+        times = marks.seconds()[::2]
+        return Turn(sum(times) / steps, max(times))
 
     def whole(self, steps: int) -> Turn:
         """Forward, backward and step."""
@@ -90,8 +90,8 @@ class Trial:
             self.optimizer.step()
         marks.mark()
         seconds = marks.seconds()
-        own = seconds[1::2]
-        return Turn(sum(own) / steps, max(own), sum(seconds) / steps)
+        times = seconds[1::2]
+        return Turn(sum(times) / steps, max(times), sum(seconds) / steps)
 
     def turn(self, steps: int) -> Turn:
         """One round: on the CPU a whole step is the sum of its parts; on a GPU they overlap, and each is measured."""
@@ -126,19 +126,19 @@ def trials(
     def ready(name: str) -> Trial:
         return Trial(network, name, methods[name], model, batches, gradients).warmed_up(whole=whole)
 
-    made, failed = interleaved({name: functools.partial(ready, name) for name in methods}, rounds=1)
-    return {name: trial for name, (trial,) in made.items()}, failed
+    results, failed = interleaved({name: functools.partial(ready, name) for name in methods}, rounds=1)
+    return {name: trial for name, (trial,) in results.items()}, failed
 
 
 def measure(network: Network, methods: Mapping[str, Method], setting: Setting, steps: int, rounds: int) -> list[Row]:
     """The rows of one network: each method's seconds, and what they are to AdamW's, SOAP's and the floor."""
     ready, unready = trials(network, methods, setting.device, whole=True)
-    found, failed = interleaved(
+    results, failed = interleaved(
         {name: functools.partial(trial.turn, steps) for name, trial in ready.items()},
         setting.turns(rounds),
         limit=setting.pick(smoke=1.0, cpu=15.0, gpu=6.0),
     )
-    rows = [_row(ready[name], turns, setting.rates) for name, turns in found.items()]
+    rows = [_row(ready[name], turns, setting.rates) for name, turns in results.items()]
     by_name = {row["method"]: row for row in rows}
     for row in rows:
         _compare(row, by_name)

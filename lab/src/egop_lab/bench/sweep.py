@@ -28,9 +28,9 @@ def run(setting: Setting) -> Iterator[Row]:
         }
         if not turned:
             turns[_PLAIN] = lambda: train_alone(0, "Adam", rates[0], epochs, setting.device).seconds / epochs
-        found, failed = interleaved(turns, setting.turns(3))
+        times, failed = interleaved(turns, setting.turns(3))
         row: Row = {"coordinates": coordinates, "runs": trials * len(rates)}
-        row |= summary(found, failed)
+        row |= summary(times, failed)
         singles = [row[name] for name in (_PLAIN, _ALONE) if name in row]
         if singles and _TOGETHER in row:
             row["speed-up"] = min(singles) / row[_TOGETHER]  # over the faster way of one run at a time

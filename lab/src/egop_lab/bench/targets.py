@@ -36,8 +36,8 @@ class Target:
         measured = self.find(parts) if self.kind in (None, kind) else None
         row = {"id": self.id, "words": self.words, "target": f"{self.sense} {self.bound:g}", "measured": measured}
         if measured is None:
-            other = self.kind not in (None, kind)
-            return row | {"verdict": f"not measured{f' (needs {_DEVICES[self.kind]})' if other else ''}"}
+            elsewhere = self.kind not in (None, kind)
+            return row | {"verdict": f"not measured{f' (needs {_DEVICES[self.kind]})' if elsewhere else ''}"}
         met = measured <= self.bound if self.sense == "at most" else measured >= self.bound
         return row | {"verdict": "met" if met else "missed"}
 

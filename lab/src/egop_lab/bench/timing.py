@@ -48,8 +48,8 @@ class Marks:
         wait(self._device)
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if self._device.type == "cuda":
-            return [one.elapsed_time(other) / 1000 for one, other in pairs]
-        return [other - one for one, other in pairs]
+            return [start.elapsed_time(end) / 1000 for start, end in pairs]
+        return [end - start for start, end in pairs]
 
 
 def taken(work: Callable[[], object], device: torch.device) -> float:
@@ -74,7 +74,7 @@ def interleaved(
     Returns:
         What came back, by name and round, and why something failed, by name.
     """
-    found: dict[str, list[T]] = {name: [] for name in turns}
+    results: dict[str, list[T]] = {name: [] for name in turns}
     failed: dict[str, str] = {}
     spent = dict.fromkeys(turns, 0.0)
     for _ in range(rounds):
@@ -83,11 +83,11 @@ def interleaved(
                 continue
             began = time.perf_counter()
             try:
-                found[name].append(turn())
+                results[name].append(turn())
             except Exception as error:  # one method that fails is not to cost the others' numbers
                 failed[name] = reason(error)
             spent[name] += time.perf_counter() - began
-    return {name: values for name, values in found.items() if name not in failed}, failed
+    return {name: values for name, values in results.items() if name not in failed}, failed
 
 
 def reason(error: Exception) -> str:
@@ -99,8 +99,8 @@ def reason(error: Exception) -> str:
 def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> dict[str, Any]:
     """The medians of several rounds with their spreads, and why something failed, in one row."""
     row: dict[str, Any] = {}
-    for name, own in found.items():
-        row |= {name: median(own), f"{name} spread": spread(own)}
+    for name, values in found.items():
+        row |= {name: median(values), f"{name} spread": spread(values)}
     return row | ({"failed": "; ".join(f"{name}: {problem}" for name, problem in failed.items())} if failed else {})
 
 

@@ -29,8 +29,8 @@ def digits() -> DataSet:
         RuntimeError: When a file is missing or is not the one that was shipped.
     """
     train = _read("optdigits.tra")
-    other = _read("optdigits.tes")
-    return DataSet(train, *other.cut(_VALIDATION_SIZE))
+    held_out = _read("optdigits.tes")
+    return DataSet(train, *held_out.cut(_VALIDATION_SIZE))
 
 
 def _read(name: str) -> Split:
@@ -39,10 +39,10 @@ def _read(name: str) -> Split:
         content = file.read_bytes()
     except OSError as error:
         raise RuntimeError(f"The data file {file} cannot be read ({error}). Reinstall egop-lab.") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != _SHA256[name]:
+    sha = hashlib.sha256(content).hexdigest()
+    if sha != _SHA256[name]:
         raise RuntimeError(
-            f"The data file {file} is damaged: its SHA-256 is {found}, expected {_SHA256[name]}. Reinstall egop-lab."
+            f"The data file {file} is damaged: its SHA-256 is {sha}, expected {_SHA256[name]}. Reinstall egop-lab."
         )
     table = torch.from_numpy(np.loadtxt(content.decode("ascii").splitlines(), delimiter=",", dtype=np.int64))
     return Split(features=table[:, :-1].to(torch.float32) / _LARGEST_COUNT, labels=table[:, -1].contiguous())

@@ -53,8 +53,8 @@ def fashion_mnist(folder: str | Path | None = None) -> DataSet:
     Raises:
         MissingDataError: When the files are nowhere and cannot be downloaded, or one is not what it should be.
     """
-    train, other = (_split(kind, folder) for kind in ("train", "t10k"))
-    return DataSet(train, *other.cut(len(other) // 4))
+    train, held_out = (_split(kind, folder) for kind in ("train", "t10k"))
+    return DataSet(train, *held_out.cut(len(held_out) // 4))
 
 
 def fashion_folder(folder: str | Path | None = None) -> Path:
@@ -75,8 +75,8 @@ def four_classes(data: DataSet) -> DataSet:
         pooled = F.max_pool2d(features[rows].view(-1, 1, side, side), 2).flatten(1)
         return Split(pooled, labels[rows])
 
-    train, other = chosen((data.train,)), chosen((data.validation, data.test))
-    return DataSet(train, *other.cut(len(other) // 4))
+    train, held_out = chosen((data.train,)), chosen((data.validation, data.test))
+    return DataSet(train, *held_out.cut(len(held_out) // 4))
 
 
 def _split(kind: str, folder: str | Path | None) -> Split:
@@ -128,10 +128,10 @@ def _checked(content: bytes, name: str, source: str | Path) -> bytes:
         plain = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (OSError, EOFError, zlib.error) as error:
         raise MissingDataError(f"Fashion-MNIST: {source} cannot be unpacked ({error}). {_ADVICE}") from error
-    found = hashlib.sha256(plain).hexdigest()
-    if found != _SHA256[name]:
+    sha = hashlib.sha256(plain).hexdigest()
+    if sha != _SHA256[name]:
         raise MissingDataError(
-            f"Fashion-MNIST: {source} is damaged: unpacked, its SHA-256 is {found}, expected {_SHA256[name]}. {_ADVICE}"
+            f"Fashion-MNIST: {source} is damaged: unpacked, its SHA-256 is {sha}, expected {_SHA256[name]}. {_ADVICE}"
         )
     return plain
 

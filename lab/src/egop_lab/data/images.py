@@ -67,15 +67,15 @@ def find(folder: str | None) -> tuple[Files, Files]:
             f"There are no images{'' if folder is None else f' in {folder}'}: name a folder that has train/CLASS/*.jpg "
             "and val/CLASS/*.jpg (ImageNet, Imagenette, ...) with --data DIR."
         )
-    names = sorted(each.name for each in (place / "train").iterdir() if each.is_dir())
-    found = [_files(place / split, names) for split in ("train", "val")]
-    for split, files in zip(("train", "val"), found, strict=True):
+    names = sorted(entry.name for entry in (place / "train").iterdir() if entry.is_dir())
+    splits = [_files(place / split, names) for split in ("train", "val")]
+    for split, files in zip(("train", "val"), splits, strict=True):
         if not files.paths:
             raise MissingDataError(
                 f"There is no .jpg, .jpeg or .png file in {place / split}/CLASS/: --data DIR must name a folder that "
                 "has train/CLASS/*.jpg and val/CLASS/*.jpg."
             )
-    return found[0], found[1]
+    return splits[0], splits[1]
 
 
 def load(
@@ -263,10 +263,10 @@ def views(images: Tensor, crop: int, *, ten: bool) -> Tensor:
         raise ValueError(f"A crop of {crop} pixels does not fit into images of {height} x {width}.")
     below, right = height - crop, width - crop
     corners = [(0, 0), (0, right), (below, 0), (below, right)] if ten else []
-    found = torch.stack(
+    crops = torch.stack(
         [images[..., y : y + crop, x : x + crop] for y, x in [*corners, (round(below / 2), round(right / 2))]], dim=1
     )
-    return torch.cat([found, found.flip(-1)], dim=1) if ten else found
+    return torch.cat([crops, crops.flip(-1)], dim=1) if ten else crops
 
 
 def _files(folder: Path, names: Sequence[str]) -> Files:

@@ -58,14 +58,14 @@ class Experiment(abc.ABC):
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         """The figures, from the records alone."""
 
-    def config(self, preset: Preset, **own: Any) -> dict[str, Any]:
+    def config(self, preset: Preset, **entries: Any) -> dict[str, Any]:
         """The configuration of one run: what is common to all, and its own settings."""
-        return {"experiment": self.id, "version": self.version, "preset": preset, **own}
+        return {"experiment": self.id, "version": self.version, "preset": preset, **entries}
 
     def records(self, store: Store, preset: Preset, **wanted: Any) -> list[Record]:
         """The finished runs of this preset and version whose configuration has these values."""
-        own = self.config(preset, **wanted)
-        return [r for r in store if all(r.config.get(key) == value for key, value in own.items())]
+        config = self.config(preset, **wanted)
+        return [r for r in store if all(r.config.get(key) == value for key, value in config.items())]
 
 
 def verdict(holds: bool) -> Verdict:
@@ -77,5 +77,5 @@ def compare(
     id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], *, judged: bool = True
 ) -> Judged:
     """The verdict on a claim that one measured number is smaller than another."""
-    found = f"{smaller[0]}: {smaller[1]:.3g}; {larger[0]}: {larger[1]:.3g}."
-    return Judged(id, words, verdict(smaller[1] < larger[1]) if judged else "cannot be judged", found)
+    finding = f"{smaller[0]}: {smaller[1]:.3g}; {larger[0]}: {larger[1]:.3g}."
+    return Judged(id, words, verdict(smaller[1] < larger[1]) if judged else "cannot be judged", finding)

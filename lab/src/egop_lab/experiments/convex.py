@@ -51,7 +51,7 @@ class ConvexTrials(Trials):
             if objective == LOGISTIC:  # the paper's labels follow the other sign than its loss; as written
                 targets = torch.bernoulli(torch.sigmoid(-targets), generator=generator)
             rows.append((data, targets, start))
-        self.data, self.targets, self.first = (torch.stack(each) for each in zip(*rows, strict=True))
+        self.data, self.targets, self.first = (torch.stack(column) for column in zip(*rows, strict=True))
         self.least = self._newton() if objective == LOGISTIC else torch.zeros(len(rows), dtype=torch.float64)
 
     def alone(self, seed: int) -> Self:
@@ -147,18 +147,18 @@ class ConvexExperiment(TunedExperiment):
         return Method(method.optimizer) if method.optimizer.startswith("SGD") else method
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        found = []
+        judged = []
         for case in self.cases(preset):
-            found.append(self._better(store, preset, case, "Adagrad"))
+            judged.append(self._better(store, preset, case, "Adagrad"))
             same = case["objective"] == LOGISTIC
-            found.append((self._unchanged if same else self._better)(store, preset, case, "Adam"))
+            judged.append((self._unchanged if same else self._better)(store, preset, case, "Adam"))
             if same:
-                found.append(self._competitive(store, preset, case))
+                judged.append(self._competitive(store, preset, case))
             for name in ("SGD", "SGD+momentum"):
                 one, other = (self._clamped(store, preset, case, Method(name, kind)) for kind in (ORIGINAL, EGOP))
                 who = f"{name} on {case['objective']}"
-                found.append(same_in_both(_id(case, f"{name}-same"), who, one, other, "gradient norm", 0.05))
-        return found
+                judged.append(same_in_both(_id(case, f"{name}-same"), who, one, other, "gradient norm", 0.05))
+        return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         cases, methods = self.cases(preset), self.methods(preset)
@@ -207,24 +207,24 @@ class ConvexExperiment(TunedExperiment):
         original, turned = (self.measured(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         words = f"EGOP {optimizer} converges better than {optimizer} on {case['objective']}."
         edges = "".join(self.at_edge(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
-        found = f"EGOP: {_shown(turned)}; original: {_shown(original)}{edges}."
-        return Judged(_id(case, f"{optimizer}-better"), words, verdict(turned < original), found)
+        finding = f"EGOP: {_shown(turned)}; original: {_shown(original)}{edges}."
+        return Judged(_id(case, f"{optimizer}-better"), words, verdict(turned < original), finding)
 
     def _unchanged(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
         original, turned = (self.measured(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         words = f"EGOP does not change {optimizer} on {case['objective']}."
         equal = all(a <= _EQUAL * b and b <= _EQUAL * a for a, b in zip(original, turned, strict=True))
-        found = f"EGOP: {_shown(turned)}; original: {_shown(original)}. Equal means within a factor of {_EQUAL:g}."
-        return Judged(_id(case, f"{optimizer}-unchanged"), words, verdict(equal), found)
+        finding = f"EGOP: {_shown(turned)}; original: {_shown(original)}. Equal means within a factor of {_EQUAL:g}."
+        return Judged(_id(case, f"{optimizer}-unchanged"), words, verdict(equal), finding)
 
     def _competitive(self, store: Store, preset: Preset, case: Case) -> Judged:
         turned = self.measured(store, preset, case, Method("Adagrad", EGOP))
         rivals = {name: self.measured(store, preset, case, Method(name)) for name in ("Adam", "SGD+momentum")}
         best = min(rivals, key=lambda name: rivals[name])
         words = f"On {case['objective']}, EGOP makes Adagrad competitive with the methods that have momentum."
-        close = all(mine <= _EQUAL * other for mine, other in zip(turned, rivals[best], strict=True))
-        found = f"EGOP Adagrad: {_shown(turned)}; {best}: {_shown(rivals[best])}."
-        return Judged(_id(case, "Adagrad-competitive"), words, verdict(close), found)
+        close = all(mine <= _EQUAL * rival for mine, rival in zip(turned, rivals[best], strict=True))
+        finding = f"EGOP Adagrad: {_shown(turned)}; {best}: {_shown(rivals[best])}."
+        return Judged(_id(case, "Adagrad-competitive"), words, verdict(close), finding)
 
     def _clamped(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
         """The reported runs as the stopping rule leaves them: what comes after is rounding."""

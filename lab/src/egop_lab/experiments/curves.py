@@ -24,9 +24,9 @@ def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[floa
 
 def bar_panel(title: str, what: str, runs: Mapping[str, Sequence[Record]], number: Callable[[Record], float]) -> Panel:
     """One bar a method with a number of each of its runs; none where the median is not finite."""
-    found = [quartiles([[number(run)] for run in own]) for own in runs.values()]
+    triples = [quartiles([[number(run)] for run in records]) for records in runs.values()]
     low, middle, high = (
-        [each[part][0] if math.isfinite(each[part][0]) else math.nan for each in found] for part in range(3)
+        [triple[part][0] if math.isfinite(triple[part][0]) else math.nan for triple in triples] for part in range(3)
     )
     return Panel(title, "", what, [Series(what, list(runs), middle, low, high)], yscale="linear", kind="bar")
 
@@ -48,11 +48,11 @@ def by_rate(
     scores: dict[float, list[float]] = {}
     for record in records:
         scores.setdefault(record.config["lr"], []).append(score(record.result))
-    found = {}
+    bands = {}
     for rate in sorted(scores):
         low, middle, high = quartiles([[value] for value in scores[rate]])
-        found[rate] = (low[0], middle[0], high[0])
-    return found
+        bands[rate] = (low[0], middle[0], high[0])
+    return bands
 
 
 def best_rate(records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]) -> float:
@@ -69,10 +69,10 @@ def rate_series(
     chosen: float | None = None,
 ) -> Series:
     """A score over learning rates as a line with quartiles."""
-    found = by_rate(records, score)
-    columns = list(zip(*found.values(), strict=True))
+    bands = by_rate(records, score)
+    columns = list(zip(*bands.values(), strict=True))
     label = optimizer if coordinates == ORIGINAL else f"{optimizer}, {coordinates}"
-    return Series(label, list(found), columns[1], columns[0], columns[2], optimizer, coordinates != ORIGINAL, chosen)
+    return Series(label, list(bands), columns[1], columns[0], columns[2], optimizer, coordinates != ORIGINAL, chosen)
 
 
 def curve_series(
@@ -101,5 +101,5 @@ def same_in_both(
     worst = max(differences)
     if not worst <= tolerance:
         raise AssertionError(f"{id}: {who} differs between coordinates by {worst:.2g}: the implementation is wrong.")
-    found = f"Largest median relative difference of a trial: {worst:.2g}."
-    return Judged(id, f"Check: {who} is the same in both coordinates.", "holds", found, "check")
+    finding = f"Largest median relative difference of a trial: {worst:.2g}."
+    return Judged(id, f"Check: {who} is the same in both coordinates.", "holds", finding, "check")

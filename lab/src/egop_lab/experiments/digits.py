@@ -68,21 +68,21 @@ class DigitsExperiment(SweptExperiment):
         return -float(result["best validation accuracy"])
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        found = []
+        judged = []
         rivals = [self._final(store, preset, name, ORIGINAL) for name in ("SGD", "SGD+momentum")]
         for optimizer in ("Adam", "Adagrad"):
             original, turned = (self._final(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
             lower = f"EGOP {optimizer} ends at a lower training loss than {optimizer}."
-            found.append(compare(f"digits/{optimizer}-lower", lower, ("EGOP", turned), (optimizer, original)))
+            judged.append(compare(f"digits/{optimizer}-lower", lower, ("EGOP", turned), (optimizer, original)))
             against = f"EGOP {optimizer} ends lower than SGD and SGD with momentum."
             best = ("the better of SGD and SGD+momentum", min(rivals))
-            found.append(compare(f"digits/{optimizer}-below-sgd", against, ("EGOP", turned), best))
-            found.append(self._robust(store, preset, optimizer))
-            found.append(self._accurate(store, preset, optimizer))
+            judged.append(compare(f"digits/{optimizer}-below-sgd", against, ("EGOP", turned), best))
+            judged.append(self._robust(store, preset, optimizer))
+            judged.append(self._accurate(store, preset, optimizer))
         for optimizer in ("SGD", "SGD+momentum"):
             original_runs, turned_runs = (self.reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
-            found.append(same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05))
-        return found
+            judged.append(same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05))
+        return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         methods = [(name, kind) for name in self.settings(preset)["rates"] for kind in (ORIGINAL, EGOP)]
@@ -118,8 +118,8 @@ class DigitsExperiment(SweptExperiment):
         better = [rate for rate, values in finals[EGOP].items() if median(values) < median(finals[ORIGINAL][rate])]
         share = len(better) / len(finals[EGOP])
         words = f"The gain of EGOP {optimizer} is robust to the learning rate."
-        found = f"Lower at {len(better)} of {len(finals[EGOP])} learning rates."
-        return Judged(f"digits/{optimizer}-robust", words, verdict(share > 0.75), found)
+        finding = f"Lower at {len(better)} of {len(finals[EGOP])} learning rates."
+        return Judged(f"digits/{optimizer}-robust", words, verdict(share > 0.75), finding)
 
     def _accurate(self, store: Store, preset: Preset, optimizer: str) -> Judged:
         original, turned = (
@@ -127,8 +127,8 @@ class DigitsExperiment(SweptExperiment):
             for kind in (ORIGINAL, EGOP)
         )
         words = f"Test accuracy of EGOP {optimizer} is as good or better."
-        found = f"EGOP: {turned:.2%}; original: {original:.2%}."
-        return Judged(f"digits/{optimizer}-accuracy", words, verdict(turned >= original), found)
+        finding = f"EGOP: {turned:.2%}; original: {original:.2%}."
+        return Judged(f"digits/{optimizer}-accuracy", words, verdict(turned >= original), finding)
 
 
 def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:

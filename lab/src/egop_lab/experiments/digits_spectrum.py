@@ -61,13 +61,13 @@ class DigitsSpectrumExperiment(Experiment):
             store.add(finished(config, result, time.perf_counter() - began, context.device))
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        found = self._found(store, preset)
-        return [_exponential(found[NORMAL]), _decays(found), _comparable(found), _shelf(found)]
+        records = self._found(store, preset)
+        return [_exponential(records[NORMAL]), _decays(records), _comparable(records), _shelf(records)]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        found = self._found(store, preset)
-        whole = [_series(name, record.result, record.result["index"]) for name, record in found.items()]
-        leading = [_series(name, record.result, range(1, _LEADING + 1)) for name, record in found.items()]
+        records = self._found(store, preset)
+        whole = [_series(name, record.result, record.result["index"]) for name, record in records.items()]
+        leading = [_series(name, record.result, range(1, _LEADING + 1)) for name, record in records.items()]
         return [
             Picture(
                 "digits-spectrum",
@@ -134,18 +134,18 @@ def _exponential(record: Record) -> Judged:
     index, ratios = zip(*pairs, strict=True)
     line = explained(index, np.log10(ratios).tolist())
     power = explained(np.log10(index).tolist(), np.log10(ratios).tolist())
-    found = (
+    finding = (
         f"log λₖ against k: a line explains {line:.1%} of the variance (holds from 90 %); against log k, that is a "
         f"power law, {power:.1%}; {-np.log10(ratios[-1]):.1f} decades over {index[-1]} of {even[-1]} eigenvalues."
     )
     words = "The eigenvalues decay roughly exponentially."
-    return Judged("digits-spectrum/exponential", words, verdict(line >= 0.9 and line > power), found)
+    return Judged("digits-spectrum/exponential", words, verdict(line >= 0.9 and line > power), finding)
 
 
-def _decays(found: Mapping[str, Record]) -> Judged:
+def _decays(records: Mapping[str, Record]) -> Judged:
     """A quarter of the directions is where the paper's figure has fallen far below its start."""
     ratios = {}
-    for name, record in found.items():
+    for name, record in records.items():
         quarter = next(k for k in record.result["index"] if 4 * k >= record.result["dimension"])
         ratios[name] = decay(record.result, [quarter])[0]
     shown = "; ".join(f"{name}: {ratio:.1e}" for name, ratio in ratios.items())
@@ -157,9 +157,9 @@ def _decays(found: Mapping[str, Record]) -> Judged:
     )
 
 
-def _comparable(found: Mapping[str, Record]) -> Judged:
-    one, other = (found[name].result for name in (NORMAL, INITIALIZATION))
-    pairs = zip(decay(one, one["even"]), decay(other, one["even"]), strict=True)
+def _comparable(records: Mapping[str, Record]) -> Judged:
+    normal, initial = (records[name].result for name in (NORMAL, INITIALIZATION))
+    pairs = zip(decay(normal, normal["even"]), decay(initial, normal["even"]), strict=True)
     gaps = [abs(np.log10(a / b)) for a, b in pairs if min(a, b) > _FLOOR]
     gap = float(np.median(gaps))
     return Judged(
@@ -167,21 +167,21 @@ def _comparable(found: Mapping[str, Record]) -> Judged:
         "The initialisation has a spectrum very comparable to that of the standard normal distribution.",
         verdict(gap < 0.5),
         f"λₖ/λ₁ differ by a factor of {10**gap:.2g} in the median over k (holds below half a decade); "
-        f"stable ranks {other['stable rank']:.3g} and {one['stable rank']:.3g}.",
+        f"stable ranks {initial['stable rank']:.3g} and {normal['stable rank']:.3g}.",
     )
 
 
-def _shelf(found: Mapping[str, Record]) -> Judged:
+def _shelf(records: Mapping[str, Record]) -> Judged:
     """A shelf ends where the eigenvalue falls by far more than it usually does; λ₁ alone is not a shelf."""
     ends, drops, typical = {}, {}, []
-    for name, record in found.items():
+    for name, record in records.items():
         ratios = decay(record.result, range(1, _LEADING + 2))
         steps = {k: ratios[k - 1] / max(ratios[k], _FLOOR) for k in range(2, _LEADING + 1)}
         ends[name] = max(steps, key=lambda k: steps[k])
         drops[name] = steps[ends[name]]
         typical.append(float(np.median(list(steps.values()))))
     same = len(set(ends.values())) == 1
-    shown = "; ".join(f"{name}: after k = {ends[name]}, by a factor of {drops[name]:.2f}" for name in found)
+    shown = "; ".join(f"{name}: after k = {ends[name]}, by a factor of {drops[name]:.2f}" for name in records)
     return Judged(
         "digits-spectrum/shelf",
         "The leading eigenvalues form shelves, the same under every sampling distribution.",

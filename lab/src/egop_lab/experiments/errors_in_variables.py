@@ -37,8 +37,8 @@ class MaskedRegression(Trials):
 
     def __init__(self, seeds: Sequence[int], *, nu: float, size: int, decay: float, samples: int) -> None:
         self.seeds, self.nu, self.size, self.decay, self.samples = list(seeds), nu, size, decay, samples
-        made = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
-        self.data, self.mask, self.targets = (torch.stack(each)[:, None] for each in zip(*made, strict=True))
+        instances = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
+        self.data, self.mask, self.targets = (torch.stack(column)[:, None] for column in zip(*instances, strict=True))
 
     def alone(self, seed: int) -> Self:
         return type(self)([seed], nu=self.nu, size=self.size, decay=self.decay, samples=self.samples)
@@ -111,8 +111,8 @@ class ErrorsInVariablesExperiment(TunedExperiment):
                 began = time.perf_counter()
                 size = case["size"]
                 hessian = self.trials(case, [config["seed"]]).hessian(0)
-                found = {"residual": theory.kronecker_residual(hessian, size, size)}
-                store.add(finished(config, found, time.perf_counter() - began))
+                result = {"residual": theory.kronecker_residual(hessian, size, size)}
+                store.add(finished(config, result, time.perf_counter() - began))
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         cases = self.cases(preset)
@@ -125,24 +125,24 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         residuals = {case["nu"]: self.residual(store, preset, case) for case in cases}
         soap = {nu: min(final[nu, method] for method in _SOAPS) for nu in residuals}  # the better of its two settings
         shampoo = {nu: final[nu, _SHAMPOO] for nu in residuals}
-        found = []
+        judged = []
         for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
             words = f"{name} converges worse as the Hessian's Kronecker residual grows."
             ordered = sorted(residuals, key=lambda nu: residuals[nu])
             numbers = "; ".join(f"residual {residuals[nu]:.2f}: {losses[nu]:.2g}" for nu in ordered)
             worse = losses[ordered[-1]] > 10 * losses[ordered[0]]
             decided = verdict(worse) if enough else "cannot be judged"
-            found.append(Judged(f"{self.id}/{name}-degrades", words, decided, f"Final loss at {numbers}."))
-        found.append(self._linear(store, preset))
+            judged.append(Judged(f"{self.id}/{name}-degrades", words, decided, f"Final loss at {numbers}."))
+        judged.append(self._linear(store, preset))
         for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
             words = f"{name} does not beat EGOP Adam for ν ≥ 0.5, although it renews its basis every step."
             far = [nu for nu in residuals if nu >= 0.5]
             numbers = "; ".join(f"ν = {nu:g}: EGOP Adam {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
             better = verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"
-            found.append(
+            judged.append(
                 Judged(f"{self.id}/{name}-no-better", words, better, f"Final losses, {name} second: {numbers}.")
             )
-        return found
+        return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         cases, methods = self.cases(preset), self.methods(preset)

@@ -40,8 +40,8 @@ class Found:
     def converged(self) -> list[int]:
         """The first epoch with 99.5 % of a run's best validation accuracy, for every run."""
         curves = self.curves("validation accuracy")
-        found = [first_below([-value for value in curve], -_CONVERGED * max(curve)) for curve in curves]
-        return [epoch for epoch in found if epoch is not None]  # the best one is always above
+        epochs = [first_below([-value for value in curve], -_CONVERGED * max(curve)) for curve in curves]
+        return [epoch for epoch in epochs if epoch is not None]  # the best one is always above
 
     def seconds(self, estimation: bool) -> list[float]:
         """Time in training steps until convergence, and that of the estimation where wanted, for every run."""
@@ -50,39 +50,39 @@ class Found:
 
 def beats(rank: int, epochs: Mapping[int, int | None]) -> Judged:
     """Compared by the epochs to the lowest training loss that original coordinates reach."""
-    own, original = epochs[rank], epochs[0]
+    turned, original = epochs[rank], epochs[0]
     assert original is not None
-    reached = f"after {own}" if own is not None else "not reached"
+    reached = f"after {turned}" if turned is not None else "not reached"
     words = f"With r = {rank} the training loss falls faster by epoch than in original coordinates."
-    found = f"Epochs to the lowest loss of original coordinates: {reached}; original: {original}."
-    return Judged(f"fashion-mnist/r{rank}-faster", words, verdict(own is not None and own < original), found)
+    finding = f"Epochs to the lowest loss of original coordinates: {reached}; original: {original}."
+    return Judged(f"fashion-mnist/r{rank}-faster", words, verdict(turned is not None and turned < original), finding)
 
 
 def grows(epochs: Mapping[int, int | None]) -> Judged:
     """Compared by the same epochs."""
     needed = {rank: epochs[rank] for rank in sorted(epochs) if rank}
     values = [math.inf if value is None else value for value in needed.values()]
-    ordered = all(one >= other for one, other in pairwise(values)) and values[0] > values[-1]
+    ordered = all(earlier >= later for earlier, later in pairwise(values)) and values[0] > values[-1]
     shown = "; ".join(f"{Method(rank)}: {'not reached' if value is None else value}" for rank, value in needed.items())
     words = "The gain grows with r."
-    found = f"Epochs to the lowest loss of original coordinates (holds when they never rise, and fall): {shown}."
-    return Judged("fashion-mnist/grows", words, verdict(ordered), found)
+    finding = f"Epochs to the lowest loss of original coordinates (holds when they never rise, and fall): {shown}."
+    return Judged("fashion-mnist/grows", words, verdict(ordered), finding)
 
 
 def accurate(rank: int, found: Mapping[int, Found]) -> Judged:
     """Compared by the medians of each run's best."""
-    own, original = (
-        -median([-max(curve) for curve in found[each].curves("validation accuracy")]) for each in (rank, 0)
+    turned, original = (
+        -median([-max(curve) for curve in found[key].curves("validation accuracy")]) for key in (rank, 0)
     )
     words = f"With r = {rank} the best validation accuracy is as good or better."
-    shown = f"{Method(rank)}: {own:.2%}; original: {original:.2%}."
-    return Judged(f"fashion-mnist/r{rank}-accuracy", words, verdict(own >= original), shown)
+    shown = f"{Method(rank)}: {turned:.2%}; original: {original:.2%}."
+    return Judged(f"fashion-mnist/r{rank}-accuracy", words, verdict(turned >= original), shown)
 
 
 def wall_clock(found: Mapping[int, Found], *, judged: bool) -> Judged:
     """The winner is looked for with the estimation counted, as a user would have to."""
-    times = {rank: median(each.seconds(True)) for rank, each in found.items()}
-    alone = {rank: median(each.seconds(False)) for rank, each in found.items()}
+    times = {rank: median(results.seconds(True)) for rank, results in found.items()}
+    alone = {rank: median(results.seconds(False)) for rank, results in found.items()}
     winner = min(times, key=lambda rank: times[rank])
     shown = "; ".join(f"{Method(rank)}: {times[rank]:.3g} ({alone[rank]:.3g})" for rank in times)
     note = "" if judged else " This preset has too few images, epochs and ranks for convergence times to mean much."

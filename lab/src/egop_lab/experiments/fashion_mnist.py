@@ -114,42 +114,42 @@ class FashionMnistExperiment(Experiment):
         if not others:
             return self._judged(store, preset, first)
         return [  # the same claims, judged by the runs of either search
-            replace(one, words=f"{one.words.removesuffix('.')} (search: {search}).")
+            replace(judged, words=f"{judged.words.removesuffix('.')} (search: {search}).")
             for search in (first, *others)
-            for one in self._judged(store, preset, search)
+            for judged in self._judged(store, preset, search)
         ]
 
     def _judged(self, store: Store, preset: Preset, search: str) -> list[Judged]:
         by_method = self._found(store, preset, search)
-        found = {method.rank: each for method, each in by_method.items() if not method.reduced}
-        curves = {rank: quartiles(each.curves("loss"))[1] for rank, each in found.items()}
+        by_rank = {method.rank: results for method, results in by_method.items() if not method.reduced}
+        curves = {rank: quartiles(results.curves("loss"))[1] for rank, results in by_rank.items()}
         target = min(curves[0])
         epochs = {rank: first_below(curve, target) for rank, curve in curves.items()}
         return [
-            *(claims.beats(rank, epochs) for rank in found if rank),
+            *(claims.beats(rank, epochs) for rank in by_rank if rank),
             claims.grows(epochs),
-            *(claims.accurate(rank, found) for rank in found if rank),
-            claims.wall_clock(found, judged=preset == "full"),
+            *(claims.accurate(rank, by_rank) for rank in by_rank if rank),
+            claims.wall_clock(by_rank, judged=preset == "full"),
         ]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         return [each for search in self.settings(preset)["searches"] for each in self._pictures(store, preset, search)]
 
     def _pictures(self, store: Store, preset: Preset, search: str) -> list[Picture]:
-        found = self._found(store, preset, search)
-        losses = [_curve(method, each, "loss") for method, each in found.items()]
+        by_method = self._found(store, preset, search)
+        losses = [_curve(method, results, "loss") for method, results in by_method.items()]
         accuracies = [
-            _curve(method, each, "validation accuracy", chosen=median(each.converged()))
-            for method, each in found.items()
+            _curve(method, results, "validation accuracy", chosen=median(results.converged()))
+            for method, results in by_method.items()
         ]
         (record,) = self.records(store, preset, kind="spectrum")
         index = record.result["index"]
         spectrum = Series("first layer", index, decay(record.result, index), method="spectrum")
         bars = []
         for words, part in (("training", False), ("training and estimation", True)):
-            times = [quartiles([[seconds] for seconds in each.seconds(part)]) for each in found.values()]
+            times = [quartiles([[seconds] for seconds in results.seconds(part)]) for results in by_method.values()]
             low, middle, high = ([time[i][0] for time in times] for i in range(3))
-            bars.append(Series(words, [str(method) for method in found], middle, low, high, words, part))
+            bars.append(Series(words, [str(method) for method in by_method], middle, low, high, words, part))
         return [
             Picture(
                 f"fashion-mnist-{search}",
@@ -176,13 +176,13 @@ class FashionMnistExperiment(Experiment):
         return [*map(Method, (0, *settings["ranks"])), Method(settings["leading directions alone"], reduced=True)]
 
     def _found(self, store: Store, preset: Preset, search: str) -> dict[Method, Found]:
-        found = {}
+        by_method = {}
         for method in self._methods(preset):
             runs, time = self._reported(store, preset, method, search), store.get(self._timed(store, preset, method))
             if time is None or not runs:
                 raise LookupError(f"{self.id}: {method} has runs left")
-            found[method] = Found(runs, time.result["seconds per epoch"], time.result["estimation seconds"])
-        return found
+            by_method[method] = Found(runs, time.result["seconds per epoch"], time.result["estimation seconds"])
+        return by_method
 
     def _runs(self, context: Context) -> Runs:
         return Runs(self.settings(context.preset)["images"], context)
@@ -194,9 +194,9 @@ class FashionMnistExperiment(Experiment):
         store: Store,
         kept: Callable[[Curves], Mapping[str, Any]],
     ) -> None:
-        found, seconds = train_together(runs, configs)
+        curves, seconds = train_together(runs, configs)
         device = runs.context.device
-        pairs = zip(configs, found, strict=True)
+        pairs = zip(configs, curves, strict=True)
         store.add(*(finished(config, kept(curves), seconds / len(configs), device) for config, curves in pairs))
 
     def _tuning(self, store: Store, preset: Preset, method: Method, search: str) -> Iterable[list[dict[str, Any]]]:
@@ -225,9 +225,9 @@ class FashionMnistExperiment(Experiment):
     def _config(
         self, preset: Preset, method: Method, lr: float, weight_decay: float, epochs: int, seed: int
     ) -> dict[str, Any]:
-        own: dict[str, Any] = {"rank": method.rank, **({"reduced": True} if method.reduced else {})}
-        own |= {"lr": lr, "weight_decay": weight_decay, "epochs": epochs, "seed": seed}
-        return self.config(preset, kind="run", images=self.settings(preset)["images"], **own)
+        entries: dict[str, Any] = {"rank": method.rank, **({"reduced": True} if method.reduced else {})}
+        entries |= {"lr": lr, "weight_decay": weight_decay, "epochs": epochs, "seed": seed}
+        return self.config(preset, kind="run", images=self.settings(preset)["images"], **entries)
 
     def _timed(self, store: Store, preset: Preset, method: Method) -> dict[str, Any]:
         """What is timed: its seconds do not depend on how learning rate and weight decay were found."""
@@ -236,8 +236,8 @@ class FashionMnistExperiment(Experiment):
 
     def _spectrum_config(self, preset: Preset) -> dict[str, Any]:
         settings = self.settings(preset)
-        own = {"images": settings["images"], "samples": settings["spectrum samples"], "seed": 0}
-        return self.config(preset, kind="spectrum", **own)
+        entries = {"images": settings["images"], "samples": settings["spectrum samples"], "seed": 0}
+        return self.config(preset, kind="spectrum", **entries)
 
 
 def _best(records: Sequence[Record]) -> tuple[float, float]:
@@ -254,7 +254,7 @@ def _compact(curves: Curves) -> dict[str, float]:
     return {"best validation accuracy": max(curves["validation accuracy"]), "final": curves["loss"][-1]}
 
 
-def _curve(method: Method, found: Found, name: str, chosen: float | None = None) -> Series:
-    low, middle, high = quartiles(found.curves(name))
+def _curve(method: Method, results: Found, name: str, chosen: float | None = None) -> Series:
+    low, middle, high = quartiles(results.curves(name))
     label = str(method)
     return Series(label, list(range(len(middle))), middle, low, high, label, method.rank > 0, chosen)

@@ -205,10 +205,10 @@ def _step(run: Record) -> float:
 
 def _curve(method: str, runs: Sequence[Record], by: str) -> Series:
     """The validation loss without the first tenth of the run, which would dwarf all that follows."""
-    found = quartiles([run.result["validation loss"] for run in runs])
-    interval, looks = float(runs[0].config["interval"]), len(found[1])
+    bands = quartiles([run.result["validation loss"] for run in runs])
+    interval, looks = float(runs[0].config["interval"]), len(bands[1])
     first = max(1, looks // 10)
     seconds = quartiles([run.result["seconds"] for run in runs])[1]
     places = seconds if by == "seconds" else [interval * look for look in range(looks)]
-    low, middle, high = (values[first:] for values in found)
+    low, middle, high = (values[first:] for values in bands)
     return Series(method, places[first:], middle, low, high, method, "EGOP" in method)

@@ -53,9 +53,9 @@ class LayerSpectraExperiment(Experiment):
             store.add(finished(config, result, time.perf_counter() - began, context.device))
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        found = self._found(store, preset)
-        judged = [_faster(data, record.result) for data, record in found.items()]
-        return [*judged, _similar(*(record.result for record in found.values()))] if len(found) == 2 else judged
+        records = self._found(store, preset)
+        judged = [_faster(data, record.result) for data, record in records.items()]
+        return [*judged, _similar(*(record.result for record in records.values()))] if len(records) == 2 else judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         panels = [
@@ -117,12 +117,12 @@ def _series(words: str, result: Mapping[str, Any]) -> Series:
 def _faster(data: str, result: Mapping[str, Any]) -> Judged:
     first, second = (result[layer] for layer in _LAYERS)
     pairs = {part: (_at(first, part), _at(second, part)) for part in _PLACES}
-    shown = "; ".join(f"at k = {part:g} d: {one:.1e} and {other:.1e}" for part, (one, other) in pairs.items())
+    shown = "; ".join(f"at k = {part:g} d: {first:.1e} and {second:.1e}" for part, (first, second) in pairs.items())
     shares = " and ".join(f"{layer['stable rank'] / layer['dimension']:.3f}" for layer in (first, second))
     return Judged(
         f"layer-spectra/{data}",
         f"{_DATA[data]}: the first layer's spectrum decays faster than the second's.",
-        verdict(all(one < other for one, other in pairs.values())),
+        verdict(all(first < second for first, second in pairs.values())),
         f"λₖ/λ₁ of the first and the second layer, d being the layer's own size, {shown}; stable rank/d: {shares}.",
     )
 

@@ -101,21 +101,21 @@ class LinearNetworksExperiment(SweptExperiment):
         return _validation(result)
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        found = []
+        judged = []
         for optimizer in _ADAPTIVE:
             finals = {kind: self._median(store, preset, optimizer, kind, _final) for kind in (ORIGINAL, *KINDS)}
-            found.append(_lower(optimizer, finals))
-            found.append(self._robust(store, preset, optimizer))
+            judged.append(_lower(optimizer, finals))
+            judged.append(self._robust(store, preset, optimizer))
             validation = [self._median(store, preset, optimizer, kind, _validation) for kind in (EGOP, ORIGINAL)]
             words = f"EGOP {optimizer} reaches a lower validation loss than {optimizer}."
             sides = ((EGOP, validation[0]), (ORIGINAL, validation[1]))
-            found.append(compare(f"linear-networks/{optimizer}-validation", words, *sides))
-            found.append(_share(optimizer, finals, BLOCK, wanted=True))
-            found.append(_share(optimizer, finals, FIRST, wanted=optimizer == "Adagrad"))
-        found.append(self._adaptive(store, preset))
+            judged.append(compare(f"linear-networks/{optimizer}-validation", words, *sides))
+            judged.append(_share(optimizer, finals, BLOCK, wanted=True))
+            judged.append(_share(optimizer, finals, FIRST, wanted=optimizer == "Adagrad"))
+        judged.append(self._adaptive(store, preset))
         for optimizer in _EQUIVARIANT:
-            found.append(self._same(store, preset, optimizer))
-        return found
+            judged.append(self._same(store, preset, optimizer))
+        return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         curves = []
@@ -126,10 +126,10 @@ class LinearNetworksExperiment(SweptExperiment):
 
         def over_rates(title: str, score: Score, kind: str) -> Panel:
             series = [
-                rate_series(runs, score, name, each, self.chosen(store, preset, name))
+                rate_series(runs, score, name, coordinates, self.chosen(store, preset, name))
                 for name in self.settings(preset)["rates"]
-                for each in (ORIGINAL, kind)
-                if (runs := self.fresh(store, preset, name, each))
+                for coordinates in (ORIGINAL, kind)
+                if (runs := self.fresh(store, preset, name, coordinates))
             ]
             return Panel(title, "learning rate", "loss", series, xscale="log")
 
@@ -158,8 +158,8 @@ class LinearNetworksExperiment(SweptExperiment):
         original, turned = (by_rate(self.fresh(store, preset, optimizer, kind), _final) for kind in (ORIGINAL, EGOP))
         better = sum(turned[rate][1] < original[rate][1] for rate in turned)
         words = f"EGOP {optimizer} is lower over a range of learning rates."
-        found = f"Lower at {better} of {len(turned)} learning rates (holds above three quarters)."
-        return Judged(f"linear-networks/{optimizer}-robust", words, verdict(better > 0.75 * len(turned)), found)
+        finding = f"Lower at {better} of {len(turned)} learning rates (holds above three quarters)."
+        return Judged(f"linear-networks/{optimizer}-robust", words, verdict(better > 0.75 * len(turned)), finding)
 
     def _same(self, store: Store, preset: Preset, optimizer: str) -> Judged:
         """Compared by the final losses over all rates: the chosen one may be so large that some trials diverge."""
@@ -214,19 +214,19 @@ def _decades(loss: float) -> float:
 
 
 def _lower(optimizer: str, finals: Mapping[str, float]) -> Judged:
-    found = f"EGOP: {finals[EGOP]:.3g}; original: {finals[ORIGINAL]:.3g} (holds from a factor of {_FAR:g})."
+    shown = f"EGOP: {finals[EGOP]:.3g}; original: {finals[ORIGINAL]:.3g} (holds from a factor of {_FAR:g})."
     words = f"EGOP {optimizer} ends at a far lower training loss than {optimizer}."
-    return Judged(f"linear-networks/{optimizer}-lower", words, verdict(finals[EGOP] * _FAR <= finals[ORIGINAL]), found)
+    return Judged(f"linear-networks/{optimizer}-lower", words, verdict(finals[EGOP] * _FAR <= finals[ORIGINAL]), shown)
 
 
 def _share(optimizer: str, finals: Mapping[str, float], kind: str, *, wanted: bool) -> Judged:
     """Compare gains in decades of the final loss: a variant's with that of reparameterising everything."""
-    gain, own = (_decades(finals[ORIGINAL]) - _decades(finals[each]) for each in (EGOP, kind))
+    gain, part_gain = (_decades(finals[ORIGINAL]) - _decades(finals[coordinates]) for coordinates in (EGOP, kind))
     words = f"EGOP {optimizer}, {KINDS[kind]}: a gain {'comparable to' if wanted else 'much smaller than'} that of "
-    found = (
-        f"{own:.2f} decades below original coordinates, against {gain:.2f} for all parameters in one basis "
+    finding = (
+        f"{part_gain:.2f} decades below original coordinates, against {gain:.2f} for all parameters in one basis "
         f"(comparable from {_COMPARABLE:.0%} of it): {finals[kind]:.3g}, {finals[EGOP]:.3g}, {finals[ORIGINAL]:.3g}."
     )
     name = f"linear-networks/{optimizer}-{'block' if kind == BLOCK else 'first-layer'}"
-    judged = verdict((own >= _COMPARABLE * gain) == wanted) if gain > 0 else verdict(False)
-    return Judged(name, f"{words}{KINDS[EGOP]}.", judged, found)
+    judged = verdict((part_gain >= _COMPARABLE * gain) == wanted) if gain > 0 else verdict(False)
+    return Judged(name, f"{words}{KINDS[EGOP]}.", judged, finding)

@@ -41,8 +41,8 @@ class Factorization(Trials):
     ) -> None:
         self.seeds, self.samples, self.rank = list(seeds), samples, rank
         self.sizes = {"n": n, "rank": rank, "condition": condition, "decay": decay, "noise": noise, "samples": samples}
-        made = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
-        self.data, self.truth, self.targets = (torch.stack(each) for each in zip(*made, strict=True))
+        instances = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
+        self.data, self.truth, self.targets = (torch.stack(column) for column in zip(*instances, strict=True))
         values = torch.linalg.svdvals(self.targets)
         self.least = 0.5 * values[:, rank:].square().sum(-1)
 
@@ -135,9 +135,9 @@ class MatrixFactorizationExperiment(TunedExperiment):
         case, methods = self.cases(preset)[0], self.methods(preset)
         fast = {method: self.fastest(store, preset, method) for method in methods}
 
-        def panel(title: str, ylabel: str, one: Callable[[Method], Series], xscale: Any = "linear") -> Panel:
+        def panel(title: str, ylabel: str, series_of: Callable[[Method], Series], xscale: Any = "linear") -> Panel:
             xlabel = "step" if xscale == "linear" else "learning rate"
-            return Panel(title, xlabel, ylabel, [one(method) for method in methods], xscale=xscale)
+            return Panel(title, xlabel, ylabel, [series_of(method) for method in methods], xscale=xscale)
 
         above = "loss above optimum, relative"
         panels = [
@@ -175,18 +175,18 @@ class MatrixFactorizationExperiment(TunedExperiment):
         return turned, best, rivals[best]
 
     def _lower(self, store: Store, preset: Preset, optimizer: str) -> Judged:
-        turned, best, other = self._finals(store, preset, optimizer, "excess")
+        turned, best, rival = self._finals(store, preset, optimizer, "excess")
         words = f"EGOP {optimizer} ends at a lower loss than Adam, Adagrad, SOAP and Shampoo."
-        found = f"Above the optimum, relative: EGOP {optimizer} {turned:.2g}; {best}, the best rival, {other:.2g}."
-        if max(turned, other) <= AT_OPTIMUM:
-            found += " Both have found the optimum."
-        return Judged(f"{self.id}/{optimizer}-lower", words, verdict(other > AT_OPTIMUM and turned < other), found)
+        finding = f"Above the optimum, relative: EGOP {optimizer} {turned:.2g}; {best}, the best rival, {rival:.2g}."
+        if max(turned, rival) <= AT_OPTIMUM:
+            finding += " Both have found the optimum."
+        return Judged(f"{self.id}/{optimizer}-lower", words, verdict(rival > AT_OPTIMUM and turned < rival), finding)
 
     def _closer(self, store: Store, preset: Preset, optimizer: str) -> Judged:
-        turned, best, other = self._finals(store, preset, optimizer, "error")
+        turned, best, rival = self._finals(store, preset, optimizer, "error")
         words = f"EGOP {optimizer} ends at a lower reconstruction error than Adam, Adagrad, SOAP and Shampoo."
-        found = f"‖LRᵀ − X*‖²: EGOP {optimizer} {turned:.5g}; {best}, the best rival, {other:.5g}."
-        return Judged(f"{self.id}/{optimizer}-closer", words, verdict(turned < (1 - 1e-3) * other), found)
+        finding = f"‖LRᵀ − X*‖²: EGOP {optimizer} {turned:.5g}; {best}, the best rival, {rival:.5g}."
+        return Judged(f"{self.id}/{optimizer}-closer", words, verdict(turned < (1 - 1e-3) * rival), finding)
 
     def _faster(self, store: Store, preset: Preset, optimizer: str, rivals: Sequence[str], against: str) -> Judged:
         mine = [self.steps_to(store, preset, Method(optimizer, EGOP), threshold) for threshold in THRESHOLDS]
@@ -198,10 +198,10 @@ class MatrixFactorizationExperiment(TunedExperiment):
         best = [min(steps[place] for steps in others.values()) for place in range(len(THRESHOLDS))]
         names = [next(rival for rival in others if others[rival][place] == best[place]) for place in range(len(best))]
         numbers = "; ".join(
-            f"to {threshold:g}: EGOP {optimizer} {steps:.0f}, {name} {other:.0f}"
-            for threshold, steps, name, other in zip(THRESHOLDS, mine, names, best, strict=True)
+            f"to {threshold:g}: EGOP {optimizer} {steps:.0f}, {name} {rival:.0f}"
+            for threshold, steps, name, rival in zip(THRESHOLDS, mine, names, best, strict=True)
         )
-        faster = all(steps < other for steps, other in zip(mine, best, strict=True))
+        faster = all(steps < rival for steps, rival in zip(mine, best, strict=True))
         name = f"{optimizer}-faster" if len(rivals) > 1 else f"{optimizer}-faster-than-original"
         return Judged(f"{self.id}/{name}", words, verdict(faster), f"Steps at the fastest rate {numbers}.")
 
@@ -220,16 +220,16 @@ class MatrixFactorizationExperiment(TunedExperiment):
 
 def crossing(curve: Sequence[float], threshold: float) -> float:
     """Where a curve first reaches the threshold, in records: straight lines between them, on a logarithmic axis."""
-    found = first_below(curve, threshold)
-    if not found:
-        return math.inf if found is None else 0.0
-    before, after = curve[found - 1], max(curve[found], _ROUNDING)
+    step = first_below(curve, threshold)
+    if not step:
+        return math.inf if step is None else 0.0
+    before, after = curve[step - 1], max(curve[step], _ROUNDING)
     if not math.isfinite(before):
-        return float(found)
-    return found - 1 + math.log(before / threshold) / math.log(before / after)
+        return float(step)
+    return step - 1 + math.log(before / threshold) / math.log(before / after)
 
 
 def _speed(result: Mapping[str, Any]) -> float:
     """Where in the curve the threshold is reached; behind its end where it is not, the closer the better."""
-    found = crossing(result["excess"], SPEED)
-    return found if math.isfinite(found) else len(result["excess"]) + float(result["excess"][-1])
+    step = crossing(result["excess"], SPEED)
+    return step if math.isfinite(step) else len(result["excess"]) + float(result["excess"][-1])

@@ -30,5 +30,5 @@ def experiment(id: str) -> Experiment:
     if id not in _PLACES:
         raise KeyError(f"There is no experiment '{id}'. There are: {', '.join(IDS)}.")
     module, name = _PLACES[id].split(":")
-    found: Experiment = getattr(import_module(f"egop_lab.experiments.{module}"), name)()
-    return found
+    instance: Experiment = getattr(import_module(f"egop_lab.experiments.{module}"), name)()
+    return instance

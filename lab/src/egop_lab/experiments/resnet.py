@@ -62,7 +62,7 @@ class ResnetExperiment(TimedExperiment):
     training = Run
     length: ClassVar[str] = "epochs"
     claims: ClassVar[Sequence[Claim]] = tuple(
-        Claim(*each, part=1.0 if "no more" in each[1] else None) for each in _CLAIMS
+        Claim(*claim, part=1.0 if "no more" in claim[1] else None) for claim in _CLAIMS
     )
 
     def settings(self, preset: Preset) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class ResnetExperiment(TimedExperiment):
         return Trials(
             store,
             context,
-            lambda **own: self.config(context.preset, **own, **common),
+            lambda **entries: self.config(context.preset, **entries, **common),
             lambda config: self.training(data, config, device),
             warm_up,
         )
@@ -167,10 +167,10 @@ class ResnetExperiment(TimedExperiment):
         horizontal = {f"target {goal:.3f}": goal}
 
         def lines(name: str) -> list[Series]:
-            return [_line(method, [run.result[name] for run in own]) for method, own in runs.items()]
+            return [_line(method, [run.result[name] for run in records]) for method, records in runs.items()]
 
         count = self.settings(preset)["trials"]
-        fewer = "".join(f", {method}: {len(own)}" for method, own in runs.items() if len(own) < count)
+        fewer = "".join(f", {method}: {len(records)}" for method, records in runs.items() if len(records) < count)
         return [
             Picture(
                 "resnet",

@@ -94,7 +94,7 @@ class TimedExperiment(Experiment):
     def reported(self, store: Store, preset: Preset) -> Runs:
         """Each method's runs at its chosen rate."""
         settings, done, required = self.settings(preset), self.done(store, preset), self.required(preset)
-        found: Runs = {}
+        by_method: Runs = {}
         for method in settings["methods"]:
             try:
                 wanted = (method, self.rate(settings, done, method), settings[self.length])
@@ -105,21 +105,21 @@ class TimedExperiment(Experiment):
                 if method in required:
                     raise
             else:
-                found[method] = runs
-        return found
+                by_method[method] = runs
+        return by_method
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         runs = self.reported(store, preset)
         measures = self.measures(self.goal(runs))
-        found = []
+        results = []
         for claim in self.claims:
             what, number = measures[claim.measure]
             one, other = (median([number(run) for run in runs[method]]) for method in (claim.method, claim.other))
             judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
             decided = verdict(claim.holds(one, other)) if judged else "cannot be judged"
             said = f"{what}: {self.said(claim, one, other)}."
-            found.append(Judged(f"{self.id}/{claim.name}", claim.words, decided, said, self.kind))
-        return found
+            results.append(Judged(f"{self.id}/{claim.name}", claim.words, decided, said, self.kind))
+        return results
 
     def goal(self, runs: Runs) -> float:
         """AdamW's lowest median validation loss after any pass."""
@@ -143,14 +143,14 @@ def is_tuning(run: Record) -> bool:
 
 def length_to(run: Record, goal: float) -> float:
     """After how many steps or epochs the validation loss is at most the goal; infinitely many when it never is."""
-    found = first_below(run.result["validation loss"], goal)
-    return math.inf if found is None else found * int(run.config.get("interval", 1))
+    place = first_below(run.result["validation loss"], goal)
+    return math.inf if place is None else place * int(run.config.get("interval", 1))
 
 
 def seconds_to(run: Record, goal: float) -> float:
     """After how many seconds of training, the estimation of bases included."""
-    found = first_below(run.result["validation loss"], goal)
-    return math.inf if found is None else run.result["seconds"][found]
+    place = first_below(run.result["validation loss"], goal)
+    return math.inf if place is None else run.result["seconds"][place]
 
 
 def lowest(result: Mapping[str, Any]) -> float:

@@ -50,10 +50,10 @@ class Plane(ConvexTrials):
         angles = torch.linspace(0, 2 * math.pi, points, dtype=torch.float64)
         rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
         low, high = torch.zeros_like(angles), torch.full_like(angles, 1e4)
-        one = self.alone(self.seeds[trial])
+        plane = self.alone(self.seeds[trial])
         for _ in range(80):
             middle = (low + high) / 2
-            inside = super(Plane, one).evaluate({"theta": (self.minimum[trial] + middle[:, None] * rays)[None]})
+            inside = super(Plane, plane).evaluate({"theta": (self.minimum[trial] + middle[:, None] * rays)[None]})
             below = inside["loss"][0] < height
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return self.minimum[trial] + low[:, None] * rays
@@ -115,31 +115,31 @@ class TrajectoriesExperiment(Experiment):
                 basis, hessian = bases.blocks[0][1][0], plane.hessian(0)
                 start, least = plane.start()["theta"][0], plane.minimum[0]
                 first = plane.evaluate({"theta": start[None, None]})["loss"].item()
-                found = {
+                result = {
                     "basis": basis.tolist(),
                     "minimum": least.tolist(),
                     "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
                     "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
                 }
-                store.add(finished(config, found, time.perf_counter() - began))
+                store.add(finished(config, result, time.perf_counter() - began))
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         settings = self.settings(preset)
         apart = [self._apart(store, preset, seed) for seed in self._seeds(preset)]
         words = "From equivalent starts Adagrad takes different ways in the two coordinates."
-        found = (
+        finding = (
             f"Largest distance of the two ways, relative to the distance from start to minimum: median "
             f"{median(apart):.2g}, smallest {min(apart):.2g} of {len(apart)} instances."
         )
         tilts = [self._geometry(store, preset, seed).result["tilt"] for seed in self._seeds(preset)]
-        original, turned = (median([each[kind] for each in tilts]) for kind in (ORIGINAL, EGOP))
+        original, turned = (median([pair[kind] for pair in tilts]) for kind in (ORIGINAL, EGOP))
         numbers = (
             f"Median angle of the steepest direction to the nearest axis: EGOP {turned:.2g}°, original {original:.2g}°."
         )
         aligned = verdict(turned < min(original, _ALIGNED))
         one, other = (self._runs(store, preset, "SGD", kind, settings["SGD rate"]) for kind in (ORIGINAL, EGOP))
         return [
-            Judged(f"{self.id}/differ", words, verdict(median(apart) > _APART), found),
+            Judged(f"{self.id}/differ", words, verdict(median(apart) > _APART), finding),
             Judged(
                 f"{self.id}/aligned", "In EGOP coordinates the main directions lie along the axes.", aligned, numbers
             ),
@@ -162,8 +162,8 @@ class TrajectoriesExperiment(Experiment):
             losses.append(curve_series(runs, "loss", method.optimizer, method.coordinates))
             tried = [
                 run
-                for each in settings["rates"]
-                for run in self._runs(store, preset, method.optimizer, method.coordinates, each, swept=True)
+                for rate in settings["rates"]
+                for run in self._runs(store, preset, method.optimizer, method.coordinates, rate, swept=True)
             ]
             sweeps.append(rate_series(tried, _final, method.optimizer, method.coordinates, rate))
         return [
@@ -187,8 +187,8 @@ class TrajectoriesExperiment(Experiment):
         words = (
             "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
         )
-        found = f"Median final loss above the minimum: {min(medians.values()):.2g} to {max(medians.values()):.2g}."
-        return Judged(f"{self.id}/solved", words, verdict(max(medians.values()) < 1e-10), found)
+        finding = f"Median final loss above the minimum: {min(medians.values()):.2g} to {max(medians.values()):.2g}."
+        return Judged(f"{self.id}/solved", words, verdict(max(medians.values()) < 1e-10), finding)
 
     def _seeds(self, preset: Preset) -> list[int]:
         settings = self.settings(preset)
@@ -216,10 +216,10 @@ class TrajectoriesExperiment(Experiment):
         return [self.config(preset, part="geometry", **sizes, seed=seed) for seed in self._seeds(preset)]
 
     def _geometry(self, store: Store, preset: Preset, seed: int) -> Record:
-        found = store.get(self.config(preset, part="geometry", **self.settings(preset)["problem"], seed=seed))
-        if found is None:
+        record = store.get(self.config(preset, part="geometry", **self.settings(preset)["problem"], seed=seed))
+        if record is None:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; seed {seed} is missing.")
-        return found
+        return record
 
     def _path(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
         """The way taken in some coordinates, in original coordinates, (steps + 1, 2)."""

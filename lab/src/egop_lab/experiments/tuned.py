@@ -127,10 +127,10 @@ class TunedExperiment(Experiment):
         rate = self.chosen(store, preset, case, method) if rate is None else rate
         task = _Task(case, method, [rate], range(settings["trials"]), settings["record every"])
         runs = [store.get(config) for config in self._configs(preset, task, rate)]
-        found = [run for run in runs if run is not None]
-        if len(found) < len(runs):
+        records = [run for run in runs if run is not None]
+        if len(records) < len(runs):
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} has trials left.")
-        return found
+        return records
 
     def curve(
         self, store: Store, preset: Preset, case: Case, method: Method, name: str, rate: float | None = None
@@ -164,8 +164,8 @@ class TunedExperiment(Experiment):
                 return dict.fromkeys(rates, math.inf)
             runs = {rate: [run for config in configs[rate] if (run := store.get(config))] for rate in rates}
             if seen is not None:
-                seen.extend(run for found in runs.values() for run in found)
-            return {rate: median([score(run.result) for run in found]) for rate, found in runs.items()}
+                seen.extend(run for records in runs.values() for run in records)
+            return {rate: median([score(run.result) for run in records]) for rate, records in runs.items()}
 
         best, _ = two_stage(evaluate, *settings["exponents"][method.optimizer])
         return best, replace(task, rates=left) if left else None
@@ -220,9 +220,9 @@ class TunedExperiment(Experiment):
         return {**extra, "call": call} if call else extra
 
     def _configs(self, preset: Preset, task: _Task, rate: float) -> list[dict[str, Any]]:
-        own = {"optimizer": task.method.optimizer, "coordinates": task.method.coordinates, "lr": rate}
+        entries = {"optimizer": task.method.optimizer, "coordinates": task.method.coordinates, "lr": rate}
         steps = self.settings(preset)["steps"]
-        return [self.config(preset, **own, steps=steps, **self._extra(task), seed=seed) for seed in task.seeds]
+        return [self.config(preset, **entries, steps=steps, **self._extra(task), seed=seed) for seed in task.seeds]
 
 
 @contextmanager
@@ -238,18 +238,18 @@ def small(context: Context) -> Iterator[Context]:
 
 def run_alone(config: Mapping[str, Any]) -> Record:
     """One run of a method that cannot be batched, as its configuration says."""
-    one = experiment(config["experiment"])
-    assert isinstance(one, TunedExperiment)
-    problem = one.trials(config, [config["seed"]])
-    found, seconds = alone.train(
+    tuned = experiment(config["experiment"])
+    assert isinstance(tuned, TunedExperiment)
+    problem = tuned.trials(config, [config["seed"]])
+    result, seconds = alone.train(
         problem,
         config["optimizer"],
         config["lr"],
         config["steps"],
         record_every=config["record every"],
-        cosine=one.cosine,
+        cosine=tuned.cosine,
     )
-    return finished(config, found, seconds)
+    return finished(config, result, seconds)
 
 
 def _styled(series: Series, method: Method) -> Series:

@@ -24,15 +24,15 @@ def logits(point: Point, features: Tensor) -> Tensor:
     hidden = torch.baddbmm(bias.flatten(1)[..., None], weight.flatten(1, 2), features.mT)
     hidden = hidden.relu_().view(-1, weight.shape[2], hidden.shape[-1])
     weight, bias = point["2.weight"], point["2.bias"]
-    found = torch.baddbmm(bias.flatten(0, 1)[..., None], weight.flatten(0, 1), hidden)
-    return found.unflatten(0, weight.shape[:2])
+    outputs = torch.baddbmm(bias.flatten(0, 1)[..., None], weight.flatten(0, 1), hidden)
+    return outputs.unflatten(0, weight.shape[:2])
 
 
 def cross_entropy(point: Point, features: Tensor, labels: Tensor) -> Tensor:
     """(trials, rates) for images of (trials, images, inputs) and labels of (trials, images)."""
-    found = logits(point, features).log_softmax(-2)
-    wanted = labels[:, None, None].expand(*found.shape[:2], 1, -1)
-    return -found.gather(-2, wanted).mean((-2, -1))
+    log_probabilities = logits(point, features).log_softmax(-2)
+    wanted = labels[:, None, None].expand(*log_probabilities.shape[:2], 1, -1)
+    return -log_probabilities.gather(-2, wanted).mean((-2, -1))
 
 
 def accuracy(point: Point, features: Tensor, labels: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def _section(one: Experiment, store: Store) -> Section:
 
 
 def _about(
-    one: Experiment,
+    experiment: Experiment,
     preset: Preset,
     records: Sequence[Record],
     judged: Iterable[Judged] = (),
@@ -90,7 +90,7 @@ def _about(
     problem: str | None = None,
 ) -> Section:
     return Section(
-        one,
+        experiment,
         preset,
         tuple(judged),
         tuple(pictures),
@@ -104,14 +104,14 @@ def _about(
 
 def counts(found: Sequence[Section]) -> str:
     """How many claims of the paper hold, how many targets are met, and how many checks passed: in a sentence."""
-    judged = [each for section in found for each in section.judged]
+    judged = [item for section in found for item in section.judged]
     claims: dict[str, set[str]] = {}
-    for each in judged:
-        if each.kind == "claim":
-            claims.setdefault(each.id, set()).add(each.verdict)
+    for item in judged:
+        if item.kind == "claim":
+            claims.setdefault(item.id, set()).add(item.verdict)
     outcomes = [verdicts.pop() if len(verdicts) == 1 else "both" for verdicts in claims.values()]
-    targets = [each.verdict for each in judged if each.kind == "target"]
-    checks = sum(each.kind == "check" for each in judged)
+    targets = [item.verdict for item in judged if item.kind == "target"]
+    checks = sum(item.kind == "check" for item in judged)
     parts = [
         f"of {counted(len(outcomes), 'claim')} of the paper {_tally(outcomes, _CLAIMS)}" if outcomes else "",
         f"of {counted(len(targets), 'target')} of this project {_tally(targets, _TARGETS)}" if targets else "",
@@ -126,13 +126,13 @@ def _tally(outcomes: Sequence[str], words: Mapping[str, tuple[str, str]]) -> str
     return ", ".join(f"{number} {words[outcome][number > 1]}" for outcome, number in numbers.items() if number)
 
 
-def _introduction(found: Sequence[Section]) -> str:
-    return _INTRODUCTION + (_QUICK if any(section.preset == "quick" for section in found) else "")
+def _introduction(sections: Sequence[Section]) -> str:
+    return _INTRODUCTION + (_QUICK if any(section.preset == "quick" for section in sections) else "")
 
 
 def _notes(section: Section) -> list[str]:
     """What has to be said of a section's claims."""
-    ids = [each.id for each in section.judged]
+    ids = [item.id for item in section.judged]
     return [_AGAIN] if len(set(ids)) < len(ids) else []
 
 
@@ -159,19 +159,19 @@ def write_html(found: Sequence[Section], path: Path) -> None:
 
 
 def _html(section: Section) -> list[str]:
-    one = section.experiment
-    parts = [f'<h2 id="{text(one.id)}">{text(one.title)} ({text(one.id)})</h2>']
-    parts.append(f'<p class="small">In the paper: {text(one.figures)}.</p>')
+    experiment = section.experiment
+    parts = [f'<h2 id="{text(experiment.id)}">{text(experiment.title)} ({text(experiment.id)})</h2>']
+    parts.append(f'<p class="small">In the paper: {text(experiment.figures)}.</p>')
     if section.preset is not None:
         parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {text(_ran(section))}</p>")
-        settings = text(_settings(one, section.preset))
+        settings = text(_settings(experiment, section.preset))
         parts.append(f'<details><summary>Settings</summary><p class="small">{settings}</p></details>')
     if section.problem:
         return [*parts, f'<p class="partial">{text(section.problem)}</p>']
     items = [
-        f'<li><span class="badge {_BADGES[each.verdict]}">{each.verdict}</span> '
-        f"{text(each.words)} <strong>{text(each.found)}</strong></li>"
-        for each in section.judged
+        f'<li><span class="badge {_BADGES[item.verdict]}">{item.verdict}</span> '
+        f"{text(item.words)} <strong>{text(item.found)}</strong></li>"
+        for item in section.judged
     ]
     parts.append(f'<ul class="advice">{"".join(items)}</ul>')
     parts += [f'<p class="small">{text(note)}</p>' for note in _notes(section)]
@@ -193,7 +193,7 @@ def _markdown(section: Section) -> list[str]:
     if section.problem:
         return [*lines, section.problem, ""]
     lines += ["| claim | verdict | measured |", "|---|---|---|"]
-    lines += [f"| {_cell(each.words)} | {_bold(each.verdict)} | {_cell(each.found)} |" for each in section.judged]
+    lines += [f"| {_cell(item.words)} | {_bold(item.verdict)} | {_cell(item.found)} |" for item in section.judged]
     for note in _notes(section):
         lines += ["", note]
     for picture in section.pictures:
@@ -208,8 +208,8 @@ def _ran(section: Section) -> str:
     return f"{runs}, {spent} in all, on {'; '.join(section.devices)} ({'; '.join(section.versions)})."
 
 
-def _settings(one: Experiment, preset: Preset) -> str:
-    return "; ".join(f"{key}: {_value(value)}" for key, value in one.settings(preset).items())
+def _settings(experiment: Experiment, preset: Preset) -> str:
+    return "; ".join(f"{key}: {_value(value)}" for key, value in experiment.settings(preset).items())
 
 
 def _value(value: Any) -> str:

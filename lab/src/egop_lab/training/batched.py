@@ -229,9 +229,9 @@ def _partial(v: Tensor) -> bool:
 @torch.no_grad()
 def _evaluated(problem: Problem, coordinates: Coordinates) -> dict[str, Tensor]:
     """Copies: what is recorded may be a view of what is trained."""
-    found = problem.evaluate(coordinates.point())
+    values = problem.evaluate(coordinates.point())
     double = torch.float64
     return {
         name: value.to("cpu", double if value.dtype == double else torch.float32, copy=True)
-        for name, value in found.items()
+        for name, value in values.items()
     }

@@ -82,7 +82,7 @@ def over_processes(function: Callable[[Any], Any], arguments: Sequence[Any], wor
     if workers <= 1:
         return [function(argument) for argument in arguments]
     with _pool(workers) as pool:
-        return [pickle.loads(found) for found in pool.map(partial(_pickled, function), arguments)]
+        return [pickle.loads(result) for result in pool.map(partial(_pickled, function), arguments)]
 
 
 def _pickled(function: Callable[[Any], Any], argument: Any) -> bytes:

@@ -98,10 +98,10 @@ class Runs:
     def timed(self, config: Mapping[str, Any]) -> dict[str, float]:
         """Seconds of an epoch, the mean of some after one that is not counted, and of the estimation."""
         self.train({**config, "epochs": 1})
-        found = self.train(config)
+        result = self.train(config)
         return {
-            "seconds per epoch": found["seconds"] / config["epochs"],
-            "estimation seconds": found["estimation seconds"],
+            "seconds per epoch": result["seconds"] / config["epochs"],
+            "estimation seconds": result["estimation seconds"],
         }
 
     def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Reparameterization, float]:
@@ -173,7 +173,7 @@ def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[li
     ((rank, reduced, epochs),) = {(c["rank"], c.get("reduced", False), c["epochs"]) for c in configs}
     problem = FashionProblem(runs, seeds)
     basis = batched.Basis.stack([runs.basis(rank, seed, reduced)[0] for seed in seeds]) if rank else None
-    found, seconds = batched.train(
+    curves, seconds = batched.train(
         problem,
         "AdamW",
         [rate for rate, _ in pairs],
@@ -184,7 +184,7 @@ def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[li
         progress=runs.context.progress,
     )
     places = [(seeds.index(c["seed"]), pairs.index((c["lr"], c["weight_decay"]))) for c in configs]
-    return [_until_divergence({name: values[place].tolist() for name, values in found.items()}) for place in places], (
+    return [_until_divergence({name: values[place].tolist() for name, values in curves.items()}) for place in places], (
         seconds
     )
 

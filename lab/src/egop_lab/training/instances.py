@@ -33,12 +33,12 @@ class Trials(batched.Problem):
 
     def objective(self, seed: int) -> egop.Objective:
         """The loss of one trial, for the library."""
-        one = self.alone(seed)
+        trial = self.alone(seed)
 
         def loss(**values: Tensor) -> Tensor:
-            return one.losses({name: value[None, None] for name, value in values.items()}, 0).sum()
+            return trial.losses({name: value[None, None] for name, value in values.items()}, 0).sum()
 
-        return egop.Objective.from_function(loss, {name: value[0] for name, value in one.start().items()})
+        return egop.Objective.from_function(loss, {name: value[0] for name, value in trial.start().items()})
 
     def basis(self, coordinates: str) -> batched.Basis | None:
         """A basis for each trial, one block a parameter; none for original coordinates."""

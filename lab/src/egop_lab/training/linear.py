@@ -49,11 +49,11 @@ class LinearProblem(NetworkTrials):
     ) -> None:
         super().__init__(seeds, _network, _order, samples // 2, BATCH, dtype=dtype, device=device)
         self.samples, self.gradients, self.workers = samples, gradients, workers
-        made = [_data(seed, samples) for seed in self.seeds]
-        inputs = torch.stack([a for a, _ in made])
+        pairs = [_data(seed, samples) for seed in self.seeds]
+        inputs = torch.stack([a for a, _ in pairs])
         train, validation = inputs[:, : samples // 2], inputs[:, samples // 2 : samples * 7 // 10]
         self.train = train.to(**self._to)
-        self.target = torch.stack([target for _, target in made]).to(**self._to)
+        self.target = torch.stack([target for _, target in pairs]).to(**self._to)
         # ‖E A‖² = ‖E R‖² for any R with R Rᵀ = A Aᵀ: whole data sets at the price of one batch.
         self._roots = {name: _root(a).to(**self._to) for name, a in (("loss", train), ("validation loss", validation))}
         self._bases: dict[str, list[egop.Reparameterization]] = {}
@@ -73,8 +73,8 @@ class LinearProblem(NetworkTrials):
         partition = "global" if kind == EGOP else "parameter"
         if partition not in self._bases:
             wanted = [(seed, self.samples, self.gradients, self._to["dtype"], partition) for seed in self.seeds]
-            found = over_processes(_estimate, wanted, self.workers)
-            self._bases[partition] = [basis.to(self._to["device"]) for basis in found]
+            bases = over_processes(_estimate, wanted, self.workers)
+            self._bases[partition] = [basis.to(self._to["device"]) for basis in bases]
         stacked = batched.Basis.stack(self._bases[partition])
         return batched.Basis(stacked.blocks[:1]) if kind == FIRST else stacked
 

@@ -38,7 +38,7 @@ class NetworkTrials(batched.Problem):
 
     def start(self) -> batched.Point:
         networks = [dict(self.network(seed).named_parameters()) for seed in self.seeds]
-        return {name: torch.stack([each[name].detach() for each in networks]).to(**self._to) for name in networks[0]}
+        return {name: torch.stack([net[name].detach() for net in networks]).to(**self._to) for name in networks[0]}
 
     def batch(self, step: int) -> Tensor:
         epoch, batch = divmod(step, self.steps_per_epoch)

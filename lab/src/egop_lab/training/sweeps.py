@@ -73,19 +73,19 @@ def run_sweep(
 
     for first in range(0, len(sweep.seeds), sweep.at_once):
         seeds = sweep.seeds[first : first + sweep.at_once]
-        made: P | None = None
+        instance: P | None = None
         for coordinates in sweep.coordinates:
             turned: batched.Basis | None = None
             asked = False
             for optimizer, rates in sweep.rates.items():
-                left = {rate: own for rate in rates if store.missing(own := configs(optimizer, coordinates, rate))}
+                left = {rate: runs for rate in rates if store.missing(runs := configs(optimizer, coordinates, rate))}
                 if not left:
                     continue
-                made = made if made is not None else problem(seeds)
+                instance = instance if instance is not None else problem(seeds)
                 if not asked:
-                    turned, asked = basis(made, coordinates), True
-                found, seconds = batched.train(
-                    made,
+                    turned, asked = basis(instance, coordinates), True
+                curves, seconds = batched.train(
+                    instance,
                     optimizer,
                     list(left),
                     sweep.steps,
@@ -96,9 +96,9 @@ def run_sweep(
                     **options,
                 )
                 records = []
-                for column, own in enumerate(left.values()):
-                    for row, config in enumerate(own):
-                        result = {name: values[row, column].tolist() for name, values in found.items()}
+                for column, runs in enumerate(left.values()):
+                    for row, config in enumerate(runs):
+                        result = {name: values[row, column].tolist() for name, values in curves.items()}
                         result = result if compact is None else compact(config, result)
                         records.append(finished(config, result, seconds / len(left) / len(seeds), context.device))
                 store.add(*records)

@@ -143,9 +143,9 @@ class Trials:
         """The finished runs on this data and with these settings."""
         return [run for run in self.store if shared(run) == self._configured()]
 
-    def do(self, **own: Any) -> bool:
+    def do(self, **entries: Any) -> bool:
         """Do one run, unless it is done; false when the time is over."""
-        config, context = self._configured(**own), self.context
+        config, context = self._configured(**entries), self.context
         if config in self.store:
             return True
         if context.time_budget is not None and time.monotonic() - self._began > context.time_budget:
@@ -159,8 +159,8 @@ class Trials:
 
 def shared(run: Record) -> dict[str, Any]:
     """What all runs that are compared have in common: the rest of a configuration."""
-    own = ("method", "lr", "steps", "epochs", "seed")
-    return {key: value for key, value in run.config.items() if key not in own}
+    keys = ("method", "lr", "steps", "epochs", "seed")
+    return {key: value for key, value in run.config.items() if key not in keys}
 
 
 def precision(device: torch.device) -> str:

@@ -70,8 +70,8 @@ class StackAccumulator(Accumulator):
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Take in a stack of gradients."""
         matrices = gradients[0].flatten(1, self.block.stacked[0]).unbind(1)
-        for part, own in zip(self.parts, matrices, strict=True):
-            part.add([own])
+        for part, matrix in zip(self.parts, matrices, strict=True):
+            part.add([matrix])
 
     def merge(self, other: Self) -> None:
         """Take in all that another accumulator has seen."""
@@ -85,9 +85,9 @@ class StackAccumulator(Accumulator):
         tensors = {
             name: torch.stack([each.tensors[name] for each in changes]).reshape(shape) for name, shape in shapes.items()
         }
-        values = torch.cat([each.eigenvalues for each in spectra])
+        values = torch.cat([spectrum.eigenvalues for spectrum in spectra])
         values, order = values.sort(descending=True, stable=True)
-        densities = torch.cat([each.density for each in spectra])[order] / len(spectra)
+        densities = torch.cat([spectrum.density for spectrum in spectra])[order] / len(spectra)
         return Spectrum(values, densities, spectra[0].samples), self.structure.change(self.block, tensors)
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:

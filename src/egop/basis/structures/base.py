@@ -66,7 +66,7 @@ class ChangeOfBasis(abc.ABC):
         self.settings = dict(settings or {})
         for name, shape in self.basis_shapes(block, self.settings).items():
             if self.tensors[name].shape[-len(shape) :] != shape:
-                sizes = " and ".join(str(tuple(each)) for each in block.shapes)
+                sizes = " and ".join(str(tuple(shape)) for shape in block.shapes)
                 raise ValueError(
                     f"Block '{block.name}' of shape {sizes} needs a {name} of shape {shape}, "
                     f"got {tuple(self.tensors[name].shape)}."
@@ -162,7 +162,7 @@ class ChangeOfBasis(abc.ABC):
         first = changes[0]
         if len(changes) == 1:
             return first.replaced({name: tensor.unsqueeze(0) for name, tensor in first.tensors.items()})
-        return first.replaced({name: torch.stack([each.tensors[name] for each in changes]) for name in first.tensors})
+        return first.replaced({key: torch.stack([change.tensors[key] for change in changes]) for key in first.tensors})
 
     def part(self, members: slice | list[int]) -> Self:
         """Some of several that were stacked."""

@@ -60,9 +60,9 @@ def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
     beyond = tensor.dim() - len(shape)
     if tensor.shape[max(beyond, 0) :] != shape:
         flatten(tensor, block)  # says what is wrong
-    leading, own = tensor.shape[: beyond + stacked], shape[stacked:]
+    leading, sizes = tensor.shape[: beyond + stacked], shape[stacked:]
     if groups := block.transposed[0]:
-        tensor = tensor.reshape(*leading, groups, own[0] // groups, *own[1:]).transpose(
+        tensor = tensor.reshape(*leading, groups, sizes[0] // groups, *sizes[1:]).transpose(
             len(leading) + 1, len(leading) + 2
         )
     return tensor if tensor.dim() == len(leading) + 2 else tensor.reshape(*leading, *matrix_shape(block))
@@ -71,12 +71,12 @@ def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
 def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
     """The reverse of :func:`as_matrix`."""
     (shape,), (stacked,) = block.shapes, block.stacked
-    leading, own = matrix.shape[:-2], shape[stacked:]
+    leading, sizes = matrix.shape[:-2], shape[stacked:]
     if groups := block.transposed[0]:
-        matrix = matrix.reshape(*leading, groups, own[1], own[0] // groups, *own[2:]).transpose(
+        matrix = matrix.reshape(*leading, groups, sizes[1], sizes[0] // groups, *sizes[2:]).transpose(
             len(leading) + 1, len(leading) + 2
         )
-    return (matrix if matrix.shape == leading + own else matrix.reshape(*leading, *own),)
+    return (matrix if matrix.shape == leading + sizes else matrix.reshape(*leading, *sizes),)
 
 
 def matrix_shape(block: Block) -> tuple[int, int]:

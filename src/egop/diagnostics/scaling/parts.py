@@ -104,8 +104,8 @@ class Part:
 
     def share(self, ranks: int) -> float:
         """The part of its entries that the first of so many devices has; none has more."""
-        own = [math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1 for shape in self.shapes]
-        return sum(own) / self.size if self.size else 0.0
+        sizes = [math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1 for shape in self.shapes]
+        return sum(sizes) / self.size if self.size else 0.0
 
     def sharded(self, ranks: int) -> Memory:
         """What it holds on the first of so many devices under FSDP2. Bases and Gram matrices are on all of them."""
@@ -131,7 +131,7 @@ class Part:
 def total(held: Iterable[Memory]) -> Memory:
     """What all parts hold together."""
     held = list(held)
-    return Memory(**{field.name: sum(getattr(each, field.name) for each in held) for field in fields(Memory)})
+    return Memory(**{field.name: sum(getattr(memory, field.name) for memory in held) for field in fields(Memory)})
 
 
 def plan_of(
@@ -162,25 +162,25 @@ def parts_of(parameters: Mapping[str, Tensor], plan: Plan, *, online: bool, on_c
     """
     inside = {name for block in plan.chosen for name in block.parameters}
     blocks = [_block(parameters, *pair, online=online, on_cpu=on_cpu) for pair in plan.chosen.items()]
-    return blocks + [adamw(each) for name, each in parameters.items() if name not in inside]
+    return blocks + [adamw(parameter) for name, parameter in parameters.items() if name not in inside]
 
 
 def _block(parameters: Mapping[str, Tensor], block: Block, structure: Structure, *, online: bool, on_cpu: bool) -> Part:
     shapes, cost, item = structure.basis_shapes(block), structure.cost(block), block.dtype.itemsize
     tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
     change = structure.change(block, tensors)
-    own = sum(parameters[name].nbytes for name in block.parameters)
+    nbytes = sum(parameters[name].nbytes for name in block.parameters)
     coordinates = item * sum(math.prod(shape) for shape in change.coordinate_shapes())
     sides = [shape[-2] for shape in shapes.values()] if online else []
     memory = Memory(
-        parameters=own,
-        gradients=own,
+        parameters=nbytes,
+        gradients=nbytes,
         coordinates=coordinates,
         moments=2 * coordinates,
         bases=cost.bytes,
         grams=item * sum(math.prod(shape[:-1]) * shape[-2] for shape in shapes.values()) if online else 0,
         rest=0 if change.complete or not change.settings["keep_rest"] else item * block.size,
-        copies=own if on_cpu else 0,
+        copies=nbytes if on_cpu else 0,
     )
     by_rows = change.rowwise and block.has_outputs_first  # FSDP2 divides by the first dimension
     work = sum(math.prod(shape) * shape[-1] for shape in shapes.values())

@@ -28,14 +28,14 @@ def load_model(target: str) -> nn.Module:
         raise FactoryError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as egop.diagnostics.scaling:gpt2.")
     factory = factory_in(module_of(where), where, name)
     with torch.device("meta"):
-        made = guarded(factory, f"{target}, called on the meta device (where tensors have no values), raised")
-    if isinstance(made, tuple) and made:
-        made = made[0]
-    model = made.module if isinstance(made, Objective) else made
+        result = guarded(factory, f"{target}, called on the meta device (where tensors have no values), raised")
+    if isinstance(result, tuple) and result:
+        result = result[0]
+    model = result.module if isinstance(result, Objective) else result
     if not isinstance(model, nn.Module):
         raise FactoryError(
             f"{target} must return a torch.nn.Module, an egop.Objective of one, or a tuple (model, loss_fn, loader); "
-            f"it returned {type(made).__name__}."
+            f"it returned {type(result).__name__}."
         )
     return model
 
@@ -63,7 +63,7 @@ class ResNet50(nn.Module):
         for stage, depth in enumerate(depths):
             width = 64 * 2**stage
             inputs = [channels] + [4 * width] * (depth - 1)
-            blocks = [Bottleneck(each, width, projected=index == 0) for index, each in enumerate(inputs)]
+            blocks = [Bottleneck(channels, width, projected=index == 0) for index, channels in enumerate(inputs)]
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
             channels = 4 * width
         self.fc = nn.Linear(channels, classes)

@@ -76,7 +76,7 @@ class Report:
         lines = [
             f"{self.parameters:,} parameters in {tensors}; FSDP2 over {counted(self.ranks, 'device')}.",
             "",
-            format_table(header, [self._row(each) for each in self.estimates]),
+            format_table(header, [self._row(estimate) for estimate in self.estimates]),
             "",
             "one, DDP and FSDP2: bytes per parameter of the model that a device holds between two steps",
             f"bases: all of them; kept: what one of {self.ranks} keeps of them after shard_bases=True, at most",
@@ -87,17 +87,17 @@ class Report:
         ]
         return "\n".join(lines)
 
-    def _row(self, found: Estimate) -> list[str]:
-        traffic, divided = found.traffic, found.fsdp2
-        row = [found.method, f"{found.rotated:.0%}", f"{found.device.total / self.parameters:.2f}"]
+    def _row(self, cost: Estimate) -> list[str]:
+        traffic, divided = cost.traffic, cost.fsdp2
+        row = [cost.method, f"{cost.rotated:.0%}", f"{cost.device.total / self.parameters:.2f}"]
         row += ["-" if divided is None else f"{divided.total / self.parameters:.2f}"]
-        row += [_bytes(found.device.bases), "-" if divided is None else _bytes(found.kept)]
+        row += [_bytes(cost.device.bases), "-" if divided is None else _bytes(cost.kept)]
         if traffic is None:
             row += ["-"] * 4
         else:
             row += [f"{traffic.gathers}{'+' if traffic.at_least else ''}", _bytes(traffic.gathered)]
             row += [str(traffic.reduces), _bytes(traffic.reduced)]
-        return [*row, self._flops(found.flops), "-" if found.fsdp2_flops is None else self._flops(found.fsdp2_flops)]
+        return [*row, self._flops(cost.flops), "-" if cost.fsdp2_flops is None else self._flops(cost.fsdp2_flops)]
 
     def _flops(self, flops: int) -> str:
         if not flops:
@@ -126,13 +126,13 @@ def report(
         if value is not None and value < 1:
             raise ValueError(f"Invalid {name} value: {value}. Must be at least 1.")
     every = dict(model.named_parameters())
-    parameters = {name: each for name, each in every.items() if each.requires_grad}
+    parameters = {name: tensor for name, tensor in every.items() if tensor.requires_grad}
     layers = layers_of(parameters, model)
-    rest = [frozen(each) for each in every.values() if not each.requires_grad]
-    found = [
-        _estimate("AdamW", rest + [adamw(each) for each in parameters.values()], ranks),
-        _estimate("Muon", rest + [muon(each, layers[name]) for name, each in parameters.items()], ranks),
-        _estimate("SOAP", rest + [soap(each) for each in parameters.values()], ranks, fsdp2=False),
+    rest = [frozen(tensor) for tensor in every.values() if not tensor.requires_grad]
+    costs = [
+        _estimate("AdamW", rest + [adamw(tensor) for tensor in parameters.values()], ranks),
+        _estimate("Muon", rest + [muon(tensor, layers[name]) for name, tensor in parameters.items()], ranks),
+        _estimate("SOAP", rest + [soap(tensor) for tensor in parameters.values()], ranks, fsdp2=False),
     ]
     notes = []
     for structure in structures:
@@ -144,11 +144,11 @@ def report(
                 notes.append(f"{_name(structure)}: {error}")
                 continue
             if plan.chosen:
-                found.append(_estimate(method, rest + parts_of(parameters, plan, online=online), ranks))
+                costs.append(_estimate(method, rest + parts_of(parameters, plan, online=online), ranks))
             else:
                 notes.append(f"{_name(structure)}: no weight is small enough for it, embeddings and heads aside.")
     return Report(
-        sum(each.numel() for each in every.values()), len(every), ranks, tokens, found, list(dict.fromkeys(notes))
+        sum(tensor.numel() for tensor in every.values()), len(every), ranks, tokens, costs, list(dict.fromkeys(notes))
     )
 
 
@@ -168,9 +168,9 @@ def _estimate(method: str, parts: Sequence[Part], ranks: int, *, fsdp2: bool = T
 
 
 def _traffic(parts: Sequence[Part]) -> Traffic:
-    found = [part.traffic() for part in parts]
-    counts = {key: sum(getattr(each, key) for each in found) for key in ("gathers", "gathered", "reduces", "reduced")}
-    return Traffic(**counts, at_least=any(each.at_least for each in found))
+    loads = [part.traffic() for part in parts]
+    counts = {key: sum(getattr(load, key) for load in loads) for key in ("gathers", "gathered", "reduces", "reduced")}
+    return Traffic(**counts, at_least=any(load.at_least for load in loads))
 
 
 def _largest_share(parts: Sequence[Part], ranks: int) -> int:
