@@ -138,18 +138,19 @@ def match(patterns: Sequence[str], names: Sequence[str], what: str) -> list[str]
 def _by_patterns(partition: Mapping[str, str | Sequence[str]], names: list[str]) -> dict[str, list[str]]:
     if not partition:
         raise ValueError("The partition is empty: name at least one block, such as {'all': ['*']}.")
-    owner: dict[str, str] = {}
+    block_of: dict[str, str] = {}
     groups: dict[str, list[str]] = {}
     for block, patterns in partition.items():
         groups[block] = match([patterns] if isinstance(patterns, str) else list(patterns), names, "parameter")
         if not groups[block]:
             raise ValueError(f"Block '{block}' has no patterns.")
         for name in groups[block]:
-            if name in owner:
+            if name in block_of:
                 raise ValueError(
-                    f"Parameter '{name}' is in two blocks, '{owner[name]}' and '{block}'. Make their patterns disjoint."
+                    f"Parameter '{name}' is in two blocks, '{block_of[name]}' and '{block}'. "
+                    "Make their patterns disjoint."
                 )
-            owner[name] = block
+            block_of[name] = block
     return groups
 
 
@@ -158,10 +159,10 @@ def _by_kind(partition: str, weights: Mapping[str, Layer]) -> dict[str, list[str
         return {"global": list(weights)}
     groups: dict[str, list[str]] = {}
     for name, layer in weights.items():
-        owner, dot, _ = name.rpartition(".")
+        path, dot, _ = name.rpartition(".")
         # What has another role than its neighbours is chosen or left by itself.
         together = partition == "layer" and dot and layer.role == "weight"
-        groups.setdefault(owner if together else name, []).append(name)
+        groups.setdefault(path if together else name, []).append(name)
     return groups
 
 

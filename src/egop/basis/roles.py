@@ -101,9 +101,9 @@ class _Use(NamedTuple):
     """A parameter where a module has it."""
 
     parameter: Tensor
-    owner: nn.Module  # of a parametrised tensor the module whose tensor that is
-    called: str  # by the owner
-    path: str  # to the owner
+    holder: nn.Module  # of a parametrised tensor the module whose tensor that is
+    called: str  # by the holder
+    path: str  # to the holder
 
 
 def _uses(module: nn.Module) -> Iterator[_Use]:
@@ -114,8 +114,8 @@ def _uses(module: nn.Module) -> Iterator[_Use]:
             hosts |= {id(entry): (path, part, name) for name, entry in part.parametrizations.items()}
         for name, parameter in part.named_parameters(recurse=False):
             if id(part) in hosts:  # which come before what is inside them
-                where, owner, tensor = hosts[id(part)]
-                yield _Use(parameter, owner, tensor if name == "original" else f"{tensor}_{name}", where)
+                where, holder, tensor = hosts[id(part)]
+                yield _Use(parameter, holder, tensor if name == "original" else f"{tensor}_{name}", where)
             else:
                 yield _Use(parameter, part, name, path)
 
@@ -126,35 +126,35 @@ def _told(module: nn.Module) -> dict[int, Layer]:
     tied = False
     for use in _uses(module):
         before = uses.get(id(use.parameter))
-        pair = [] if before is None else [before.owner, use.owner]
-        tied |= any(isinstance(owner, _EMBEDDINGS) for owner in pair) and any(_is_linear(owner) for owner in pair)
-        if before is None or isinstance(use.owner, _EMBEDDINGS):
+        pair = [] if before is None else [before.holder, use.holder]
+        tied |= any(isinstance(holder, _EMBEDDINGS) for holder in pair) and any(_is_linear(holder) for holder in pair)
+        if before is None or isinstance(use.holder, _EMBEDDINGS):
             uses[id(use.parameter)] = use
     layers = {key: _layer(use) for key, use in uses.items()}
     weights = [key for key, layer in layers.items() if layer.role == "weight"]
     named = _named_heads(module, uses)
     heads = [key for key in weights if key in named]
     trained = [key for key in weights if uses[key].parameter.requires_grad]
-    if not heads and not tied and len(weights) > 1 and trained and _is_linear(uses[trained[-1]].owner):
+    if not heads and not tied and len(weights) > 1 and trained and _is_linear(uses[trained[-1]].holder):
         heads = trained[-1:]
     return layers | {key: layers[key]._replace(role="head") for key in heads}
 
 
 def _layer(use: _Use) -> Layer:
-    tensor, owner = use.parameter, use.owner
+    tensor, holder = use.parameter, use.holder
     # LayerNorm, RMSNorm, BatchNorm2d, ... have no common base; custom ones are named alike.
-    if "norm" in type(owner).__name__.lower():
+    if "norm" in type(holder).__name__.lower():
         return Layer("norm")
     if tensor.dim() < 2 or "bias" in use.called:
         return Layer("bias")
-    if isinstance(owner, _EMBEDDINGS):
+    if isinstance(holder, _EMBEDDINGS):
         return Layer("embedding")
-    if isinstance(owner, _CONVOLUTIONS):
-        layer = Layer("weight", owner.groups if isinstance(owner, _TRANSPOSED) else 0)
+    if isinstance(holder, _CONVOLUTIONS):
+        layer = Layer("weight", holder.groups if isinstance(holder, _TRANSPOSED) else 0)
     else:
-        layer = Layer("weight", int(_is_inputs_first(owner)), tensor.dim() - 2)
-    proper = isinstance(owner, nn.RNNBase | nn.RNNCellBase) or use.called in ("weight", "weight_orig")
-    return layer if proper and isinstance(owner, _LAYERS) else _if_matrix(layer, tensor, use.called)
+        layer = Layer("weight", int(_is_inputs_first(holder)), tensor.dim() - 2)
+    proper = isinstance(holder, nn.RNNBase | nn.RNNCellBase) or use.called in ("weight", "weight_orig")
+    return layer if proper and isinstance(holder, _LAYERS) else _if_matrix(layer, tensor, use.called)
 
 
 def _if_matrix(layer: Layer, tensor: Tensor, called: str) -> Layer:
@@ -179,20 +179,20 @@ def rows_and_columns(shape: tuple[int, ...], transposed: int) -> tuple[int, int]
     return shape[0], math.prod(shape[1:])
 
 
-def _is_conv1d(owner: nn.Module) -> bool:
+def _is_conv1d(holder: nn.Module) -> bool:
     """Whether it is the ``Conv1D`` of transformers, a linear layer; known by name, since that need not be installed."""
-    return any(kind.__name__ == "Conv1D" for kind in type(owner).__mro__) and hasattr(owner, "nf")
+    return any(kind.__name__ == "Conv1D" for kind in type(holder).__mro__) and hasattr(holder, "nf")
 
 
-def _is_linear(owner: nn.Module) -> bool:
-    return isinstance(owner, nn.Linear) or _is_conv1d(owner)
+def _is_linear(holder: nn.Module) -> bool:
+    return isinstance(holder, nn.Linear) or _is_conv1d(holder)
 
 
-def _is_inputs_first(owner: nn.Module) -> bool:
+def _is_inputs_first(holder: nn.Module) -> bool:
     """Whether the matrices of a module are stored (inputs, outputs), as far as can be told."""
-    if _is_conv1d(owner):
+    if _is_conv1d(holder):
         return True
-    parameters = dict(owner.named_parameters(recurse=False))
+    parameters = dict(holder.named_parameters(recurse=False))
     up, down = (parameters[name].shape if name in parameters else () for name in ("gate_up_proj", "down_proj"))
     # The one has the gates and values of what the other takes: (width, 2 x inner) and (inner, width).
     return len(up) == len(down) == 3 and (up[1], up[2]) == (down[2], 2 * down[1])
@@ -201,7 +201,9 @@ def _is_inputs_first(owner: nn.Module) -> bool:
 def _named_heads(module: nn.Module, uses: Mapping[int, _Use]) -> set[int]:
     """The weights of what the model, or a name, says is the output."""
     heads = {
-        key for key, use in uses.items() if use.path.rpartition(".")[2] in _HEADS and _is_linear(use.owner) and use.path
+        key
+        for key, use in uses.items()
+        if use.path.rpartition(".")[2] in _HEADS and _is_linear(use.holder) and use.path
     }
     for part in module.modules():
         head = _output_of(part)
@@ -220,12 +222,12 @@ def _output_of(part: nn.Module) -> nn.Module | None:
 
 def _guessed(name: str, tensor: Tensor) -> Layer:
     """What a parameter may be, from its name and shape alone."""
-    owner, called = ["", *name.split(".")][-2:]
+    holder, called = ["", *name.split(".")][-2:]
     if tensor.dim() < 2 or "bias" in called:
         return Layer("bias")
-    if owner in _HEADS:
+    if holder in _HEADS:
         return Layer("head", guessed=True)
-    if tensor.dim() == 2 and ("embed" in owner.lower() or owner in ("wte", "wpe")):
+    if tensor.dim() == 2 and ("embed" in holder.lower() or holder in ("wte", "wpe")):
         return Layer("embedding", guessed=True)
     # Kernels are short and filters many; experts are few and their matrices wide.
     is_stack = tensor.dim() == 3 and "conv" not in name and ("expert" in name or len(tensor) < tensor.shape[-1])

@@ -94,21 +94,21 @@ def fitted(saved: Saved, model: nn.Module, optimizer: ReparameterizedOptimizer) 
                     f"{tuple(weight.shape)} here."
                 )
             return saved.place(path, lambda shape, dtype: torch.empty_like(weight))
-        owner = parameters[rows[path]["of"]] if path in rows else None
-        if owner is None or not is_sharded(owner) or (rows[path]["cut"] and not is_cut_by_rows(owner)):
+        original = parameters[rows[path]["of"]] if path in rows else None
+        if original is None or not is_sharded(original) or (rows[path]["cut"] and not is_cut_by_rows(original)):
             return saved.place(path, torch.empty)
         if (parts := rows[path].get("parts")) is None:
-            return saved.place(path, lambda shape, dtype: _sharded(shape, dtype, owner))
-        if parts != shards(owner):
+            return saved.place(path, lambda shape, dtype: _sharded(shape, dtype, original))
+        if parts != shards(original):
             return saved.place(path, torch.empty)
-        return saved.place(path, lambda shape, dtype: _room_for_part(shape, dtype, owner, parts))
+        return saved.place(path, lambda shape, dtype: _room_for_part(shape, dtype, original, parts))
 
     names = _names(weights)
     plain = saved.content["values"]
     _check_names([name for name, _ in plain["model"]["dict"]], names)
     # What the states are of is there as plain values too, so that they can be compared before a place is made.
     abouts = plain.pop("about")
-    check_about(abouts, optimizer.param_groups, optimizer._engine.inner_name)
+    check_about(abouts, optimizer.param_groups, optimizer._engine.base.name)
     values = {key: together(value, tensor) for key, value in plain.items()}
     for name, value in values["model"].items():
         if isinstance(value, Tensor) != isinstance(weights[names[name]], Tensor):
@@ -173,8 +173,8 @@ def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[st
         entry.pop(STANDS_FOR, None)  # digests of the rows that one process has say nothing to others
         if block is not None and not block.rowwise:
             continue
-        owners = [parameter] if block is None else block.originals
-        names = [about_of(here[owner])["name"] for owner in owners]
+        originals = [parameter] if block is None else block.originals
+        names = [about_of(here[original])["name"] for original in originals]
         for key, value in entry.items():
             place = f"optimizer/state/{index}/{key}"
             if key.startswith(REFRESH) and block is not None and block.by_rows and value.dim() == 2:
@@ -190,17 +190,17 @@ def _rows(optimizer: ReparameterizedOptimizer, state: dict[str, Any]) -> dict[st
     return rows
 
 
-def _room_for_part(shape: torch.Size, dtype: torch.dtype, owner: Any, parts: int) -> Tensor:
+def _room_for_part(shape: torch.Size, dtype: torch.dtype, original: Any, parts: int) -> Tensor:
     """A place for what this process has of a sum."""
-    return below_each_other(local(owner).new_empty((shape[0] // parts, *shape[1:]), dtype=dtype), owner)
+    return below_each_other(local(original).new_empty((shape[0] // parts, *shape[1:]), dtype=dtype), original)
 
 
-def _sharded(shape: torch.Size, dtype: torch.dtype, owner: Any) -> Tensor:
+def _sharded(shape: torch.Size, dtype: torch.dtype, original: Any) -> Tensor:
     """A place for a tensor that is sharded over the processes as a parameter is."""
-    here = local(owner)
-    if shape == owner.shape:
-        return torch.empty_like(owner, dtype=dtype)
-    return like(here.new_empty((here.shape[0], *shape[1:]), dtype=dtype), owner)
+    here = local(original)
+    if shape == original.shape:
+        return torch.empty_like(original, dtype=dtype)
+    return like(here.new_empty((here.shape[0], *shape[1:]), dtype=dtype), original)
 
 
 def _look(optimizer: ReparameterizedOptimizer) -> None:

@@ -40,9 +40,9 @@ def rotate_inputs(
         raise ValueError(f"The basis must have one block, the first layer's weight; it has {list(basis)}.")
     (change,) = basis.values()
     (name, *_) = change.block.parameters
-    owner, _, attribute = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     layers = dict(model.named_modules())
-    layer = layers.get(owner)
+    layer = layers.get(path)
     if not isinstance(layer, nn.Linear) or attribute != "weight":
         kind = "no layer of this model" if layer is None else f"the {attribute} of a {type(layer).__name__}"
         raise ValueError(f"Inputs can be rotated for the weight of a linear layer; '{name}' is {kind}.")
@@ -56,7 +56,7 @@ def rotate_inputs(
     for data in inputs:
         if data.shape[-1] != layer.in_features:
             raise ValueError(
-                f"Data of shape {tuple(data.shape)} do not fit '{owner}', which has {layer.in_features} inputs."
+                f"Data of shape {tuple(data.shape)} do not fit '{path}', which has {layer.in_features} inputs."
             )
     layer.weight.copy_(layer.weight @ rotation.to(layer.weight))
     return tuple(data @ rotation.to(data) for data in inputs)

@@ -19,7 +19,7 @@ _VERY_WIDE = 3072  # the inverse of a triangle
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
-    """Turn each column so that its largest entry is positive: a decomposition leaves the sign open, runs must repeat.
+    """Rotate each column so that its largest entry is positive: a decomposition leaves the sign open, runs must repeat.
 
     Among entries that are equally large up to rounding the first one counts, so that rounding cannot flip a column.
     """
@@ -64,8 +64,8 @@ def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     try:
         if count < dimension:
             vectors, triangle = torch.linalg.qr(rows.mT, mode="complete")
-            turned, singular, _ = torch.linalg.svd(triangle[:count])
-            vectors[:, :count] = vectors[:, :count] @ turned
+            rotated, singular, _ = torch.linalg.svd(triangle[:count])
+            vectors[:, :count] = vectors[:, :count] @ rotated
         else:
             _, singular, vectors = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)
             vectors = vectors.mT

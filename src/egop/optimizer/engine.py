@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +11,9 @@ from torch.optim import Optimizer
 
 from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
+from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock, bind
-from egop.optimizer.divided import OUTSIDE, Divided, Make
-from egop.optimizer.inner import (
-    LAST,
-    check_blocks,
-    check_class,
-    defaults_of,
-    fresh_states,
-    lookahead,
-    parse_outside,
-    proposed,
-    settings_for,
-)
+from egop.optimizer.inner import check_blocks, check_class, fresh_states, lookahead, proposed
 from egop.optimizer.membership import Bound
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
@@ -37,24 +26,13 @@ class Engine:
     Frameworks wrap an optimizer by copying its attributes into another object; wrapper and original then share this.
 
     Args:
-        optimizer_class: of the optimizer that runs inside.
-        hyperparameters: what it is given.
-        outside: class of another one, or class and options, for what no block has.
+        base: what runs inside.
         compiled: whether the products of a step go through ``torch.compile``.
         any_class: whether it may work in another way than coordinate by coordinate.
     """
 
-    def __init__(
-        self,
-        optimizer_class: type[Optimizer],
-        hyperparameters: Mapping[str, Any],
-        *,
-        outside: Any,
-        compiled: bool,
-        any_class: bool,
-    ) -> None:
-        self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
-        self.outside = parse_outside(outside)
+    def __init__(self, base: Base, *, compiled: bool, any_class: bool) -> None:
+        self.base = base
         self.compiled, self.any_class, self.matrices_only = compiled, any_class, False
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Layer] = {}
@@ -81,25 +59,23 @@ class Engine:
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape: when they are wanted, not for each of many groups that are added."""
         if self._stacks is None:
-            # torch's own optimizers keep no gradient for the next step; of others nobody knows.
-            reused = self.optimizer_class.__module__.startswith(("torch.optim", "egop.optim"))
-            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=reused)
+            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=not self.base.keeps_gradients)
         return self._stacks
 
     # --- what is bound to what ---
 
     def check_class(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise an error if the inner optimizer does not work with coordinates, by the settings of these groups."""
-        self.matrices_only |= check_class(self.optimizer_class, groups, self.hyperparameters, any_class=self.any_class)
+        base = self.base
+        self.matrices_only |= check_class(base.optimizer_class, groups, base.hyperparameters, any_class=self.any_class)
 
     def bind(
         self, basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
     ) -> list[BoundBlock]:
         """The blocks of a basis, bound to the parameters of these groups; nothing is changed."""
-        whole = bool(getattr(self.optimizer_class, "works_on_matrices", False))
-        blocks = bind(basis, groups, first_group, whole_matrices=whole)
+        blocks = bind(basis, groups, first_group, whole_matrices=self.base.sees_matrices)
         if self.matrices_only:
-            check_blocks(self.optimizer_class, blocks)
+            check_blocks(self.base.optimizer_class, blocks)
         return blocks
 
     def build(self, blocks: list[BoundBlock], pieces: Pieces, inner: Optimizer | None = None) -> None:
@@ -116,84 +92,21 @@ class Engine:
 
     def inner_over(self, blocks: list[BoundBlock], pieces: Pieces) -> Optimizer:
         """A new inner optimizer over the coordinates of blocks and the parameters outside."""
-        return self.make_inner(
-            [inner for group in self.param_groups for inner in self._inner_groups(group, blocks, pieces)]
-        )
-
-    def make_inner(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """An inner optimizer, or one and another for what is outside, from groups."""
-        inside: Make = partial(self.optimizer_class, **self.hyperparameters)
-        if self.outside is None:
-            return inside(groups)
-        kind, options = self.outside
-        return Divided(groups, inside, partial(kind, **options))
-
-    @property
-    def inner_name(self) -> str:
-        """What runs inside, in words."""
-        name = self.optimizer_class.__name__
-        return name if self.outside is None else f"{name} with {self.outside[0].__name__} outside"
-
-    def _inner_groups(
-        self, group: Mapping[str, Any], blocks: Sequence[BoundBlock], pieces: Pieces
-    ) -> list[dict[str, Any]]:
-        """What the inner optimizer has in the place of a parameter group: coordinates, and what is in no block."""
-        inside = {id(original): block for block in blocks for original in block.originals}
-        members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
-        outside: list[Tensor] = []
-        for parameter in group["params"]:
-            block = inside.get(id(parameter))
-            if block is None and self.outside is not None:
-                outside.append(pieces.of(parameter))
-                continue
-            tensors = block.coordinates if block is not None else [pieces.of(parameter)]
-            members |= {id(tensor): tensor for tensor in tensors}
-        last = {LAST: True} if LAST in group else {}  # coordinates are matrices in their last two dimensions
-        first = settings_for(group, {}) | last | {"params": list(members.values())}
-        if self.outside is None:
-            return [first]
-        kind, options = self.outside
-        defaults = defaults_of(kind, {}, options)
-        follows = [key for key in defaults if key in group and key not in options]
-        return [first, defaults | {key: group[key] for key in follows} | {"params": outside, OUTSIDE: follows}]
-
-    def _settings_in(self) -> None:
-        """Give the inner groups the hyper-parameters of the user's."""
-        for group, targets in self._pairs():
-            for target in targets:
-                target.update(settings_for(group, target))
-
-    def _settings_out(self) -> None:
-        """Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups."""
-        for group, targets in self._pairs():
-            group.update(settings_for(targets[0], {}))
-
-    def _pairs(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Each of the user's groups, and the inner ones in its place."""
-        count = 1 if self.outside is None else 2
-        for index, group in enumerate(self.param_groups):
-            yield group, self.inner.param_groups[count * index : count * (index + 1)]
+        base, groups = self.base, self.param_groups
+        return base.make([inner for group in groups for inner in base.groups(group, blocks, pieces)])
 
     def add_group(self, blocks: list[BoundBlock]) -> None:
         """Take in the last parameter group, which these blocks are of."""
-        groups = self._inner_groups(self.param_groups[-1], blocks, self.pieces)
+        groups = self.base.groups(self.param_groups[-1], blocks, self.pieces)
         for group in groups:
             self.inner.add_param_group(group)
         self.blocks = self.blocks + blocks
-        for tensor in [
-            tensor for group in groups for tensor in group["params"]
-        ]:  # some make their states when they are made themselves, and at no other time
-            if not self.inner.state.get(tensor) and any(fresh := fresh_states(self.inner, [tensor], self.make_inner)):
+        # Some make their states when they are made themselves, and at no other time.
+        for tensor in [tensor for group in groups for tensor in group["params"]]:
+            if not self.inner.state.get(tensor) and any(fresh := fresh_states(self.inner, [tensor], self.base.make)):
                 self.inner.state[tensor] = fresh[0]
         self._stacks = None
         self.note_bound()
-
-    def drop_last_group(self) -> None:
-        """Forget inner groups that belong to none of the user's: one was refused."""
-        count = 1 if self.outside is None else 2
-        del self.inner.param_groups[count * len(self.param_groups) :]
-        if isinstance(self.inner, Divided):
-            self.inner.share()
 
     def note_bound(self) -> None:
         """The parameters are bound as they are now."""
@@ -211,7 +124,7 @@ class Engine:
         """One step of the inner optimizer in coordinates."""
         if self.refresher is not None:
             self.refresher.before_step(self)
-        self._settings_in()
+        self.base.settings_in(self.param_groups, self.inner)
         stacks = self.stacks
         try:
             stacks.collect()
@@ -227,7 +140,7 @@ class Engine:
         finally:
             stacks.drop_gradients()
             self.pieces.drop_gradients()
-        self._settings_out()
+        self.base.settings_out(self.param_groups, self.inner)
         if self.refresher is not None:
             self.refresher.after_step(self)
 
@@ -243,7 +156,7 @@ class Engine:
     def switch(self, mode: str) -> None:
         """Call the inner optimizer's ``train`` or ``eval``, which writes other weights."""
         self.settle()
-        self._settings_in()
+        self.base.settings_in(self.param_groups, self.inner)
         self.pieces.pull()
         try:
             self.stacks.rewrite(getattr(self.inner, mode))
@@ -253,7 +166,7 @@ class Engine:
             raise
         finally:
             self.pieces.drop_gradients()
-        self._settings_out()
+        self.base.settings_out(self.param_groups, self.inner)
 
     # --- what a refresh may look at, while a step is under way ---
 
@@ -274,12 +187,12 @@ class Engine:
         """
         if not stack.active:
             return []
-        self._settings_in()
+        self.base.settings_in(self.param_groups, self.inner)
         change, _ = stack.active_part()
         gradients = [gradient for part in change.encode(stack.gradients) for gradient in part.unbind()]
         count = len(stack.coordinates)
         tensors = [stack.blocks[index].coordinates[place] for place in range(count) for index in stack.active]
-        steps = proposed(self.inner, tensors, gradients, self.make_inner)
+        steps = proposed(self.inner, tensors, gradients, self.base.make)
         size = len(stack.active)
         return [torch.stack(steps[place * size : (place + 1) * size]) for place in range(count)]
 
@@ -288,7 +201,7 @@ class Engine:
 
         Of the blocks that have a gradient, in coordinates, stacked as in :meth:`momentum`.
         """
-        self._settings_in()
+        self.base.settings_in(self.param_groups, self.inner)
         gradients = stack.active_part()[0].encode(stack.gradients)
         momenta, mapped = [], []
         for place, gradient in enumerate(gradients):
@@ -337,8 +250,8 @@ class Engine:
                 self.inner.state.pop(self.pieces.of(original), None)
         self.blocks = self.blocks + new
         # In the same optimizer: it may keep more than its state.
-        for group, targets in self._pairs():
-            for target, wanted in zip(targets, self._inner_groups(group, self.blocks, self.pieces), strict=True):
+        for group, targets in self.base.pairs(self.param_groups, self.inner):
+            for target, wanted in zip(targets, self.base.groups(group, self.blocks, self.pieces), strict=True):
                 target["params"] = wanted["params"]
         for block in new:
             self.reset_moments(block)
@@ -360,7 +273,7 @@ class Engine:
 
     def reset_moments(self, block: BoundBlock) -> None:
         """Let the inner optimizer begin anew with the coordinates of a block."""
-        fresh = fresh_states(self.inner, block.coordinates, self.make_inner)
+        fresh = fresh_states(self.inner, block.coordinates, self.base.make)
         self.inner.state.update(zip(block.coordinates, fresh, strict=True))
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:

@@ -12,15 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.optimizer.binding import BoundBlock
-from egop.optimizer.divided import OUTSIDE, Divided, Make
+from egop.optimizer.divided import Divided, Make
 from egop.optimizer.trial import tried
 
-# A setting of optimizers that see matrices: those are the last two dimensions, which holds for coordinates.
-LAST = "matrices_last"
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
 _NOT_SETTINGS = ("params", "param_names", "basis")
-# What each group has of its own, and the others none of.
-_OWN = ("params", "param_names", LAST)
 
 
 def check_optimizer(optimizer_class: Any) -> None:
@@ -114,31 +110,6 @@ def defaults_of(
             f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
             f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is."
         ) from error
-
-
-def parse_outside(outside: Any) -> tuple[type[Optimizer], dict[str, Any]] | None:
-    """The class and the options of the optimizer for what no block has."""
-    if outside is None:
-        return None
-    kind, options = outside if isinstance(outside, tuple) and len(outside) == 2 else (outside, {})
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or not isinstance(options, Mapping):
-        raise TypeError(
-            f"outside must be an optimizer class, or a pair of one and its options, got {outside!r}. For example "
-            "outside=torch.optim.AdamW, or outside=(torch.optim.AdamW, {'betas': (0.9, 0.95)})."
-        )
-    if "lr" in options:
-        raise ValueError(
-            "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
-            "give those parameters a group of their own."
-        )
-    return kind, dict(options)
-
-
-def settings_for(group: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """What an inner group takes over from the user's."""
-    if OUTSIDE in target:
-        return {key: group[key] for key in target[OUTSIDE] if key in group}
-    return {key: value for key, value in group.items() if key not in _OWN}
 
 
 def proposed(inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor], make: Make) -> list[Tensor]:

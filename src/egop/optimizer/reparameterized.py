@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from egop.basis import Known, Layer, Reparameterization, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
 from egop.numerics import in_normal_mode, without_autocast
+from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import named_groups
@@ -95,7 +96,7 @@ class ReparameterizedOptimizer(Optimizer):
         check_optimizer(optimizer_class)
         # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
         self._engine = engine = Engine(
-            optimizer_class, hyperparameters, outside=outside, compiled=compile, any_class=any_class
+            Base(optimizer_class, hyperparameters, outside), compiled=compile, any_class=any_class
         )
         self._passing = _Passing()
         engine.check_class(groups)
@@ -211,7 +212,7 @@ class ReparameterizedOptimizer(Optimizer):
             engine.add_group(blocks)
         except BaseException:
             del self.param_groups[-1]
-            engine.drop_last_group()
+            engine.base.drop_beyond(self.param_groups, self.inner)
             raise
         names = map(plain_name, group["param_names"])
         engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), engine.known)
@@ -267,7 +268,7 @@ class ReparameterizedOptimizer(Optimizer):
         engine = self._engine
         if not engine.is_built or not callable(getattr(engine.inner, name, None)):
             # So that hasattr says what holds for the inner optimizer.
-            raise AttributeError(f"{engine.optimizer_class.__name__} has no {name}()")
+            raise AttributeError(f"{engine.base.optimizer_class.__name__} has no {name}()")
         return partial(self._switch, name)
 
     @in_normal_mode

@@ -109,7 +109,7 @@ def rebound(engine: Engine) -> Restored:
             group["param_names"] = [next(names) for _ in group["params"]]
         check_real(groups)
         ordered = [entries[name] for group in groups for name in group["param_names"]]
-        check_about([about_of(entry) for entry in ordered], groups, engine.inner_name)
+        check_about([about_of(entry) for entry in ordered], groups, engine.base.name)
         parts = restored(engine, ordered, states)
         if engine.refresher is not None:
             engine.refresher.check(engine)
@@ -151,7 +151,7 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
                 current = current or exported(engine, complete=True)
                 entry = current[parameter]
             entries.append(entry)
-    check_about([about_of(entry) for entry in entries], engine.param_groups, engine.inner_name)
+    check_about([about_of(entry) for entry in entries], engine.param_groups, engine.base.name)
     return entries
 
 

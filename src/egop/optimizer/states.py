@@ -51,7 +51,7 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
     bound = engine.bound
     for name, parameter, dtype in zip(bound.names, bound.members, bound.dtypes, strict=True):
         place, block = inside.get(id(parameter), (None, None))
-        about = {"version": STATE_VERSION, "optimizer": engine.inner_name, "name": name}
+        about = {"version": STATE_VERSION, "optimizer": engine.base.name, "name": name}
         about |= {"shape": list(parameter.shape), "dtype": str(dtype), "refresh": refresher is not None}
         entry, stepped = {}, False
         if block is None:
@@ -99,7 +99,7 @@ def _inner_state(engine: Engine, tensors: Sequence[Tensor]) -> tuple[list[dict[s
     if any(states):
         return states, True
     try:
-        return fresh_states(engine.inner, tensors, engine.make_inner, stepped=True), False
+        return fresh_states(engine.inner, tensors, engine.base.make, stepped=True), False
     except Exception:  # an optimizer that cannot take a step so; then nothing is known of its state
         return states, False
 
@@ -213,7 +213,7 @@ class Published:
         inner = {key for key in now if not str(key).startswith(OWN)}
         if not inner:  # all of it dropped
             if any(engine.inner.state.get(tensor) for tensor in tensors):
-                fresh = fresh_states(engine.inner, tensors, engine.make_inner)
+                fresh = fresh_states(engine.inner, tensors, engine.base.make)
                 engine.inner.state.update(zip(tensors, fresh, strict=True))
             return
         if not any(engine.inner.state.get(tensor) for tensor in tensors):

@@ -1,0 +1,129 @@
+"""The base optimizer: its class and options, another one for what no block has, and their parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from egop.distributed import Pieces
+from egop.optimizer.binding import BoundBlock
+from egop.optimizer.divided import OUTSIDE, Divided, Make
+from egop.optimizer.inner import defaults_of
+
+# A setting of optimizers that see matrices: those are the last two dimensions, which holds for coordinates.
+_LAST = "matrices_last"
+# What each group has of its own, and the others none of.
+_OWN = ("params", "param_names", _LAST)
+
+Group = dict[str, Any]
+
+
+class Base:
+    """What runs inside: makes inner optimizers, and groups in the places of the user's.
+
+    Args:
+        optimizer_class: of the optimizer that runs on coordinates.
+        hyperparameters: what it is given.
+        outside: class of another one, or class and options, for what no block has.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], outside: Any) -> None:
+        self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
+        self.outside = _parsed(outside)
+        self._count = 1 if self.outside is None else 2  # of inner groups for each of the user's
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        name = self.optimizer_class.__name__
+        return name if self.outside is None else f"{name} with {self.outside[0].__name__} outside"
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether it may keep a gradient for its next step: torch's and egop's do not, of others nobody knows."""
+        return not self.optimizer_class.__module__.startswith(("torch.optim", "egop.optim"))
+
+    @property
+    def sees_matrices(self) -> bool:
+        """Whether its step of an entry depends on the whole matrix."""
+        return bool(getattr(self.optimizer_class, "works_on_matrices", False))
+
+    def make(self, groups: list[Group]) -> Optimizer:
+        """An inner optimizer, or one and another for what is outside, from groups."""
+        inside: Make = partial(self.optimizer_class, **self.hyperparameters)
+        if self.outside is None:
+            return inside(groups)
+        kind, options = self.outside
+        return Divided(groups, inside, partial(kind, **options))
+
+    def groups(self, group: Mapping[str, Any], blocks: Sequence[BoundBlock], pieces: Pieces) -> list[Group]:
+        """What an inner optimizer has in the place of one of the user's: coordinates, and what is in no block."""
+        inside = {id(original): block for block in blocks for original in block.originals}
+        members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
+        outside: list[Tensor] = []
+        for parameter in group["params"]:
+            block = inside.get(id(parameter))
+            if block is None and self.outside is not None:
+                outside.append(pieces.of(parameter))
+                continue
+            tensors = block.coordinates if block is not None else [pieces.of(parameter)]
+            members |= {id(tensor): tensor for tensor in tensors}
+        last = {_LAST: True} if _LAST in group else {}
+        first = _settings_for(group, {}) | last | {"params": list(members.values())}
+        if self.outside is None:
+            return [first]
+        kind, options = self.outside
+        defaults = defaults_of(kind, {}, options)
+        follows = [key for key in defaults if key in group and key not in options]
+        return [first, defaults | {key: group[key] for key in follows} | {"params": outside, OUTSIDE: follows}]
+
+    def pairs(self, groups: Sequence[Group], inner: Optimizer) -> Iterator[tuple[Group, list[Group]]]:
+        """Each of the user's groups, and the inner ones in its place."""
+        for index, group in enumerate(groups):
+            yield group, inner.param_groups[self._count * index : self._count * (index + 1)]
+
+    def settings_in(self, groups: Sequence[Group], inner: Optimizer) -> None:
+        """Give the inner groups the hyper-parameters of the user's."""
+        for group, targets in self.pairs(groups, inner):
+            for target in targets:
+                target.update(_settings_for(group, target))
+
+    def settings_out(self, groups: Sequence[Group], inner: Optimizer) -> None:
+        """Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups."""
+        for group, targets in self.pairs(groups, inner):
+            group.update(_settings_for(targets[0], {}))
+
+    def drop_beyond(self, groups: Sequence[Group], inner: Optimizer) -> None:
+        """Forget inner groups that belong to none of the user's: one was refused."""
+        del inner.param_groups[self._count * len(groups) :]
+        if isinstance(inner, Divided):
+            inner.share()
+
+
+def _parsed(outside: Any) -> tuple[type[Optimizer], dict[str, Any]] | None:
+    """The class and the options of the optimizer for what no block has."""
+    if outside is None:
+        return None
+    kind, options = outside if isinstance(outside, tuple) and len(outside) == 2 else (outside, {})
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or not isinstance(options, Mapping):
+        raise TypeError(
+            f"outside must be an optimizer class, or a pair of one and its options, got {outside!r}. For example "
+            "outside=torch.optim.AdamW, or outside=(torch.optim.AdamW, {'betas': (0.9, 0.95)})."
+        )
+    if "lr" in options:
+        raise ValueError(
+            "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
+            "give those parameters a group of their own."
+        )
+    return kind, dict(options)
+
+
+def _settings_for(group: Mapping[str, Any], target: Mapping[str, Any]) -> Group:
+    """What an inner group takes over from the user's."""
+    if OUTSIDE in target:
+        return {key: group[key] for key in target[OUTSIDE] if key in group}
+    return {key: value for key, value in group.items() if key not in _OWN}
