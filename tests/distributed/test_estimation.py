@@ -272,7 +272,7 @@ def test_an_error_in_one_process_reaches_all_of_them(two):
     assert first["odd"] == "RuntimeError: Process 1 failed. OddError: strange"
     for name, text in {
         "samples": "samples is 8 in process 0, and 9 in process 1",
-        "structure": "the structures is [('0.weight', Shared()",
+        "structure": "the structures is [('0.weight', Shared(side='input')",
         "rho": "rho is 'Gaussian' in process 0, and 'Zigzag' in process 1",
         "model": "the model is [('0.weight', (7, 5), torch.float64)",
     }.items():
