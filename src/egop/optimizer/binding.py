@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.basis import WRAPPER, ChangeOfBasis, Reparameterization, Structure, plain_name
+from egop.basis import ChangeOfBasis
 from egop.distributed import is_cut_by_rows, is_sharded, layout, like, local, part_of, whole, write
 from egop.numerics import exact_products
 
@@ -227,76 +227,6 @@ class BoundBlock:
     def note(self) -> None:
         """The coordinates stand for the parameters as they are now."""
         self._seen = [_look(*pair) for pair in zip(self.parameters, self.originals, strict=True)]
-
-
-def bind(
-    basis: Reparameterization | None,
-    groups: Sequence[Mapping[str, Any]],
-    first_group: int = 0,
-    *,
-    whole_matrices: bool = False,
-) -> list[BoundBlock]:
-    """Bind each block of a basis to the parameters of its names, which must all be in one group."""
-    if basis is not None and not isinstance(basis, Reparameterization):
-        raise TypeError(f"basis must be an egop.Reparameterization, got {_named(basis)}")
-    if basis is not None and basis.owners is not None:
-        raise ValueError(
-            "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
-            "together first, in all processes: basis = basis.gathered()."
-        )
-    given = {
-        plain_name(name): (index, parameter)
-        for index, group in enumerate(groups, first_group)
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
-    blocks = []
-    for name, change in (basis or {}).items():
-        members = [given.get(key) or _with_or_without_module(key, given) for key in change.block.parameters]
-        for key, shape, member in zip(change.block.parameters, change.block.shapes, members, strict=True):
-            if member is None:
-                raise ValueError(
-                    f"Block '{name}' of the basis is for the parameter '{key}', which the optimizer was not given. "
-                    f"{_nearest(key, list(given))}"
-                )
-            if member[1].shape != shape:
-                raise ValueError(
-                    f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
-                    f"but the optimizer's has {tuple(member[1].shape)}."
-                )
-        if len({member[0] for member in members if member}) > 1:
-            places = zip(change.block.parameters, members, strict=True)
-            where = ", ".join(f"'{key}' in group {member[0]}" for key, member in places if member)
-            raise ValueError(
-                f"Block '{name}' crosses parameter groups ({where}). Put its parameters into one group, or estimate "
-                "the basis with a finer partition."
-            )
-        originals = [member[1] for member in members if member]
-        blocks.append(BoundBlock(change, originals, whole_matrices=whole_matrices))
-    return blocks
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    """What the optimizer has instead of a parameter of some name, and what that tells."""
-    near = [candidate for candidate in names if candidate.endswith(f".{name}") or name.endswith(f".{candidate}")]
-    if near:
-        return f"It has '{near[0]}': was the basis estimated for a part of the model, or for something it is a part of?"
-    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"It has: {listed}. Was the basis estimated for another model?"
-
-
-def _named(basis: object) -> str:
-    """What was given in the place of a basis, and what to do with it where it belongs elsewhere."""
-    kind = basis if isinstance(basis, type) else type(basis)
-    if issubclass(kind, Structure):
-        return (
-            f"{kind.__name__}, which says how one is built. Estimate it: "
-            f"basis = egop.estimate(objective, structure=egop.{kind.__name__}(...))."
-        )
-    return f"{kind.__name__}."
-
-
-def _with_or_without_module(name: str, given: Mapping[str, Any]) -> Any:
-    return given.get(f"{WRAPPER}{name}") or given.get(name.removeprefix(WRAPPER))
 
 
 # What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.

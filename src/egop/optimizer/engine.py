@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
-from egop.optimizer.binding import BoundBlock, bind
+from egop.optimizer.binding import BoundBlock
 from egop.optimizer.inner import check_blocks, check_class, fresh_states, lookahead, proposed
-from egop.optimizer.membership import Bound
+from egop.optimizer.membership import Bound, bind
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.stacks import Stack, Stacks
