@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import egop
 from egop_lab.data.missing import MissingDataError
+from egop_lab.muon import Muon, NorMuon
 
 # The comparisons: two experiments, the small problems of several, and the parts of the benchmark.
 LANGUAGE, RESNET, SMALL, BENCH, COMPILED, EPOCH = "language-model", "resnet", "small", "bench", "compiled", "epoch"
@@ -236,6 +237,21 @@ def _muon(start: Start) -> Optimizer:
     return optimizer
 
 
+def _stacked(start: Start, *, kind: type[Optimizer]) -> Optimizer:
+    """Hidden matrices and kernels by an optimizer of :mod:`egop_lab.muon`, everything else by AdamW."""
+    ends = set(_ends(start.model))
+    hidden = [weight for weight in start.parameters if weight.dim() > 1 and weight not in ends]
+    others = [parameter for parameter in start.parameters if parameter.dim() < 2 or parameter in ends]
+    return Together(kind(hidden, **start.options), torch.optim.AdamW(others, **start.options, **start.adam))
+
+
+def _crossed(start: Start, *, base: type[Optimizer], online: egop.Structure | None = None) -> Optimizer:
+    """A base optimizer that sees matrices in a basis that follows the gradients, or serves it; AdamW outside."""
+    refresh = egop.Aligned(memory=start.memory) if online is None else start.online(online)
+    outside = (torch.optim.AdamW, dict(start.adam))
+    return egop.ReparameterizedOptimizer(start.model, base, refresh=refresh, outside=outside, **start.options)
+
+
 def _ends(model: nn.Module) -> Iterator[nn.Parameter]:
     """The weights that Muon is not for: embeddings and the last layer."""
     layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
@@ -305,6 +321,21 @@ METHODS: tuple[Method, ...] = (
             {"betas": _ADAM, "eps": 1e-8, "rank": None, "scale": 1.0, "projection_type": "std", "update_proj_gap": 200},
         ),
     ),
+    Method(
+        "polar-online",
+        {BENCH: "PolarAdam, online, smaller"},
+        functools.partial(_crossed, base=egop.optim.PolarAdam, online=egop.Shared(side="smaller")),
+        follows=True,
+    ),
+    Method(
+        "sinkhorn-online",
+        {BENCH: "Sinkhorn, online, both"},
+        functools.partial(_crossed, base=egop.optim.Sinkhorn, online=egop.Kronecker()),
+        follows=True,
+    ),
+    Method("sinkhorn-aligned", {BENCH: "Sinkhorn, aligned"}, functools.partial(_crossed, base=egop.optim.Sinkhorn)),
+    Method("muon-stacked", {BENCH: "Muon, stacked"}, functools.partial(_stacked, kind=Muon)),
+    Method("normuon", {BENCH: "NorMuon, stacked"}, functools.partial(_stacked, kind=NorMuon)),
     Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, _muon, package="convolutions"),
 )
 
