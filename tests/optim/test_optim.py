@@ -176,3 +176,62 @@ def test_gradients_of_any_size_give_finite_updates_of_one_size(kind, scale):
     moved = (1 - weight).detach()
     size = moved.square().mean().sqrt().item()
     assert size == pytest.approx(0.0 if scale == 0 else 0.02, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_momentum_that_fades_away_for_want_of_gradients_gives_no_nan(kind):
+    weight = nn.Parameter(torch.zeros(4, 6))
+    optimizer = kind([weight], lr=1e-3)
+    weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    weight.grad = torch.zeros(4, 6)
+    for _ in range(2500):
+        optimizer.step()
+    assert torch.isfinite(weight).all()
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-38, 1e-44, 1e30])
+def test_the_polar_factor_does_not_depend_on_the_size(scale):
+    factor = polar(torch.eye(3) * scale)
+    assert torch.isfinite(factor).all()
+    if scale > 1e-37:
+        torch.testing.assert_close(factor, polar(torch.eye(3)))
+
+
+def test_a_gradient_that_is_not_a_number_is_seen():
+    weight = nn.Parameter(torch.zeros(3, 3))
+    weight.grad = torch.ones(3, 3)
+    weight.grad[0, 0] = torch.nan
+    egop.optim.Sign([weight], lr=0.1).step()
+    assert weight[0, 0].isnan()
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_small_rows_are_stepped_in_half_precision_too(how):
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(64, 32, generator=generator) * torch.logspace(0, -2, 64)[:, None]
+    weight = nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16 if how == "bfloat16" else torch.float32))
+    weight.grad = gradient.to(weight.dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        egop.optim.Sinkhorn([weight], lr=1.0).step()
+    assert weight.abs().amax(1).min() > 0.05
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_empty_weights_are_left_alone(kind):
+    weight = nn.Parameter(torch.zeros(0, 4))
+    weight.grad = torch.zeros(0, 4)
+    kind([weight]).step()
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_without_a_basis_it_does_what_the_class_does(kind):
+    """Kernels too, which are matrices of one row for each output."""
+    model, plain = network(), network()
+    optimizer, other = egop.ReparameterizedOptimizer(model, kind, lr=0.01), kind(plain.parameters(), lr=0.01)
+    for step in range(4):
+        backward(model, step)
+        backward(plain, step)
+        optimizer.step()
+        other.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))

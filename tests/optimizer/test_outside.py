@@ -150,3 +150,85 @@ def test_a_block_of_another_model_is_not_needed():
         optimizer.zero_grad()
         logistic(model, DEEP.batches()[step % 4]).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("pair", [(torch.optim.Adam, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.Adam)])
+def test_it_keeps_what_makes_its_class_what_it_is(pair):
+    """Adam and AdamW differ by a setting that both have."""
+    model, plain = network(), network()
+    inside, outside = pair
+    optimizer = made(model, inside, outside, lr=0.01, weight_decay=0.5)
+    rest = [parameter for parameter in plain.parameters() if parameter.dim() == 1]
+    other = outside(rest, lr=0.01, weight_decay=0.5)
+    backward(model, 0)
+    backward(plain, 0)
+    optimizer.step()
+    other.step()
+    ours = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    for parameter, expected in zip(ours, rest, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-14)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count in its group, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr=0.1, rise=1.0):
+        super().__init__(params, {"lr": lr, "rise": rise, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * group["rise"] * group["k"] * parameter.grad)
+
+
+def test_what_it_keeps_in_its_groups_is_saved_and_can_be_changed():
+    def train(model, optimizer, first, last):
+        for step in range(first, last):
+            backward(model, step)
+            optimizer.step()
+        return cases.parameters_of(model)
+
+    model = network()
+    optimizer = made(model, outside=(Counting, {"rise": 2.0}))
+    train(model, optimizer, 0, 4)
+    assert optimizer.param_groups[0]["outside/k"] == 4
+    assert optimizer.param_groups[0]["outside/rise"] == 2.0
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    end = train(model, optimizer, 4, 7)
+    other = network()
+    other.load_state_dict(weights)
+    resumed = made(other, outside=Counting)  # without its options, which the state has
+    resumed.load_state_dict(state)
+    assert identical(train(other, resumed, 4, 7), end)
+    resumed.param_groups[0]["outside/rise"] = 0.0
+    before = other[0].bias.detach().clone()
+    train(other, resumed, 7, 8)
+    assert torch.equal(other[0].bias.detach(), before)
+
+
+def test_settings_of_one_name_that_mean_something_else_stay_apart():
+    model = network()
+    optimizer = made(model, egop.optim.Sign, torch.optim.SGD, lr=0.01)  # both have a momentum, and nesterov
+    backward(model, 0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["momentum"] == 0.95
+    assert optimizer.param_groups[0]["outside/momentum"] == 0
+    adafactor = made(network(), torch.optim.Adam, torch.optim.Adafactor, lr=0.01)  # whose eps are two
+    assert adafactor is not None
+
+
+def test_one_that_needs_the_loss_is_refused_when_it_is_made():
+    with pytest.raises(TypeError, match="LBFGS evaluates the loss within a step"):
+        made(network(), outside=torch.optim.LBFGS)
+
+
+def test_a_group_may_have_a_key_of_that_name():
+    model = network()
+    groups = [{"params": list(model.named_parameters()), "outside": "mine"}]
+    optimizer = egop.ReparameterizedOptimizer(groups, torch.optim.SGD, model=model, lr=0.1, outside=torch.optim.AdamW)
+    backward(model, 0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["outside"] == "mine"

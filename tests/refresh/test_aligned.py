@@ -135,11 +135,68 @@ def test_a_state_resumes_exactly():
     assert optimizer.refresher.unrotated == {"2.weight": "the output head"}
 
 
-def test_a_base_that_does_not_offer_its_map_is_refused_and_nothing_changes():
+@pytest.mark.parametrize("base", [torch.optim.Adagrad, egop.optim.PolarAdam])
+def test_a_base_that_does_not_offer_its_map_is_refused_when_it_is_made(base):
+    with pytest.raises(
+        TypeError, match=rf"{base.__name__} does not say what it maps a momentum to, which egop\.Aligned"
+    ):
+        egop.ReparameterizedOptimizer(network(), base, refresh=egop.Aligned(), lr=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.5}], ids=str)
+@pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW])
+def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
+    class Watch(egop.Refresh):
+        def begin(self, optimizer):
+            return Watcher()
+
+    class Watcher(egop.refresh.Refresher):
+        def before_step(self, optimizer):
+            pass
+
+        def observe(self, optimizer):
+            self.seen = {
+                optimizer_stack.blocks[i].name: pair[0][0][k]
+                for optimizer_stack in optimizer.stacks
+                for pair in [optimizer.lookahead(optimizer_stack)]
+                for k, i in enumerate(optimizer_stack.active)
+            }
+
+        def after_step(self, optimizer):
+            for block in optimizer.blocks:
+                (coordinate,) = block.coordinates
+                expected = optimizer.inner.state[coordinate]["exp_avg"]
+                torch.testing.assert_close(self.seen[block.name], expected, rtol=1e-12, atol=1e-15)
+
+        def renew(self, optimizer):
+            pass
+
     model = network()
-    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adagrad, refresh=egop.Aligned(), lr=0.01)
-    before = [parameter.clone() for parameter in model.parameters()]
-    loss_of(model, 0).backward()
-    with pytest.raises(TypeError, match=r"Adagrad does not say what it maps a momentum to, which egop\.Aligned\(\)"):
+    changes = [
+        egop.Shared(side="smaller").change(block, {"basis": torch.eye(min(block.shapes[0]), dtype=torch.float64)})
+        for block in blocks_of(model)
+    ]
+    basis = egop.Reparameterization(changes)
+    optimizer = egop.ReparameterizedOptimizer(model, base, basis, refresh=Watch(), lr=0.01, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
         optimizer.step()
-    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_bases_that_it_cannot_rotate_are_refused_or_said():
+    model = network()
+    blocks = blocks_of(model)
+    sides = [{"left": torch.eye(block.shapes[0][0]), "right": torch.eye(block.shapes[0][1])} for block in blocks]
+    pairs = [{key: side.double() for key, side in tensors.items()} for tensors in sides]
+    kronecker = [egop.Kronecker().change(*pair) for pair in zip(blocks, pairs, strict=True)]
+    basis = egop.Reparameterization(kronecker)
+    with pytest.raises(ValueError, match="a basis of structure Shared, not Kronecker"):
+        egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, refresh=egop.Aligned(), lr=0.01)
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Aligned(), lr=0.01)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.rebase(basis, moments="reset")
+    with pytest.warns(UserWarning, match="finds no basis that it can rotate, only of structure Kronecker"):
+        optimizer.step()
+    assert optimizer.refresher.renewals == 1

@@ -33,7 +33,10 @@ def diagnose(
     steps: Annotated[int, typer.Option(min=1, help="Of each run of the race.")] = 300,
     samples: Annotated[int | None, typer.Option(min=1, help="Points to draw; by default what is needed.")] = None,
     structure: Annotated[
-        str, typer.Option(help="auto, full, shared, kronecker, auxiliary:RANK or reduced:RANK.")
+        str,
+        typer.Option(
+            help="auto, full, shared (or shared:output, shared:smaller), kronecker, auxiliary:RANK or reduced:RANK."
+        ),
     ] = "auto",
     rho: Annotated[str | None, typer.Option(help="initialization, gaussian:SCALE or recentered:SCALE.")] = None,
     memory: Annotated[str, typer.Option(help="What all bases together may take.")] = "2GiB",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.numerics import check_not_negative
+from egop.numerics import check_not_negative, without_autocast
 
 
 class MatrixOptimizer(Optimizer, abc.ABC):
@@ -59,13 +59,16 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for weights in _alike(group["params"]):
-                self._step(group, weights)
+        with without_autocast():
+            for group in self.param_groups:
+                for weights in _alike(group["params"]):
+                    self._step(group, weights)
         return loss
 
     def _step(self, group: Mapping[str, Any], weights: list[Tensor]) -> None:
         inputs = torch.stack(self.directions(group, weights))
+        if inputs.dtype in (torch.float16, torch.bfloat16):  # whose few digits are no measure of what is rounding
+            inputs = inputs.float()
         updates = self.updates(group, weights, _as_matrices(inputs, last=group["matrices_last"]))
         updates = updates.mul_(group["lr"]).reshape(inputs.shape).to(weights[0].dtype)
         if group["weight_decay"]:
@@ -124,11 +127,17 @@ def scaled_to(updates: Tensor, size: float) -> Tensor:
     return updates * torch.where(squares > 0, size * squares.rsqrt(), 0)
 
 
+def near_one(matrices: Tensor) -> Tensor:
+    """Each divided by its largest entry, so that squares neither overflow nor vanish; next to nothing becomes zero."""
+    largest = matrices.abs().amax((-2, -1), keepdim=True)
+    return matrices * torch.where(largest > torch.finfo(largest.dtype).tiny, 1 / largest, 0 * largest)
+
+
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Those that have a gradient, by shape, precision and device."""
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and parameter.numel():
             groups.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
     yield from groups.values()
 

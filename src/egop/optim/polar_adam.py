@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from egop.numerics import check_fraction
-from egop.optim.matrices import MatrixOptimizer
+from egop.optim.matrices import MatrixOptimizer, near_one
 
 # Of the quintic that takes all singular values into 0.7 to 1.2 in five steps (Keller Jordan's, in Muon).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -85,7 +85,7 @@ def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    x = near_one(matrices.mT if tall else matrices)
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     if x.dtype is torch.float32 and x.device.type == "cuda":
         x = x.bfloat16()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from egop.numerics import check_fraction
@@ -52,5 +53,5 @@ class Sign(MatrixOptimizer):
         return self.momenta(group, weights)
 
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Their signs."""
-        return matrices.sign()
+        """Their signs; what is not a number stays so, to be seen."""
+        return torch.where(matrices.isnan(), matrices, matrices.sign())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from egop.numerics import check_fraction
-from egop.optim.matrices import MatrixOptimizer
+from egop.optim.matrices import MatrixOptimizer, near_one
 
 
 class Sinkhorn(MatrixOptimizer):
@@ -68,9 +68,7 @@ def balanced(matrices: Tensor, iterations: int) -> Tensor:
     Only the scales of rows and columns are found by iteration: one product by squares a pass, and one by the matrix.
     """
     rows, columns = matrices.shape[-2:]
-    # Divided by the largest entry first, so that squares neither overflow nor vanish.
-    largest = matrices.abs().amax((-2, -1), keepdim=True)
-    matrices = matrices * torch.where(largest > 0, 1 / largest, 0)
+    matrices = near_one(matrices)
     squares = matrices.square()
     by_column = matrices.new_ones(*matrices.shape[:-2], columns, 1)
     for _ in range(iterations):

@@ -13,11 +13,16 @@ from egop.distributed import Pieces
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import OUTSIDE, Divided, Make
 from egop.optimizer.inner import defaults_of
+from egop.optimizer.trial import tried
 
 # A setting of optimizers that see matrices: those are the last two dimensions, which holds for coordinates.
 _LAST = "matrices_last"
 # What each group has of its own, and the others none of.
-_OWN = ("params", "param_names", _LAST)
+_OWN = ("params", "param_names", _LAST, OUTSIDE)
+# What the optimizer outside takes from the user's groups. All its other settings are in these with a prefix, so that
+# they are saved, and can be seen and changed; the same name may mean something else to another class.
+_SHARED = ("lr", "weight_decay", "maximize")
+_PREFIX = "outside/"
 
 Group = dict[str, Any]
 
@@ -34,7 +39,8 @@ class Base:
     def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], outside: Any) -> None:
         self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
         self.outside = _parsed(outside)
-        self._count = 1 if self.outside is None else 2  # of inner groups for each of the user's
+        # Of inner groups for each of the user's: one that sees matrices has coordinates and kernels apart.
+        self._count = 1 if self.outside is None and not self.sees_matrices else 2
 
     @property
     def name(self) -> str:
@@ -64,22 +70,24 @@ class Base:
         """What an inner optimizer has in the place of one of the user's: coordinates, and what is in no block."""
         inside = {id(original): block for block in blocks for original in block.originals}
         members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
-        outside: list[Tensor] = []
+        others: list[Tensor] = []
         for parameter in group["params"]:
             block = inside.get(id(parameter))
-            if block is None and self.outside is not None:
-                outside.append(pieces.of(parameter))
+            if block is None and self._count == 2:
+                others.append(pieces.of(parameter))
                 continue
             tensors = block.coordinates if block is not None else [pieces.of(parameter)]
             members |= {id(tensor): tensor for tensor in tensors}
+        settings = _settings_for(group, {})
         last = {_LAST: True} if _LAST in group else {}
-        first = _settings_for(group, {}) | last | {"params": list(members.values())}
-        if self.outside is None:
+        first = settings | last | {"params": list(members.values())}
+        if self._count == 1:
             return [first]
+        if self.outside is None:
+            return [first, settings | {"params": others}]
         kind, options = self.outside
-        defaults = defaults_of(kind, {}, options)
-        follows = [key for key in defaults if key in group and key not in options]
-        return [first, defaults | {key: group[key] for key in follows} | {"params": outside, OUTSIDE: follows}]
+        second: Group = defaults_of(kind, {}, options) | {"params": others, OUTSIDE: tuple(options)}
+        return [first, second | _settings_for(group, second)]
 
     def pairs(self, groups: Sequence[Group], inner: Optimizer) -> Iterator[tuple[Group, list[Group]]]:
         """Each of the user's groups, and the inner ones in its place."""
@@ -96,6 +104,10 @@ class Base:
         """Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups."""
         for group, targets in self.pairs(groups, inner):
             group.update(_settings_for(targets[0], {}))
+            for target in targets[1:]:
+                if OUTSIDE in target:
+                    kept = {key: value for key, value in target.items() if key not in (*_OWN, *_SHARED)}
+                    group.update({f"{_PREFIX}{key}": value for key, value in kept.items()})
 
     def drop_beyond(self, groups: Sequence[Group], inner: Optimizer) -> None:
         """Forget inner groups that belong to none of the user's: one was refused."""
@@ -119,11 +131,16 @@ def _parsed(outside: Any) -> tuple[type[Optimizer], dict[str, Any]] | None:
             "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
             "give those parameters a group of their own."
         )
+    if tried(kind, {}, options).needs_closure:
+        raise TypeError(
+            f"{kind.__name__} evaluates the loss within a step, which egop does not support, outside neither."
+        )
     return kind, dict(options)
 
 
 def _settings_for(group: Mapping[str, Any], target: Mapping[str, Any]) -> Group:
     """What an inner group takes over from the user's."""
     if OUTSIDE in target:
-        return {key: group[key] for key in target[OUTSIDE] if key in group}
-    return {key: value for key, value in group.items() if key not in _OWN}
+        shared = {key: group[key] for key in _SHARED if key in group and key in target and key not in target[OUTSIDE]}
+        return shared | {key.removeprefix(_PREFIX): value for key, value in group.items() if key.startswith(_PREFIX)}
+    return {key: value for key, value in group.items() if key not in _OWN and not key.startswith(_PREFIX)}

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-# The key of a group that is the other optimizer's. Its value: the settings that it takes from the user's group.
-OUTSIDE = "outside"
+# The key of a group that is the other optimizer's.
+OUTSIDE = "egop/outside"
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -44,9 +44,9 @@ class Divided(Optimizer):
         self.param_groups.append(part.param_groups[-1])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of both."""
+        """A step of both, of the other one first: it sees what its user gave it, and may refuse that."""
         assert closure is None
-        for part in self._parts:
+        for part in reversed(self._parts):
             part.step()
 
     def __getattr__(self, name: str) -> Any:

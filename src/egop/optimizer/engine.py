@@ -13,7 +13,7 @@ from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock
-from egop.optimizer.inner import check_blocks, check_class, fresh_states, lookahead, proposed
+from egop.optimizer.inner import check_blocks, check_class, check_lookahead, fresh_states, lookahead, proposed
 from egop.optimizer.membership import Bound, bind
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
@@ -195,6 +195,10 @@ class Engine:
         steps = proposed(self.inner, tensors, gradients, self.base.make)
         size = len(stack.active)
         return [torch.stack(steps[place * size : (place + 1) * size]) for place in range(count)]
+
+    def check_lookahead(self) -> None:
+        """Raise an error if the inner optimizer offers no :meth:`lookahead`."""
+        check_lookahead(self.inner)
 
     def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
         """The momentum that this step will have, and what the inner optimizer maps it to; nothing is changed.

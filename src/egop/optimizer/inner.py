@@ -137,30 +137,41 @@ def proposed(inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Te
     return [copies[id(tensor)].detach() - tensor.detach() for tensor in tensors]
 
 
+def check_lookahead(inner: Optimizer) -> None:
+    """Raise an error for an optimizer of which :func:`lookahead` knows nothing."""
+    inside = inner.inside if isinstance(inner, Divided) else inner
+    if not callable(getattr(inside, "lookahead", None)) and not isinstance(inside, torch.optim.Adam):  # AdamW is one
+        raise TypeError(
+            f"{type(inside).__name__} does not say what it maps a momentum to, which egop.Aligned() follows. Use "
+            "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which serves every "
+            "optimizer."
+        )
+
+
 def lookahead(inner: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
     """The momenta that a step with these gradients has, and what an optimizer maps them to, both stacked.
 
     An optimizer offers this by a method ``lookahead(tensors, gradients)``, as those of ``egop.optim`` whose map is of
     the momentum alone; of Adam the map is a division by the root of its second moment.
     """
+    check_lookahead(inner)
     inside = inner.inside if isinstance(inner, Divided) else inner
     if callable(offered := getattr(inside, "lookahead", None)):
         pair: tuple[Tensor, Tensor] = offered(tensors, gradients)
         return pair
-    if not isinstance(inside, torch.optim.Adam):  # AdamW is one, too
-        raise TypeError(
-            f"{type(inside).__name__} does not say what it maps a momentum to, which egop.Aligned() follows. Use "
-            "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which serves every "
-            "optimizer."
-        )
     groups = {id(tensor): group for group in inside.param_groups for tensor in group["params"]}
     momenta, mapped = [], []
     for tensor, gradient in zip(tensors, gradients, strict=True):
-        (first, second), eps = groups[id(tensor)]["betas"], groups[id(tensor)]["eps"]
-        state = inside.state.get(tensor, {})
+        group, state = groups[id(tensor)], inside.state.get(tensor, {})
+        (first, second), eps = group["betas"], group["eps"]
+        gradient = -gradient if group["maximize"] else gradient
+        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            gradient = gradient + group["weight_decay"] * tensor.detach()
         steps = float(state.get("step", 0)) + 1
         momentum = (1 - first) * gradient + (first * state["exp_avg"] if state else 0)
         squares = (1 - second) * gradient.square() + (second * state["exp_avg_sq"] if state else 0)
+        if "max_exp_avg_sq" in state:
+            squares = torch.maximum(squares, state["max_exp_avg_sq"])
         momenta.append(momentum)
         mapped.append(momentum / ((squares / (1 - second**steps)).sqrt() + eps))
     return torch.stack(momenta), torch.stack(mapped)

@@ -44,6 +44,9 @@ class Rebasable(Protocol):
     def proposed(self, stack: Stack) -> list[Tensor]:
         """What the inner optimizer would add to the coordinates now; in :meth:`Refresher.observe`."""
 
+    def check_lookahead(self) -> None:
+        """Raise an error if the inner optimizer offers no :meth:`lookahead`."""
+
     def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
         """The momentum of this step and what the inner optimizer maps it to; in :meth:`Refresher.observe`."""
 

@@ -59,8 +59,8 @@ class ReparameterizedOptimizer(Optimizer):
         model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
-            options; by default ``optimizer_class`` steps these too. It has the learning rate of the groups, and every
-            other setting of theirs that it knows and that is not among its options.
+            options; by default ``optimizer_class`` steps these too. It has the learning rate, the weight decay and
+            ``maximize`` of the groups; its other settings are there after the first step as ``"outside/betas"`` ...
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,14 +56,25 @@ class Aligned(Refresh):
     def begin(self, optimizer: Rebasable) -> Refresher:
         """What keeps count for one optimizer."""
         choice = Choice(type(self).__name__, "auto", "parameter", self.memory, (Shared(side=self.side),))
+        optimizer.check_lookahead()
+        kinds = sorted({block.change.kind for block in optimizer.blocks})
+        if kinds and not any(_can_align(block.change) for block in optimizer.blocks):
+            raise ValueError(
+                f"egop.Aligned rotates one side of a weight, a basis of structure Shared, not {', '.join(kinds)}. "
+                "Leave basis= out, or use egop.Online() or egop.Every(...) to renew these."
+            )
         choice.check(optimizer)
         return _Aligning(choice, self.every)
+
+
+def _can_align(change: ChangeOfBasis) -> bool:
+    return isinstance(change.structure(), Shared)
 
 
 class _Aligning(Refresher):
     def __init__(self, choose: Choose, every: int) -> None:
         super().__init__()
-        self.every, self.beginnings = every, Beginnings(choose)
+        self.every, self.beginnings, self._said = every, Beginnings(choose), False
 
     @property
     def unrotated(self) -> dict[str, str]:
@@ -94,10 +106,18 @@ class _Aligning(Refresher):
                 alike.setdefault((wanted.basis.shape[1:], wanted.basis.dtype, wanted.basis.device), []).append(wanted)
         for group in alike.values():  # of one width, whatever the other side is: one call for all of them
             self._align(optimizer, group)
-        self.renewals += 1
+        self.renewals += bool(alike)
+        others = {block.change.kind for block in optimizer.blocks if not _can_align(block.change)}
+        if others and not alike and not self._said and any(stack.active for stack in optimizer.stacks):
+            self._said = True
+            warnings.warn(
+                f"egop.Aligned finds no basis that it can rotate, only of structure {', '.join(sorted(others))}: they "
+                "stay as they are.",
+                stacklevel=2,
+            )
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
-        return isinstance(change.structure(), Shared)
+        return _can_align(change)
 
     def rebased(self, names: Collection[str], *, replaced: bool) -> None:
         self.beginnings.rebased(names, replaced=replaced or self.steps == 0)
