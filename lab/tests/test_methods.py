@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import egop
-from egop_lab import methods
-from egop_lab.methods import BENCH, COMPILED, EPOCH, LANGUAGE, METHODS, RESNET, SMALL, Start, Together, compared, label
+from egop_lab import making, methods
+from egop_lab.making import Start, Together
+from egop_lab.methods import BENCH, COMPILED, EPOCH, LANGUAGE, METHODS, RESNET, SMALL, compared, label
 from egop_lab.training.records import Store
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
@@ -77,7 +78,7 @@ def test_a_start_that_lacks_something_is_told_so():
 
 def test_without_the_package_one_line_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(methods.MissingPackageError, match=r"^SOAP comes from .* pip install pytorch-optimizer\.$"):
+    with pytest.raises(making.MissingPackageError, match=r"^SOAP comes from .* pip install pytorch-optimizer\.$"):
         compared(LANGUAGE)["SOAP"].make(started())
 
 

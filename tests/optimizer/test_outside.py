@@ -141,8 +141,9 @@ def test_matrix_optimizers_say_what_to_do_with_vectors():
         made(network(), egop.optim.Sign, outside=None, lr=0.01)
 
 
-def test_a_block_of_another_model_is_not_needed():
+def test_all_parameters_are_stepped_and_the_head_is_outside():
     model = DEEP.build()
+    before = cases.parameters_of(model)
     optimizer = egop.ReparameterizedOptimizer(
         model, egop.optim.Sign, refresh=egop.Online(), outside=torch.optim.AdamW, lr=0.01
     )
@@ -150,6 +151,10 @@ def test_a_block_of_another_model_is_not_needed():
         optimizer.zero_grad()
         logistic(model, DEEP.batches()[step % 4]).backward()
         optimizer.step()
+    after = cases.parameters_of(model)
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    (head,) = [name for name, why in optimizer.refresher.unrotated.items() if why == "the output head"]
+    assert set(optimizer.inner.state[model.get_parameter(head)]) == {"step", "exp_avg", "exp_avg_sq"}  # AdamW's
 
 
 @pytest.mark.parametrize("pair", [(torch.optim.Adam, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.Adam)])

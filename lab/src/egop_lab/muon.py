@@ -44,10 +44,6 @@ class Muon(egop.optim.MatrixOptimizer):
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, settings | {"iterations": iterations, "update_rms": 0.2} | further)
 
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        """The momenta."""
-        return self.momenta(group, weights)
-
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Their polar factors."""
         return egop.optim.polar(matrices, group["iterations"])

@@ -14,7 +14,7 @@ from egop.estimation.algorithm import (
     gradients_for,
     samples_wanted,
 )
-from egop.estimation.chunks import Method
+from egop.estimation.chunks import Sampling
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.estimation.sampling import sample_gradients
@@ -25,10 +25,10 @@ __all__ = [
     "Gathering",
     "Gaussian",
     "Initialization",
-    "Method",
     "NoGradientError",
     "Objective",
     "Recentered",
+    "Sampling",
     "blocks_of",
     "check_reached",
     "checked",

@@ -29,7 +29,7 @@ from egop.basis import (
 )
 from egop.distributed import processes
 from egop.estimation import division
-from egop.estimation.chunks import Method
+from egop.estimation.chunks import Sampling
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
 from egop.estimation.sampling import check_samples, sample_gradients
@@ -48,7 +48,7 @@ def estimate(
     memory: int | str = "2GiB",
     generator: torch.Generator | None = None,
     progress: bool = True,
-    sampling: Method = "auto",
+    sampling: Sampling = "auto",
     stability: bool = False,
     shard_bases: bool = False,
 ) -> Reparameterization:
@@ -145,7 +145,7 @@ def estimate_plan(
     rho: Distribution,
     samples: int | None,
     generator: torch.Generator,
-    sampling: Method,
+    sampling: Sampling,
     progress: bool,
     stability: bool = False,
     shard_bases: bool = False,
@@ -189,7 +189,7 @@ def gradients_for(
     rho: Distribution,
     samples: int | None,
     generator: torch.Generator,
-    sampling: Method,
+    sampling: Sampling,
     progress: bool,
     share: range | None = None,
 ) -> Generator[dict[str, Tensor], None, None]:

@@ -16,7 +16,7 @@ from egop.numerics import drawn_outside_torch, full_precision
 
 logger = logging.getLogger("egop")
 
-Method = Literal["auto", "loop", "vmap"]
+Sampling = Literal["auto", "loop", "vmap"]
 
 # What one chunk of points may hold in values, gradients and activations on the CPU. More would be slower there: larger
 # tensors come from fresh pages of memory every time, and leave the cache.
@@ -42,7 +42,7 @@ def memory_for_chunks(objective: Objective) -> int:
 
 
 def choose(
-    objective: Objective, names: Sequence[str], point: Points, method: Method, chunk_bytes: int
+    objective: Objective, names: Sequence[str], point: Points, method: Sampling, chunk_bytes: int
 ) -> tuple[bool, int]:
     """Whether to take points many at a time, and how many."""
     saved: dict[int, int] = {}

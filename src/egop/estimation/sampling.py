@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from egop.estimation.chunks import Method, check_finite, choose, first_line, memory_for_chunks, say_why
+from egop.estimation.chunks import Sampling, check_finite, choose, first_line, memory_for_chunks, say_why
 from egop.estimation.gradients import Points, looped, vmapped
 from egop.estimation.initialisers import stacked
 from egop.estimation.objective import Objective
@@ -30,7 +30,7 @@ def sample_gradients(
     *,
     names: Sequence[str] | None = None,
     generator: torch.Generator,
-    method: Method = "auto",
+    method: Sampling = "auto",
     progress: bool = False,
     chunk_bytes: int | None = None,
     share: range | None = None,

@@ -5,7 +5,7 @@ Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer
 
 from egop.numerics import linalg, precision
 from egop.numerics.checks import check_fraction, check_not_negative, check_positive
-from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, random_orthonormal
+from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, near_one, random_orthonormal
 from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
 from egop.numerics.sketch import RowSketch
@@ -25,6 +25,7 @@ __all__ = [
     "identity",
     "in_normal_mode",
     "linalg",
+    "near_one",
     "precision",
     "random_orthonormal",
     "random_state",

@@ -284,3 +284,10 @@ def _on_diagonal(matrices: Tensor, size: int) -> Tensor:
 def _has_fast_float64(device: torch.device) -> bool:
     """Data-centre GPUs (V100, A100, H100, B200) have a tenth or more of float32's rate in float64, others a 32nd."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((7, 0), (8, 0), (9, 0), (10, 0))
+
+
+def near_one(matrices: Tensor) -> Tensor:
+    """Divided by powers of two, which loses no bit, so that squares of their entries neither overflow nor vanish."""
+    largest = matrices.abs().amax((-2, -1), keepdim=True)
+    scale = (torch.frexp(largest).mantissa / largest).clamp_max(2.0**126)
+    return matrices * torch.where(largest > 0, scale, 1)

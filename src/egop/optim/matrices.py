@@ -44,9 +44,9 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                     "egop.ReparameterizedOptimizer by outside=torch.optim.AdamW."
                 )
 
-    @abc.abstractmethod
     def directions(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        """Take in the gradients of weights of one shape, and say what their matrices are mapped to before scaling."""
+        """Take in the gradients of weights of one shape, and say what is mapped: the momenta, if no more is kept."""
+        return self.momenta(group, weights)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,12 +125,6 @@ def scaled_to(updates: Tensor, size: float) -> Tensor:
     """Each of some matrices with this root mean square; one of zeros stays so."""
     squares = updates.square().mean((-2, -1), keepdim=True)
     return updates * torch.where(squares > 0, size * squares.rsqrt(), 0)
-
-
-def near_one(matrices: Tensor) -> Tensor:
-    """Each divided by its largest entry, so that squares neither overflow nor vanish; next to nothing becomes zero."""
-    largest = matrices.abs().amax((-2, -1), keepdim=True)
-    return matrices * torch.where(largest > torch.finfo(largest.dtype).tiny, 1 / largest, 0 * largest)
 
 
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

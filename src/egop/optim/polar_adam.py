@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction
-from egop.optim.matrices import MatrixOptimizer, near_one
+from egop.numerics import check_fraction, check_positive, near_one
+from egop.optim.matrices import MatrixOptimizer
 
 # Of the quintic that takes all singular values into 0.7 to 1.2 in five steps (Keller Jordan's, in Muon).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -51,8 +51,7 @@ class PolarAdam(MatrixOptimizer):
     ) -> None:
         for place, beta in enumerate(betas):
             check_fraction(f"betas[{place}]", beta)
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"Invalid iterations value: {iterations!r}. Must be a whole number of at least 1.")
+        check_positive("iterations", iterations)
         settings = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "iterations": iterations}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
 

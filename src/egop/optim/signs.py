@@ -48,10 +48,6 @@ class Sign(MatrixOptimizer):
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
 
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        """The momenta."""
-        return self.momenta(group, weights)
-
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Their signs; what is not a number stays so, to be seen."""
         return torch.where(matrices.isnan(), matrices, matrices.sign())

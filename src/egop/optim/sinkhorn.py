@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction
-from egop.optim.matrices import MatrixOptimizer, near_one
+from egop.numerics import check_fraction, check_positive, near_one
+from egop.optim.matrices import MatrixOptimizer
 
 
 class Sinkhorn(MatrixOptimizer):
@@ -45,14 +45,9 @@ class Sinkhorn(MatrixOptimizer):
         update_rms: float = 0.2,
     ) -> None:
         check_fraction("momentum", momentum)
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"Invalid iterations value: {iterations!r}. Must be a whole number of at least 1.")
+        check_positive("iterations", iterations)
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
-
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        """The momenta."""
-        return self.momenta(group, weights)
 
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """With rows of length √columns, then columns of length √rows, and so on."""

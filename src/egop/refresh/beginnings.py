@@ -45,7 +45,7 @@ class Beginnings:
         self.unrotated = basis.unrotated
         optimizer.rebase(basis, moments="reset")
         self.waiting = {block.name for block in optimizer.blocks}
-        self._settle(_trained_names(optimizer), self.waiting)
+        self._decide(_trained_names(optimizer), self.waiting)
         self._asked = True
         if not basis:
             warnings.warn(_nothing_to_rotate(optimizer, basis.unrotated, name), stacklevel=2)
@@ -66,7 +66,7 @@ class Beginnings:
             )
         new = {block.name for block in optimizer.blocks} - before
         self.waiting |= new
-        self._settle(late, new)
+        self._decide(late, new)
 
     def made_of(self, optimizer: Rebasable) -> set[str]:
         """The blocks that were made here; none if someone has given or replaced them."""
@@ -92,7 +92,7 @@ class Beginnings:
             self._known = now
         return [name for name, parameter in self._open if parameter.requires_grad and parameter.grad is not None]
 
-    def _settle(self, names: Iterable[str], blocks: Iterable[str]) -> None:
+    def _decide(self, names: Iterable[str], blocks: Iterable[str]) -> None:
         """Ask no more about these parameters, for which these blocks were made."""
         self.made |= set(blocks)
         self._settled |= set(names)

@@ -101,7 +101,7 @@ class GramMatrices:
             if not stack.is_first:  # what is here as a whole is there, too
                 names = [block.name for block in stack.blocks]
                 known = [
-                    {key: gram * 0 for key, gram in grams.items()} if name in self._totals else grams
+                    {key: torch.zeros_like(gram) for key, gram in grams.items()} if name in self._totals else grams
                     for name, grams in zip(names, known, strict=True)
                 ]
             sums = {key: stack.summed(torch.stack([grams[key] for grams in known])) for key in known[0]}

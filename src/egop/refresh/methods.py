@@ -146,17 +146,10 @@ def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
 
 def off_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
     """How much of a Gram matrix is off the diagonal in this basis, relative to all of it."""
-    inside = _near_one(basis.mT @ gram @ basis)
+    inside = linalg.near_one(basis.mT @ gram @ basis)
     total = torch.linalg.matrix_norm(inside)
     rest = torch.linalg.matrix_norm(inside - inside.diagonal(dim1=-2, dim2=-1).diag_embed())
     return torch.where(total == 0, 0, rest / total)
-
-
-def _near_one(matrices: Tensor) -> Tensor:
-    """Divided by powers of two, which loses no bit, so that squares of their entries neither overflow nor vanish."""
-    largest = matrices.abs().amax((-2, -1), keepdim=True)
-    scale = (torch.frexp(largest).mantissa / largest).clamp_max(2.0**126)
-    return matrices * torch.where(largest > 0, scale, 1)
 
 
 @contextlib.contextmanager

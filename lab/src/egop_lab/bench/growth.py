@@ -13,7 +13,7 @@ from egop_lab.bench.networks import Network
 from egop_lab.bench.starts import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, available
 from egop_lab.bench.steps import trials
 from egop_lab.bench.timing import interleaved, reason
-from egop_lab.methods import RENEWED
+from egop_lab.making import RENEWED
 
 _METHODS = (ADAMW, SHARED, SHARED_ONLINE, KRONECKER, KRONECKER_ONLINE, SOAP)
 

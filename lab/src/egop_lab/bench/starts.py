@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop_lab import methods
+from egop_lab import making, methods
 from egop_lab.bench.networks import Network
-from egop_lab.methods import BENCH, RENEWED, Method, label
+from egop_lab.making import RENEWED
+from egop_lab.methods import BENCH, Method, label
 
 MEMORY = "64GiB"
 ADAMW, SOAP, SHAMPOO = (label(BENCH, name) for name in ("adamw", "soap", "shampoo-blocks"))
@@ -20,7 +21,7 @@ KRONECKER, KRONECKER_ONLINE = label(BENCH, "kronecker-fixed"), label(BENCH, "kro
 INSTALL = f"{SOAP}, {SHAMPOO} and the Muon of ResNets are left out: pip install pytorch-optimizer for them."
 
 
-class Start(methods.Start):
+class Start(making.Start):
     """One whose bases cost nothing before the training."""
 
     def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
@@ -75,8 +76,8 @@ def available(network: Network) -> tuple[dict[str, Method], bool]:
     """The methods that can be had here for a network, and whether some are left out for want of a package."""
     choices = methods.compared(BENCH)
     try:
-        methods.foreign(SOAP)
-    except methods.MissingPackageError:
+        making.foreign(SOAP)
+    except making.MissingPackageError:
         foreign = {"always", "convolutions"} if network.images else {"always"}
         return {name: method for name, method in choices.items() if method.package not in foreign}, True
     return choices, False

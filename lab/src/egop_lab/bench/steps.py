@@ -17,7 +17,8 @@ from egop_lab.bench.machine import Rates, Row, Setting, release
 from egop_lab.bench.networks import Network
 from egop_lab.bench.starts import ADAMW, INSTALL, SOAP, available, period, start
 from egop_lab.bench.timing import Marks, interleaved, spread
-from egop_lab.methods import COMPILED, RENEWED, Method, compared
+from egop_lab.making import RENEWED
+from egop_lab.methods import COMPILED, Method, compared
 
 _BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, as in training
 

@@ -31,7 +31,7 @@ import egop
 from egop.runs import Curve, Run, train
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
-from egop_lab.methods import torch_optimizer
+from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 
 __all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "run", "summary"]

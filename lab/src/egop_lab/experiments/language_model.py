@@ -12,7 +12,8 @@ from egop_lab.data.text import load
 from egop_lab.experiments.base import Kind
 from egop_lab.experiments.curves import bar_panel, best_rate, quartiles, rate_series
 from egop_lab.experiments.timed import Claim, TimedExperiment, is_tuning, lowest, number
-from egop_lab.methods import LANGUAGE, RENEWED, compared, foreign, label
+from egop_lab.making import RENEWED, foreign
+from egop_lab.methods import LANGUAGE, compared, label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.language import BETAS, COMMON, Run
 from egop_lab.training.records import Record, Store

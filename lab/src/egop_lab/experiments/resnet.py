@@ -11,7 +11,8 @@ from egop.runs import Panel, Picture, Series, counted
 from egop_lab.data import images
 from egop_lab.experiments.curves import bar_panel, best_rate, quartiles
 from egop_lab.experiments.timed import Claim, Measures, TimedExperiment, is_tuning, lowest, number
-from egop_lab.methods import RESNET, compared, foreign, label
+from egop_lab.making import foreign
+from egop_lab.methods import RESNET, compared, label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.residual import Run

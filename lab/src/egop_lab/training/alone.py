@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from egop_lab.methods import SMALL, Start, compared
+from egop_lab.making import Start
+from egop_lab.methods import SMALL, compared
 from egop_lab.training import batched
 
 

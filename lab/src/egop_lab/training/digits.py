@@ -11,7 +11,7 @@ import egop
 from egop.runs import Curve, train
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
-from egop_lab.methods import torch_optimizer
+from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.training.context import over_processes
 from egop_lab.training.networks import ImageTrials
@@ -72,7 +72,7 @@ def train_alone(
 
     Args:
         seed: of the trial.
-        optimizer: a name in :data:`~egop_lab.methods.TORCH`.
+        optimizer: a name in :data:`~egop_lab.making.TORCH`.
         rate: the learning rate.
         epochs: how many.
         device: where to train.

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import egop
 from egop_lab.data.text import Text, Windows
-from egop_lab.methods import LANGUAGE, Start
+from egop_lab.making import Start
+from egop_lab.methods import LANGUAGE
 from egop_lab.models.gpt import GPT, initialize_
 from egop_lab.training import timed
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import egop
 from egop_lab.data import images
-from egop_lab.methods import RESNET, Start
+from egop_lab.making import Start
+from egop_lab.methods import RESNET
 from egop_lab.models.residual import ResidualNetwork, initialize_
 from egop_lab.training import timed
 
