@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import egop
-from egop.optimizer import recordings, stacks
-from egop.optimizer.recordings import InPlace, Recorder, copy_all
+from egop.numerics import InPlace, Recorder, copy_all, recordings
+from egop.optimizer import stacks
 from explicit import distance, identical
 from recordings import record_on_the_cpu
 

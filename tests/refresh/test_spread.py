@@ -11,8 +11,8 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP
+from egop.numerics import Recorder, Replayed
 from egop.numerics.linalg import orthonormality_error
-from egop.optimizer.recordings import Recorder, Replayed
 from egop.refresh import methods
 from egop.refresh.schedules import turns_of
 from explicit import distance, identical, logistic

@@ -44,6 +44,8 @@ class Muon(egop.optim.MatrixOptimizer):
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, settings | {"iterations": iterations, "update_rms": 0.2} | further)
 
+    recordable = True
+
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Their polar factors."""
         return egop.optim.polar(matrices, group["iterations"])
@@ -76,6 +78,8 @@ class NorMuon(Muon):
         **options: Any,
     ) -> None:
         super().__init__(params, lr, momentum, beta2=beta2, eps=eps, **options)
+
+    recordable = True
 
     def updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
         """Polar factors, each row divided by the root of its running mean square, then all scaled to one size."""

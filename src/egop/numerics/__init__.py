@@ -1,4 +1,4 @@
-"""Numbers: precision of products, random states, decompositions in float64, sketches.
+"""Numbers: precision of products, random states, decompositions in float64, sketches, recordings for GPUs.
 
 Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer products add up over processes.
 """
@@ -8,15 +8,22 @@ from egop.numerics.checks import check_fraction, check_not_negative, check_posit
 from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, near_one, random_orthonormal
 from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
+from egop.numerics.recordings import SMALL, Aside, InPlace, Recorder, Replayed, copy_all, side_by_side
 from egop.numerics.sketch import RowSketch
 
 __all__ = [
+    "SMALL",
+    "Aside",
+    "InPlace",
     "OuterProducts",
     "RandomStream",
+    "Recorder",
+    "Replayed",
     "RowSketch",
     "check_fraction",
     "check_not_negative",
     "check_positive",
+    "copy_all",
     "drawn_outside_torch",
     "eigenbasis",
     "exact_products",
@@ -31,5 +38,6 @@ __all__ = [
     "random_state",
     "seed_everything",
     "set_random_state",
+    "side_by_side",
     "without_autocast",
 ]

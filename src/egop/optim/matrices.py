@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.numerics import check_not_negative, without_autocast
+from egop.numerics import SMALL, InPlace, Recorder, check_not_negative, copy_all, without_autocast
+
+# A group of the optimizer, weights of it that have one shape, and their gradients.
+Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor]]
 
 
 class MatrixOptimizer(Optimizer, abc.ABC):
@@ -20,10 +23,14 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     one shape are stepped together. A weight of more than two dimensions (a kernel) is a matrix with a row for each
     output. All state is plain tensors of the weight's shape: ``exp_avg`` is linear in the gradients and follows a
     rotation exactly, ``exp_avg_sq`` by the squared rotation (see :mod:`egop.optimizer.moments`).
+
+    On a GPU the steps of small networks are recorded as a CUDA graph, if the class itself (not one that it inherits
+    from) has ``recordable = True``: its step then has to be work on tensors alone, without counters and random numbers.
     """
 
     # Told to egop.ReparameterizedOptimizer: coordinates that are matrices will do, vectors will not.
     works_on_matrices = True
+    recordable = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_not_negative("lr", defaults["lr"])
@@ -31,6 +38,12 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         check_not_negative("update_rms", defaults["update_rms"])
         # Whether a tensor of more than two dimensions is a stack of matrices, its last two; egop's coordinates are.
         super().__init__(params, defaults | {"matrices_last": False})
+        self._record_anew()
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether its class says that of itself."""
+        return bool(vars(type(self)).get("recordable"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of weights, each of two dimensions or more."""
@@ -44,9 +57,9 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                     "egop.ReparameterizedOptimizer by outside=torch.optim.AdamW."
                 )
 
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
+    def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Take in the gradients of weights of one shape, and say what is mapped: the momenta, if no more is kept."""
-        return self.momenta(group, weights)
+        return self.momenta(group, weights, gradients)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -60,20 +73,65 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            for group in self.param_groups:
-                for weights in _alike(group["params"]):
-                    self._step(group, weights)
+            parts = [
+                (group, weights, list(map(_gradient, weights)))
+                for group in self.param_groups
+                for weights in _alike(group["params"])
+            ]
+            if self.is_recordable and _is_small(parts):
+                self._step_recorded(parts)
+            else:
+                for part in parts:
+                    self._step(*part, *_rates(part[0]))
         return loss
 
-    def _step(self, group: Mapping[str, Any], weights: list[Tensor]) -> None:
-        inputs = torch.stack(self.directions(group, weights))
+    def _step(
+        self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor], lr: Any, kept: Any
+    ) -> None:
+        inputs = torch.stack(self.directions(group, weights, gradients))
         if inputs.dtype in (torch.float16, torch.bfloat16):  # whose few digits are no measure of what is rounding
             inputs = inputs.float()
         updates = self.updates(group, weights, _as_matrices(inputs, last=group["matrices_last"]))
-        updates = updates.mul_(group["lr"]).reshape(inputs.shape).to(weights[0].dtype)
-        if group["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        updates = updates.mul_(lr).reshape(inputs.shape).to(weights[0].dtype)
+        if isinstance(kept, Tensor) or kept != 1:
+            torch._foreach_mul_(weights, kept)
         torch._foreach_sub_(weights, updates.unbind())
+
+    def _step_recorded(self, parts: Sequence[Part]) -> None:
+        """The same by a recording, in which gradients and rates have places of their own: they change, it does not."""
+        rates = {id(group): self._rates_in_place(group, weights[0]) for group, weights, _ in parts}
+        placed, tensors = [], []
+        for group, weights, gradients in parts:
+            slots = self._in_place(group, weights, gradients)
+            placed.append((group, weights, slots, *rates[id(group)]))
+            states = [tensor for weight in weights for tensor in self.state[weight].values()]
+            tensors += [*weights, *slots, *states, *rates[id(group)]]
+        self._again.of(tensors, self, placed, settings_beside_rates(group for group, _, _ in parts))
+
+    def _in_place(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        if group["matrices_last"]:  # egop's coordinates have them where they had them before
+            return gradients
+        slots = [self._slots.setdefault(weight, torch.empty_like(weight)) for weight in weights]
+        copy_all(slots, gradients)
+        return slots
+
+    def _rates_in_place(self, group: Mapping[str, Any], weight: Tensor) -> list[Tensor]:
+        key = id(group), weight.dtype, weight.device
+        places = self._rates.setdefault(key, [weight.new_empty(()), weight.new_empty(())])
+        for place, value in zip(places, _rates(group), strict=True):
+            place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+        return places
+
+    def _record_anew(self) -> None:
+        """Without what was recorded: it goes with tensors that may no longer be those of this optimizer."""
+        self._again = InPlace(_steps, Recorder())
+        self._rates: dict[Any, list[Tensor]] = {}  # by group
+        self._slots: dict[Tensor, Tensor] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies, and for a state that is loaded."""
+        super().__setstate__(state)
+        self._record_anew()
 
     def lookahead(self, weights: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
         """The momenta that a step with these gradients has, and what they are mapped to; nothing is changed.
@@ -87,10 +145,12 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         for group in self.param_groups:
             inside = [place_of[id(weight)] for weight in group["params"] if id(weight) in place_of]
             if inside:
+                # Nearly always all of them, in their order.
+                part = slice(None) if inside == list(range(len(weights))) else inside
                 means = [self.state.get(weights[i], {}).get("exp_avg", torch.zeros_like(weights[i])) for i in inside]
-                momenta[inside] = torch.stack(means).lerp(gradients[inside], 1 - group["momentum"])
-                matrices = _as_matrices(momenta[inside], last=group["matrices_last"])
-                mapped[inside] = self.mapped(matrices, group).reshape(momenta[inside].shape)
+                momenta[part] = torch.stack(means).lerp(gradients[part], 1 - group["momentum"])
+                matrices = _as_matrices(momenta[part], last=group["matrices_last"])
+                mapped[part] = self.mapped(matrices, group).reshape(momenta[part].shape)
         return momenta, mapped
 
     @abc.abstractmethod
@@ -105,9 +165,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """Updates of the size that the group says."""
         return scaled_to(updates, group["update_rms"])
 
-    def momenta(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
+    def momenta(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """The running means of the gradients, these taken in; with Nesterov a step ahead."""
-        gradients = [_gradient(weight) for weight in weights]
         means = [self._state(weight, "exp_avg") for weight in weights]
         torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
@@ -119,6 +178,12 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         tensor: Tensor = state[name]
         return tensor
+
+
+def _steps(optimizer: MatrixOptimizer, parts: Sequence[Any], settings: str) -> None:
+    """What is recorded; the settings are told apart by :class:`InPlace`."""
+    for part in parts:
+        optimizer._step(*part)
 
 
 def scaled_to(updates: Tensor, size: float) -> Tensor:
@@ -141,6 +206,25 @@ def _gradient(weight: Tensor) -> Tensor:
     if weight.grad.layout is not torch.strided:
         raise TypeError("egop.optim does not take sparse gradients. Use sparse=False in the embedding.")
     return weight.grad
+
+
+def _rates(group: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The learning rate, and what weight decay leaves of a weight."""
+    return group["lr"], 1 - group["lr"] * group["weight_decay"]
+
+
+def settings_beside_rates(groups: Iterable[Mapping[str, Any]]) -> str:
+    """What a recording has in it: all of these groups but the rates."""
+    rates = ("params", "lr", "weight_decay")
+    return str([{key: value for key, value in group.items() if key not in rates} for group in groups])
+
+
+def _is_small(parts: Sequence[Part]) -> bool:
+    """Whether launching the work of a step takes longer than doing it; rates in half precision would be rounded."""
+    weights = [weight for _, weights, _ in parts for weight in weights]
+    kinds = {(weight.device.type, weight.dtype) for weight in weights}
+    small = sum(weight.nbytes for weight in weights) <= SMALL
+    return small and kinds in ({("cuda", torch.float32)}, {("cuda", torch.float64)})
 
 
 def _as_matrices(tensors: Tensor, *, last: bool) -> Tensor:

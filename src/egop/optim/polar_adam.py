@@ -55,12 +55,13 @@ class PolarAdam(MatrixOptimizer):
         settings = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "iterations": iterations}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
 
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
+    recordable = True
+
+    def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Adam's; without its corrections of the first steps, which scale a whole matrix and so change nothing."""
         first, second = group["betas"]
-        momenta = self.momenta({"momentum": first, "nesterov": group["nesterov"]}, weights)
+        momenta = self.momenta({"momentum": first, "nesterov": group["nesterov"]}, weights, gradients)
         squares = [self._state(weight, "exp_avg_sq") for weight in weights]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
         roots = torch._foreach_sqrt(squares)

@@ -48,6 +48,8 @@ class Sign(MatrixOptimizer):
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
 
+    recordable = True
+
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Their signs; what is not a number stays so, to be seen."""
         return torch.where(matrices.isnan(), matrices, matrices.sign())

@@ -49,6 +49,8 @@ class Sinkhorn(MatrixOptimizer):
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
 
+    recordable = True
+
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """With rows of length √columns, then columns of length √rows, and so on."""
         return balanced(matrices, group["iterations"])

@@ -5,7 +5,6 @@
 
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, check_moments
-from egop.optimizer.recordings import Aside, InPlace, Recorder, Replayed
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.optimizer.restoring import about_of, check_about
@@ -17,16 +16,12 @@ __all__ = [
     "OWN",
     "REFRESH",
     "STANDS_FOR",
-    "Aside",
     "BoundBlock",
-    "InPlace",
     "Moments",
     "Rebasable",
-    "Recorder",
     "Refresh",
     "Refresher",
     "ReparameterizedOptimizer",
-    "Replayed",
     "Stack",
     "Stacks",
     "about_of",

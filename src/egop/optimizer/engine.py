@@ -13,7 +13,15 @@ from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock
-from egop.optimizer.inner import check_blocks, check_class, check_lookahead, fresh_states, lookahead, proposed
+from egop.optimizer.inner import (
+    check_blocks,
+    check_class,
+    check_lookahead,
+    fresh_states,
+    lookahead,
+    proposed,
+    read_by_lookahead,
+)
 from egop.optimizer.membership import Bound, bind
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
@@ -214,6 +222,20 @@ class Engine:
             momenta.append(pair[0])
             mapped.append(pair[1])
         return momenta, mapped
+
+    def read_by_lookahead(self, stacks: Sequence[Stack]) -> tuple[list[Tensor], str] | None:
+        """All tensors that :meth:`lookahead` reads for these stacks, and the settings; None if it cannot be recorded.
+
+        It can if nothing in it happens on the host, and the tensors are where they were in the last step.
+        """
+        if not self.stacks.still or any(len(stack.active) < len(stack.blocks) for stack in stacks):
+            return None
+        coordinates = [tensor for stack in stacks for block in stack.blocks for tensor in block.coordinates]
+        of_inner = read_by_lookahead(self.inner, coordinates)
+        if of_inner is None:
+            return None
+        own = [tensor for stack in stacks for tensor in (*stack.gradients, *stack.change.tensors.values())]
+        return own + of_inner[0], of_inner[1]
 
     # --- other bases ---
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from egop.optim import MatrixOptimizer, settings_beside_rates
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import Divided, Make
+from egop.optimizer.moments import momentum_of
 from egop.optimizer.trial import tried
 
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
@@ -175,6 +177,16 @@ def lookahead(inner: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) ->
         momenta.append(momentum)
         mapped.append(momentum / ((squares / (1 - second**steps)).sqrt() + eps))
     return torch.stack(momenta), torch.stack(mapped)
+
+
+def read_by_lookahead(inner: Optimizer, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str] | None:
+    """What :func:`lookahead` reads of an optimizer, and its settings, if it is work on tensors alone; else None."""
+    inside = inner.inside if isinstance(inner, Divided) else inner
+    means = [momentum_of(inside.state.get(tensor, {})) for tensor in tensors]
+    known = [mean for mean in means if mean is not None]
+    if not isinstance(inside, MatrixOptimizer) or not inside.is_recordable or len(known) < len(means):
+        return None
+    return known, settings_beside_rates(inside.param_groups)
 
 
 def fresh_states(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.numerics import exact_products
+from egop.numerics import copy_all, exact_products, side_by_side
 from egop.optimizer.moments import rotated
-from egop.optimizer.recordings import copy_all, side_by_side
 
 _WIDE = 2048  # from here on the product of two bases takes seconds on a CPU
 

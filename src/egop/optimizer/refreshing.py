@@ -50,6 +50,9 @@ class Rebasable(Protocol):
     def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
         """The momentum of this step and what the inner optimizer maps it to; in :meth:`Refresher.observe`."""
 
+    def read_by_lookahead(self, stacks: Sequence[Stack]) -> tuple[list[Tensor], str] | None:
+        """All tensors that :meth:`lookahead` reads for these stacks, and settings; None if it cannot be recorded."""
+
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Go on in other bases of some blocks of one stack."""
 

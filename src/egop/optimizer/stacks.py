@@ -10,16 +10,12 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis
 from egop.distributed import is_first_shard, sum_over_shards
-from egop.numerics import exact_products
+from egop.numerics import SMALL, InPlace, Recorder, copy_all, exact_products, side_by_side
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, movable
 from egop.optimizer.rebasing import StackedStates, moved_states, rebase
-from egop.optimizer.recordings import InPlace, Recorder, copy_all, side_by_side
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
-
-# Up to so many bytes of coordinates a GPU is done with the products of a step before the host has launched them.
-_SMALL = 128 * 2**20
 
 
 class Stack:
@@ -336,7 +332,7 @@ def _is_small(blocks: Sequence[BoundBlock]) -> bool:
     coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
     kinds = {coordinate.device.type for coordinate in coordinates}
     rotated = any(block.change.tensors for block in blocks)
-    return rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= _SMALL
+    return rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= SMALL
 
 
 def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -6,18 +6,18 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Shared, Side
 from egop.distributed import whole
-from egop.numerics import check_positive
+from egop.numerics import InPlace, Recorder, check_positive
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
 from egop.refresh.beginnings import Beginnings, Choose
 from egop.refresh.choosing import Choice
-from egop.refresh.methods import aligned
+from egop.refresh.methods import aligned, together
 
 _MADE = "made"  # what is saved of a block: whether it was made here
 
@@ -75,6 +75,7 @@ class _Aligning(Refresher):
     def __init__(self, choose: Choose, every: int) -> None:
         super().__init__()
         self.every, self.beginnings, self._said = every, Beginnings(choose), False
+        self._again = InPlace(_rotations, Recorder())
 
     @property
     def unrotated(self) -> dict[str, str]:
@@ -99,16 +100,12 @@ class _Aligning(Refresher):
 
     def renew(self, optimizer: Rebasable) -> None:
         """Rotate now, by the gradients of the step that is under way; without one there is nothing to follow."""
-        alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[_Wanted]] = {}
-        for stack in optimizer.stacks:
-            if stack.active and self.can_renew(stack.change):
-                wanted = _Wanted.of(optimizer, stack)
-                alike.setdefault((wanted.basis.shape[1:], wanted.basis.dtype, wanted.basis.device), []).append(wanted)
-        for group in alike.values():  # of one width, whatever the other side is: one call for all of them
-            self._align(optimizer, group)
-        self.renewals += bool(alike)
+        stacks = [stack for stack in optimizer.stacks if stack.active and self.can_renew(stack.change)]
+        if stacks:
+            self._align(optimizer, stacks)
+        self.renewals += bool(stacks)
         others = {block.change.kind for block in optimizer.blocks if not _can_align(block.change)}
-        if others and not alike and not self._said and any(stack.active for stack in optimizer.stacks):
+        if others and not stacks and not self._said and any(stack.active for stack in optimizer.stacks):
             self._said = True
             warnings.warn(
                 f"egop.Aligned finds no basis that it can rotate, only of structure {', '.join(sorted(others))}: they "
@@ -145,28 +142,33 @@ class _Aligning(Refresher):
         self.beginnings = Beginnings(self.beginnings.choose, made)
         self.beginnings.unrotated = unrotated
 
-    def _align(self, optimizer: Rebasable, group: Sequence[_Wanted]) -> None:
-        images, bases = ([getattr(wanted, name) for wanted in group] for name in ("image", "basis"))
-        fresh, sound = aligned(*(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (images, bases)))
-        self.count_failures(sound)
-        for wanted, part in zip(group, fresh.split([len(basis) for basis in bases]), strict=True):
-            for _, run in groupby(enumerate(wanted.stack.active), lambda pair: pair[1] - pair[0]):
+    def _align(self, optimizer: Rebasable, stacks: Sequence[Stack]) -> None:
+        read = optimizer.read_by_lookahead(stacks)
+        if read is None:
+            rotations = _rotations(optimizer, stacks, "")
+        else:
+            rotations = self._again.of(read[0], optimizer, stacks, read[1])
+        self.count_failures(torch.cat([sound for _, sound in rotations]))
+        for stack, (fresh, _) in zip(stacks, rotations, strict=True):
+            for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
                 places, members = zip(*run, strict=True)
-                tensors = {"basis": part[places[0] : places[-1] + 1]}
-                optimizer.rebase_stack(wanted.stack, slice(members[0], members[-1] + 1), tensors, "rotate")
+                tensors = {"basis": fresh[places[0] : places[-1] + 1]}
+                optimizer.rebase_stack(stack, slice(members[0], members[-1] + 1), tensors, "rotate")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: recordings belong to the stacks of this optimizer."""
+        return self.__dict__ | {"_again": InPlace(_rotations, Recorder())}
 
 
-class _Wanted(NamedTuple):
-    """What the rotations of a stack's active blocks are made from."""
+def _rotations(optimizer: Rebasable, stacks: Sequence[Stack], settings: str) -> list[tuple[Tensor, Tensor]]:
+    """New rotations of each stack's active blocks, and which are sound; those of one width by one call."""
+    return together(aligned, [_image(optimizer, stack) for stack in stacks])
 
-    stack: Stack
-    image: Tensor
-    basis: Tensor
 
-    @classmethod
-    def of(cls, optimizer: Rebasable, stack: Stack) -> _Wanted:
-        (momentum,), (mapped,) = optimizer.lookahead(stack)
-        change, _ = stack.active_part()
-        # In coordinates, where M is R times the momentum: the factor of R A is that of M f(RᵀM)ᵀ.
-        image = momentum.mT @ mapped if change.rowwise else momentum @ mapped.mT
-        return cls(stack, image, change.tensors["basis"])
+def _image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
+    """What the rotations of a stack's active blocks are made from, and the old ones."""
+    (momentum,), (mapped,) = optimizer.lookahead(stack)
+    change, _ = stack.active_part()
+    # In coordinates, where M is R times the momentum: the factor of R A is that of M f(RᵀM)ᵀ.
+    image = momentum.mT @ mapped if change.rowwise else momentum @ mapped.mT
+    return image, change.tensors["basis"]

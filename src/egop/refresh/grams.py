@@ -12,7 +12,8 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis
 from egop.distributed import is_sharded, local
-from egop.optimizer import BoundBlock, InPlace, Recorder, Stack, Stacks
+from egop.numerics import InPlace, Recorder
+from egop.optimizer import BoundBlock, Stack, Stacks
 
 Place = tuple[Stack, slice]  # some neighbours in a stack
 _GRAM = "gram/"  # before the name of each matrix, where they are saved

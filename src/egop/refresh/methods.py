@@ -9,13 +9,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.distributed import processes
-from egop.numerics import linalg, precision
+from egop.numerics import SMALL, linalg, precision
 
 _PROBES = 4  # vectors that a new basis is tried on
 
@@ -29,7 +30,7 @@ _FULL, _PARTIAL = 1e-10, 3e-10
 _FASTER = 10  # than two cores is a GPU
 
 Done = Callable[[], object]  # called after each decomposition, for a progress bar
-Renewal = Callable[..., tuple[Tensor, ...]]  # of Gram matrices and bases: new bases, and which are sound
+Renewal = Callable[..., Any]  # of Gram matrices and bases: new bases, and which are sound
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,43 @@ def off_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
     total = torch.linalg.matrix_norm(inside)
     rest = torch.linalg.matrix_norm(inside - inside.diagonal(dim1=-2, dim2=-1).diag_embed())
     return torch.where(total == 0, 0, rest / total)
+
+
+def together(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Renew bases, those of one width by one call, whatever weights they are of; where that fails, the old ones.
+
+    Args:
+        renewal: of Gram matrices and bases.
+        pairs: both, stacked.
+    """
+    alike: dict[Any, list[int]] = {}
+    for index, (gram, _) in enumerate(pairs):
+        alone = index if gram.nbytes > SMALL else None  # one call would be no faster, and take more memory
+        alike.setdefault((gram.shape[1:], gram.dtype, gram.device, alone), []).append(index)
+    results: dict[int, tuple[Tensor, Tensor]] = {}
+    for indices in alike.values():
+        grams, bases = zip(*(pairs[index] for index in indices), strict=True)
+        fresh, sound = _attempted(renewal, joined(grams), joined(bases))
+        sizes = [len(gram) for gram in grams]
+        results |= zip(indices, zip(fresh.split(sizes), sound.split(sizes), strict=True), strict=True)
+    return [results[index] for index in range(len(pairs))]
+
+
+def joined(stacks: Sequence[Tensor]) -> Tensor:
+    """Stacks of matrices as one; a single one is not copied."""
+    return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))
+
+
+def _attempted(renewal: Renewal, gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """New bases and which are sound; where decompositions raise an error, the old ones."""
+    try:
+        pair: tuple[Tensor, Tensor] = renewal(gram, basis)
+        return pair
+    except torch.linalg.LinAlgError:
+        if len(gram) == 1:
+            return basis.clone(), gram.new_zeros(gram.shape[:-2], dtype=torch.bool)
+        parts = [_attempted(renewal, *pair) for pair in zip(gram.split(1), basis.split(1), strict=True)]
+        return torch.cat([fresh for fresh, _ in parts]), torch.cat([sound for _, sound in parts])
 
 
 @contextlib.contextmanager

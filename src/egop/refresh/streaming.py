@@ -12,10 +12,11 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis
 from egop.distributed import whole
-from egop.optimizer import Aside, BoundBlock, Moments, Rebasable, Recorder, Refresher, Replayed, Stack
+from egop.numerics import Aside, Recorder, Replayed
+from egop.optimizer import BoundBlock, Moments, Rebasable, Refresher, Stack
 from egop.refresh.beginnings import Beginnings, Choose
 from egop.refresh.grams import GramMatrices, Place
-from egop.refresh.methods import Method, Renewal, announced
+from egop.refresh.methods import Method, Renewal, announced, together
 from egop.refresh.schedules import Schedule
 
 _PHASE = "phase"  # where a block stands: has it had a gradient, does it wait for a basis, was it made here, its turn
@@ -200,14 +201,12 @@ class Streaming(Refresher):
         ]
         used = [tensor for stack, _, key, total, gram in inputs for tensor in (total, gram, stack.change.tensors[key])]
         with self._aside.of(used) as beside:
+            pairs = [(total, stack.change.tensors[key][members]) for stack, members, key, total, _ in inputs]
+            renewed = iter(together(renewal, pairs))
             for (stack, members), matrices in groupby(inputs, lambda given: given[:2]):
                 tensors, sound = {}, []
-                for _, _, key, total, gram in matrices:
-                    old = stack.change.tensors[key][members]
-                    try:
-                        tensors[key], right = renewal(total, old)
-                    except torch.linalg.LinAlgError:
-                        tensors[key], right = old.clone(), gram.new_zeros(gram.shape[:-2], dtype=torch.bool)
+                for _, _, key, _, gram in matrices:
+                    tensors[key], right = next(renewed)
                     # What is not finite would never leave a running mean again.
                     torch.where(right[..., None, None], gram, gram.new_zeros(()), out=gram)
                     sound.append(right)

@@ -9,6 +9,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+# Up to so many bytes of weights a GPU is done with the work of a step before the host has launched it.
+SMALL = 128 * 2**20
+
 # How many sets of tensors a function is recorded for, and how many are looked out for: beyond that it does not pay.
 _RECORDINGS, _REMEMBERED = 4, 16
 

@@ -1,0 +1,122 @@
+"""Steps of the bases as recordings: the same as computed ones, whatever changes in between."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import egop
+from explicit import identical
+from recordings import record_on_the_cpu
+
+KINDS = [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam]
+REFRESHES = {
+    "alone": None,
+    "online": egop.Online(every=3, structure=egop.Shared(side="smaller")),
+    "both": egop.Online(every=3, structure=egop.Kronecker()),
+    "aligned": egop.Aligned(),
+}
+CASES = [(kind, way) for kind in KINDS for way in REFRESHES if (kind, way) != (egop.optim.PolarAdam, "aligned")]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def made(kind, way, device="cpu", dtype=torch.float64):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)]
+    model = nn.Sequential(*layers).to(device, dtype)
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    if way == "alone":
+        return model, kind([layer.weight for layer in model if isinstance(layer, nn.Linear)], **options)
+    outside = torch.optim.AdamW
+    return model, egop.ReparameterizedOptimizer(model, kind, refresh=REFRESHES[way], outside=outside, **options)
+
+
+def trained(model, optimizer, steps, *, without=()):
+    """With rates that change, and some steps without gradients of a layer."""
+    weight = model[0].weight
+    for step in steps:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(16, 6, generator=generator, dtype=torch.float64).to(weight)
+        (model(inputs) - inputs[:, :4].sin()).square().mean().backward()
+        if step in without:
+            weight.grad = None
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 / (1 + step)
+            group["weight_decay"] = 0.1 if step % 4 else 0.0
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_replayed_steps_are_those_computed(kind, way, monkeypatch):
+    results, counts = [], {}
+    for recorded in (False, True):
+        model, optimizer = made(kind, way)
+        counts = record_on_the_cpu(monkeypatch) if recorded else {}
+        trained(model, optimizer, range(12), without=(5, 6))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for group in optimizer.param_groups:
+            group["nesterov"] = False  # is in a recording
+        results.append(trained(model, optimizer, range(12, 24)))
+    assert identical(*results)
+    assert counts["replayed"] > counts["recorded"] > 0
+
+
+def test_a_copy_has_recordings_of_its_own(monkeypatch):
+    record_on_the_cpu(monkeypatch)
+    model, optimizer = made(egop.optim.PolarAdam, "alone")
+    trained(model, optimizer, range(6))
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    assert identical(trained(model, optimizer, range(6, 12)), trained(twin_model, twin, range(6, 12)))
+
+
+def test_a_class_that_does_not_say_so_itself_is_not_recorded(monkeypatch):
+    """It may count steps, or draw random numbers: a recording would repeat the first ones."""
+
+    class Growing(egop.optim.Sign):
+        calls = 0
+
+        def updates(self, group, weights, matrices):
+            self.calls += 1
+            return self.calls * super().updates(group, weights, matrices)
+
+    results = []
+    for recorded in (False, True):
+        if recorded:
+            record_on_the_cpu(monkeypatch)
+        model, optimizer = made(Growing, "alone")
+        results.append(trained(model, optimizer, range(8)))
+    assert identical(*results)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_a_step_on_a_gpu_is_one_on_the_cpu(kind, way):
+    """In float64, by recordings there: as long as rounding has made no other signs of weak directions."""
+    results = []
+    for device in ("cpu", "cuda"):
+        model, optimizer = made(kind, way, device)
+        found = trained(model, optimizer, range(8), without=(2,))
+        results.append({name: value.cpu() for name, value in found.items()})
+    for name in results[0]:
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=1e-7)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_recorded_on_a_gpu_is_computed_on_a_gpu(kind, way, monkeypatch):
+    results = []
+    for recorded in (False, True):
+        with monkeypatch.context() as patch:
+            if not recorded:
+                patch.setattr(egop.numerics.Recorder, "device_for", lambda self, tensors: None)
+            model, optimizer = made(kind, way, "cuda", torch.float32)
+            trained(model, optimizer, range(12), without=(5, 6))
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            results.append(trained(model, optimizer, range(12, 30)))
+    for name in results[0]:
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=1e-5)
