@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,8 +45,9 @@ class Start:
         init_fn: how the model is initialised, for bases from gradients at fresh initialisations.
         samples: how many gradients make such a basis.
         seed: of the sampling.
-        inside: which weights get a basis; by default all that can.
+        inside: which weights get a basis, by one or several name patterns; by default all that can.
         memory: what all bases together may take.
+        bases: those from before the training that were made already, by structure, where trainings share them.
     """
 
     model: nn.Module
@@ -57,16 +59,33 @@ class Start:
     init_fn: Callable[[nn.Module], Any] | None = None
     samples: int | None = None
     seed: int = 0
-    inside: str | None = None
+    inside: str | Sequence[str] | None = None
     memory: str = "2GiB"
+    bases: MutableMapping[egop.Structure, egop.Reparameterization] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Of the model."""
         return list(self.model.parameters())
 
+    @property
+    def hidden(self) -> list[nn.Parameter]:
+        """What optimizers for matrices step: what is named inside, else all but embeddings and the last layer."""
+        ends = set(_ends(self.model))
+        if self.inside is None:
+            return [weight for weight in self.parameters if weight.dim() > 1 and weight not in ends]
+        named = self.model.named_parameters()
+        return [weight for name, weight in named if weight.dim() > 1 and any(map(_matching(name), self._patterns))]
+
     def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
-        """A basis from gradients at fresh initialisations."""
+        """A basis from gradients at fresh initialisations (a random one needs none)."""
+        if self.bases is None:
+            return self._estimated(structure)
+        if structure not in self.bases:
+            self.bases[structure] = self._estimated(structure)
+        return self.bases[structure]
+
+    def _estimated(self, structure: egop.Structure) -> egop.Reparameterization:
         assert self.objective is not None
         return egop.estimate(
             self.objective,
@@ -87,8 +106,12 @@ class Start:
         """A basis that follows the gradients of the training."""
         return egop.Online(every=self.every, structure=self._chosen(structure), memory=self.memory)
 
+    @property
+    def _patterns(self) -> Sequence[str]:
+        return [self.inside] if isinstance(self.inside, str) else self.inside or []
+
     def _chosen(self, structure: egop.Structure) -> Any:
-        return structure if self.inside is None else {self.inside: structure}
+        return structure if self.inside is None else dict.fromkeys(self._patterns, structure)
 
 
 @dataclass(frozen=True)
@@ -202,18 +225,48 @@ def muon(start: Start) -> Optimizer:
 
 
 def stacked(start: Start, *, kind: type[Optimizer]) -> Optimizer:
-    """Hidden matrices and kernels by an optimizer of :mod:`egop_lab.muon`, everything else by AdamW."""
-    ends = set(_ends(start.model))
-    hidden = [weight for weight in start.parameters if weight.dim() > 1 and weight not in ends]
-    others = [parameter for parameter in start.parameters if parameter.dim() < 2 or parameter in ends]
-    return Together(kind(hidden, **start.options), torch.optim.AdamW(others, **start.options, **start.adam))
+    """Hidden matrices and kernels by an optimizer for matrices, everything else by AdamW."""
+    hidden = set(start.hidden)
+    others = [parameter for parameter in start.parameters if parameter not in hidden]
+    return Together(kind(start.hidden, **start.options), torch.optim.AdamW(others, **start.options, **start.adam))
 
 
-def crossed(start: Start, *, base: type[Optimizer], online: egop.Structure | None = None) -> Optimizer:
-    """A base optimizer that sees matrices in a basis that follows the gradients, or serves it; AdamW outside."""
-    refresh = egop.Aligned(memory=start.memory) if online is None else start.online(online)
-    outside = (torch.optim.AdamW, dict(start.adam))
-    return egop.ReparameterizedOptimizer(start.model, base, refresh=refresh, outside=outside, **start.options)
+def crossed(
+    start: Start,
+    *,
+    base: type[Optimizer],
+    upfront: egop.Structure | None = None,
+    random: egop.Structure | None = None,
+    online: egop.Structure | None = None,
+    aligned: bool = False,
+) -> Optimizer:
+    """A base optimizer in some coordinates, at most one of these; AdamW outside.
+
+    Args:
+        start: what it is made from.
+        base: AdamW, or one that sees matrices.
+        upfront: the structure of a basis from before the training.
+        random: the structure of a random basis.
+        online: the structure of a basis that follows the gradients.
+        aligned: whether the basis serves the base.
+    """
+    own = start.adam if base is torch.optim.AdamW else {}
+    if not (upfront or random or online or aligned):
+        return adamw(start) if own is start.adam else stacked(start, kind=base)
+    before = egop.RandomRotation(seed=start.seed, like=random) if random else upfront
+    return egop.ReparameterizedOptimizer(
+        start.model,
+        base,
+        None if before is None else start.upfront(before),
+        refresh=start.online(online) if online else egop.Aligned(memory=start.memory) if aligned else None,
+        outside=(torch.optim.AdamW, dict(start.adam)),
+        **start.options,
+        **own,
+    )
+
+
+def _matching(name: str) -> Callable[[str], bool]:
+    return lambda pattern: fnmatch.fnmatchcase(name, pattern)
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -7,18 +7,21 @@ A comparison (an experiment, a part of the benchmark) takes the entries that hav
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
 import egop
 from egop_lab.making import ADAM, Foreign, Start, adamw, crossed, muon, rotated, stacked
 from egop_lab.muon import Muon, NorMuon
 
-# The comparisons: two experiments, the small problems of several, and the parts of the benchmark.
-LANGUAGE, RESNET, SMALL, BENCH, COMPILED, EPOCH = "language-model", "resnet", "small", "bench", "compiled", "epoch"
+# The comparisons: three experiments, the small problems of several, and the parts of the benchmark.
+LANGUAGE, RESNET, COORDINATES, SMALL = "language-model", "resnet", "coordinates", "small"
+BENCH, COMPILED, EPOCH = "bench", "compiled", "epoch"
 
 RANK = 16
 
@@ -65,8 +68,60 @@ def _foreign(name: str, labels: Mapping[str, str], build: Foreign, needs: tuple[
 
 _SOAP = functools.partial(Foreign, "SOAP", cadence="precondition_frequency")
 
+# The grid of the comparison COORDINATES: base optimizers, and the coordinates they run in.
+BASES: Mapping[str, type[Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "Sign": egop.optim.Sign,
+    "Sinkhorn": egop.optim.Sinkhorn,
+    "PolarAdam": egop.optim.PolarAdam,
+}
+_SMALLER = egop.Shared(side="smaller")
+COLUMNS: Mapping[str, Mapping[str, Any]] = {
+    "original": {},
+    "random rotation": {"random": _SMALLER},
+    "EGOP up front": {"upfront": _SMALLER},
+    "online input": {"online": egop.Shared()},
+    "online smaller": {"online": _SMALLER},
+    "online both": {"online": egop.Kronecker()},
+    "aligned": {"aligned": True},
+}
+# Random rotations as controls of coordinates that have other sides; not in the grid.
+CONTROLS: Mapping[str, Mapping[str, Any]] = {
+    "random input": {"random": egop.Shared()},
+    "random both": {"random": egop.Kronecker()},
+}
+# Those of them that are measured by the benchmark too.
+_BENCHED = {
+    ("PolarAdam", "online smaller"): "PolarAdam, online, smaller",
+    ("Sinkhorn", "online both"): "Sinkhorn, online, both",
+    ("Sinkhorn", "aligned"): "Sinkhorn, aligned",
+}
+
+
+def cell(base: str, coordinates: str) -> str:
+    """What a base in some coordinates is called in the comparison COORDINATES; AdamW in its own is AdamW."""
+    return base if (base, coordinates) == ("AdamW", "original") else f"{base}, {coordinates}"
+
+
+def _crossings() -> Iterator[Method]:
+    """Every base in all coordinates but AdamW in its own; PolarAdam offers no map of its momentum to align to."""
+    for base, (coordinates, options) in itertools.product(BASES, {**COLUMNS, **CONTROLS}.items()):
+        if (base, coordinates) in (("AdamW", "original"), ("PolarAdam", "aligned")):
+            continue
+        labels = {COORDINATES: cell(base, coordinates)}
+        if (base, coordinates) in _BENCHED:
+            labels[BENCH] = _BENCHED[base, coordinates]
+        yield Method(
+            f"{base}-{coordinates}".lower().replace(" ", "-"),
+            labels,
+            functools.partial(crossed, base=BASES[base], **options),
+            ("objective",) if "upfront" in options or "random" in options else (),
+            follows="online" in options,
+        )
+
+
 METHODS: tuple[Method, ...] = (
-    Method("adamw", {LANGUAGE: "AdamW", RESNET: "AdamW", BENCH: "AdamW", EPOCH: "AdamW"}, adamw),
+    Method("adamw", {LANGUAGE: "AdamW", RESNET: "AdamW", COORDINATES: "AdamW", BENCH: "AdamW", EPOCH: "AdamW"}, adamw),
     _upfront(
         "shared-fixed",
         {LANGUAGE: "EGOP fixed", RESNET: "EGOP up-front", BENCH: "Shared, fixed", EPOCH: "Shared, fixed"},
@@ -92,7 +147,7 @@ METHODS: tuple[Method, ...] = (
     # weight decay; its own are a row of their own: which of the two is better depends on the problem.
     _foreign("soap-once", {RESNET: "SOAP once"}, Foreign("SOAP", {"precondition_frequency": 10**9})),
     _foreign("soap-period", {RESNET: "SOAP each epoch"}, _SOAP(by="period"), ("period",)),
-    _foreign("soap", {LANGUAGE: "SOAP", RESNET: "SOAP every 10", BENCH: "SOAP"}, _SOAP()),
+    _foreign("soap", {LANGUAGE: "SOAP", RESNET: "SOAP every 10", COORDINATES: "SOAP", BENCH: "SOAP"}, _SOAP()),
     _foreign("soap-adam", {SMALL: "SOAP"}, _SOAP({"betas": ADAM, "weight_decay": 0.0})),
     _foreign("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": (0.95, 0.95), "weight_decay": 0.0})),
     _foreign("shampoo", {SMALL: "Shampoo"}, Foreign("Shampoo", {}, "preconditioning_compute_steps")),
@@ -112,21 +167,9 @@ METHODS: tuple[Method, ...] = (
             {"betas": ADAM, "eps": 1e-8, "rank": None, "scale": 1.0, "projection_type": "std", "update_proj_gap": 200},
         ),
     ),
-    Method(
-        "polar-online",
-        {BENCH: "PolarAdam, online, smaller"},
-        functools.partial(crossed, base=egop.optim.PolarAdam, online=egop.Shared(side="smaller")),
-        follows=True,
-    ),
-    Method(
-        "sinkhorn-online",
-        {BENCH: "Sinkhorn, online, both"},
-        functools.partial(crossed, base=egop.optim.Sinkhorn, online=egop.Kronecker()),
-        follows=True,
-    ),
-    Method("sinkhorn-aligned", {BENCH: "Sinkhorn, aligned"}, functools.partial(crossed, base=egop.optim.Sinkhorn)),
-    Method("muon-stacked", {BENCH: "Muon, stacked"}, functools.partial(stacked, kind=Muon)),
-    Method("normuon", {BENCH: "NorMuon, stacked"}, functools.partial(stacked, kind=NorMuon)),
+    *_crossings(),
+    Method("muon-stacked", {COORDINATES: "Muon", BENCH: "Muon, stacked"}, functools.partial(stacked, kind=Muon)),
+    Method("normuon", {COORDINATES: "NorMuon", BENCH: "NorMuon, stacked"}, functools.partial(stacked, kind=NorMuon)),
     Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, muon, package="convolutions"),
 )
 

@@ -15,7 +15,7 @@ from egop_lab.bench.networks import Batch, Network
 from egop_lab.bench.starts import start
 from egop_lab.bench.timing import interleaved, spread, taken
 from egop_lab.methods import EPOCH, compared, label
-from egop_lab.training.residual import samples_for
+from egop_lab.training.classifiers import samples_for
 from egop_lab.training.timed import graphed
 
 ADAMW, FIXED, RENEWED = (label(EPOCH, name) for name in ("adamw", "shared-fixed", "shared-renewed"))

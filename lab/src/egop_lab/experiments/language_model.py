@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from egop.runs import Panel, Picture, Series, counted
 from egop_lab.data.text import load
 from egop_lab.experiments.base import Kind
-from egop_lab.experiments.curves import bar_panel, best_rate, quartiles, rate_series
-from egop_lab.experiments.timed import Claim, TimedExperiment, is_tuning, lowest, number
+from egop_lab.experiments.curves import bar_panel, quartiles, rate_series
+from egop_lab.experiments.timed import Claim, TimedExperiment, is_tuning, lowest, number, search
 from egop_lab.making import RENEWED, foreign
 from egop_lab.methods import LANGUAGE, compared, label
 from egop_lab.training.context import Context, Preset
@@ -178,20 +178,7 @@ def _ladder(settings: Mapping[str, Any]) -> list[float]:
 
 def _search(settings: Mapping[str, Any], done: Sequence[Record], method: str) -> tuple[float, list[float]]:
     """The best learning rate, and those that are to be tried before there is one."""
-    runs, ladder = _tuning(settings, done, method), _ladder(settings)
-    there = {run.config["lr"] for run in runs}
-    low, high = ladder.index(min(settings["rates"])), ladder.index(max(settings["rates"]))
-    while True:
-        tried = ladder[low : high + 1]
-        if left := [rate for rate in tried if rate not in there]:
-            return math.nan, left
-        best = ladder.index(best_rate([run for run in runs if run.config["lr"] in tried], lowest))
-        if best == low > 0:
-            low -= 1
-        elif best == high < len(ladder) - 1:
-            high += 1
-        else:
-            return ladder[best], []
+    return search(_ladder(settings), settings["rates"], _tuning(settings, done, method), lowest)
 
 
 def _tuning(settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:

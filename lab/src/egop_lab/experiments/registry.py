@@ -20,6 +20,7 @@ _PLACES = {
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
     "language-model": "language_model:LanguageModelExperiment",
+    "coordinates": "coordinates:CoordinatesExperiment",
 }
 
 IDS: tuple[str, ...] = tuple(_PLACES)

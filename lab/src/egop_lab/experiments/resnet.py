@@ -13,9 +13,9 @@ from egop_lab.experiments.curves import bar_panel, best_rate, quartiles
 from egop_lab.experiments.timed import Claim, Measures, TimedExperiment, is_tuning, lowest, number
 from egop_lab.making import foreign
 from egop_lab.methods import RESNET, compared, label
+from egop_lab.training.classifiers import Run
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
-from egop_lab.training.residual import Run
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed import Trials, fast, precision
 

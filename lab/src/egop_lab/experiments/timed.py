@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from egop_lab.experiments.base import Experiment, Judged, Kind, verdict
-from egop_lab.experiments.curves import first_below, median, quartiles
+from egop_lab.experiments.curves import best_rate, first_below, median, quartiles
 from egop_lab.methods import label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
@@ -134,6 +134,34 @@ class TimedExperiment(Experiment):
     def key(self, run: Record) -> tuple[str, float, int]:
         """Method, learning rate and length."""
         return run.config["method"], run.config["lr"], run.config[self.length]
+
+
+def search(
+    ladder: Sequence[float], first: Sequence[float], runs: Sequence[Record], score: Callable[[Mapping[str, Any]], float]
+) -> tuple[float, list[float]]:
+    """The best learning rate, and those that are to be tried before there is one.
+
+    While the best is the first or last rate tried, the next one of the ladder on that side is to be tried too.
+
+    Args:
+        ladder: all rates that may be tried, ascending.
+        first: those that are tried in any case.
+        runs: what has been tried.
+        score: of a result; the smaller the better.
+    """
+    there = {run.config["lr"] for run in runs}
+    low, high = ladder.index(min(first)), ladder.index(max(first))
+    while True:
+        tried = ladder[low : high + 1]
+        if left := [rate for rate in tried if rate not in there]:
+            return math.nan, left
+        best = ladder.index(best_rate([run for run in runs if run.config["lr"] in tried], score))
+        if best == low > 0:
+            low -= 1
+        elif best == high < len(ladder) - 1:
+            high += 1
+        else:
+            return ladder[best], []
 
 
 def is_tuning(run: Record) -> bool:

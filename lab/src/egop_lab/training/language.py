@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -38,9 +37,8 @@ class _Loss(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
-@functools.lru_cache(maxsize=1)
 def _network(shape: tuple[int, ...], batch: int, device: torch.device) -> tuple[GPT, nn.Module]:
-    """A model on the device, and its loss for training; kept for the runs to come."""
+    """A model on the device, and its loss for training."""
     sizes = dict(zip(_SHAPE, shape, strict=True))
     model = GPT(**sizes).to(device)
     loss = _Loss(model, device)
@@ -67,7 +65,7 @@ class Run(timed.Run):
         shape = tuple(config[name] for name in _SHAPE)
         start = GPT(**dict(zip(_SHAPE, shape, strict=True)))
         initialize_(start, torch.Generator().manual_seed(config["seed"]))
-        self.model, self._graphed_loss = _network(shape, config["batch"], device)
+        self.model, self._graphed_loss = timed.network(_network, shape, config["batch"], device)
         self.model.load_state_dict(start.state_dict())
         self.model.zero_grad()
         sizes = {"length": config["context"] + 1, "size": config["batch"], "count": config["interval"]}
@@ -80,13 +78,17 @@ class Run(timed.Run):
     def passes(self) -> int:
         return int(self.config["steps"]) // int(self.config["interval"])
 
+    @property
+    def length(self) -> int:
+        return int(self.config["steps"])
+
     def start(self) -> Start:
         """The weights of the blocks get bases; embeddings and the head have none, as with ``"auto"``."""
         config = self.config
         return Start(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
             adam={"betas": BETAS, "fused": self.device.type == "cuda"},  # on a GPU its fastest form
-            period=config["period"],
+            period=config.get("period"),
             model=self.model,
             objective=self.objective,
             init_fn=initialize_,

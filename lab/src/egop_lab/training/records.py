@@ -11,7 +11,7 @@ from typing import Any
 
 from egop.runs import finite
 
-__all__ = ["Record", "RecordError", "Store", "config_key"]
+__all__ = ["Record", "RecordError", "Store", "config_key", "merge"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,15 @@ class Store:
                     "the other records are fine."
                 ) from error
             self._records |= {record.key: record for record in records}
+
+
+def merge(into: Path, others: Iterable[Path]) -> Store:
+    """Bring the records of several stores into one, skipping what it has: those of processes that worked at once."""
+    store = Store(into)
+    for path in others:
+        if new := [record for record in Store(path) if record.config not in store]:
+            store.add(*new)
+    return store
 
 
 def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

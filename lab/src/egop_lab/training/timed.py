@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
+import itertools
 import logging
 import math
 import time
@@ -58,6 +60,11 @@ class Run(abc.ABC):
     def passes(self) -> int:
         """How many passes the training has."""
 
+    @property
+    @abc.abstractmethod
+    def length(self) -> int:
+        """How many steps the training has."""
+
     @abc.abstractmethod
     def start(self) -> Start:
         """What the optimizer is made from."""
@@ -80,29 +87,62 @@ class Run(abc.ABC):
         return loss
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of one pass; with a warm-up, the learning rate rises by every step of it and then stays."""
-        warm_up = self.config.get("warm-up")
+        """The batches of one pass; with a warm-up, the learning rate rises by every step of it and then stays.
+
+        With a decay, which is a part of the training, it falls to nearly nothing over the last steps.
+        """
+        scheduled = "warm-up" in self.config or "decay" in self.config
         self.losses = []
         self.began = time.perf_counter()
         for batch in self.batches:
             self.steps += 1
-            if warm_up is not None:
+            if scheduled:
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self.config["lr"] * min(1.0, self.steps / warm_up)
+                    group["lr"] = self.config["lr"] * self.factor(self.steps)
             yield batch
+
+    def factor(self, step: int) -> float:
+        """Of the learning rate in a step; the first is 1."""
+        factor = min(1.0, step / self.config.get("warm-up", 1))
+        if (decay := self.config.get("decay")) is not None:
+            factor = min(factor, (self.length - step + 1) / (decay * self.length))
+        return factor
 
     def evaluate(self, _: nn.Module) -> dict[str, float]:
         self.seconds += time.perf_counter() - self.began  # the training loop has just waited for the device
         training = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         return {**self.validate(), "training loss": training, "seconds": self.seconds}
 
-    def __call__(self, progress: bool) -> dict[str, Any]:
-        config = self.config
+    def begin(self) -> None:
+        """Make the optimizer, with the basis that it may need."""
         self.model.train()
         self.began = time.perf_counter()
-        self.optimizer = compared(self.comparison)[config["method"]].make(self.start())
+        self.optimizer = compared(self.comparison)[self.config["method"]].make(self.start())
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def step_seconds(self, warm: int, timed: int) -> tuple[float, float]:
+        """The seconds before the first step, and the mean of some whole steps after some that nobody times."""
+        self.begin()
+        before = time.perf_counter() - self.began
+        passes = itertools.chain.from_iterable(itertools.repeat(self))
+        for count, batch in enumerate(itertools.islice(passes, warm + timed)):
+            if count == warm:
+                self.wait()
+                started = time.perf_counter()
+            self.optimizer.zero_grad()
+            self.loss(self.model, batch).backward()
+            self.optimizer.step()
+        self.wait()
+        return before, (time.perf_counter() - started) / timed
+
+    def __call__(self, progress: bool) -> dict[str, Any]:
+        config = self.config
+        self.begin()
         options: dict[str, Any] = {"evaluate": self.evaluate, "progress": progress, "unit": self.unit}
         options["description"] = f"{config['method']}, lr {config['lr']:g}, seed {config['seed']}"
         curves: dict[str, Sequence[float]] = dict.fromkeys(self.curves, ())
@@ -136,17 +176,17 @@ class Trials:
         warm_up: Callable[[dict[str, Any]], None],
     ) -> None:
         self.store, self.context = store, context
-        self._configured, self._run, self._warm_up = configured, run, warm_up
+        self.configured, self._run, self._warm_up = configured, run, warm_up
         self._began = time.monotonic()
 
     @property
     def done(self) -> list[Record]:
         """The finished runs on this data and with these settings."""
-        return [run for run in self.store if shared(run) == self._configured()]
+        return [run for run in self.store if shared(run) == self.configured()]
 
     def do(self, **entries: Any) -> bool:
         """Do one run, unless it is done; false when the time is over."""
-        config, context = self._configured(**entries), self.context
+        config, context = self.configured(**entries), self.context
         if config in self.store:
             return True
         if context.time_budget is not None and time.monotonic() - self._began > context.time_budget:
@@ -162,6 +202,12 @@ def shared(run: Record) -> dict[str, Any]:
     """What all runs that are compared have in common: the rest of a configuration."""
     keys = ("method", "lr", "steps", "epochs", "seed")
     return {key: value for key, value in run.config.items() if key not in keys}
+
+
+@functools.lru_cache(maxsize=1)
+def network(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function makes, a network and its graph; kept for the runs to come. A process has one at a time."""
+    return make(*arguments)
 
 
 def precision(device: torch.device) -> str:

@@ -1,10 +1,11 @@
-"""One timed training of a residual network on images."""
+"""One timed training of a network that classifies images: a residual network or a vision transformer."""
 
 from __future__ import annotations
 
-import functools
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ import egop
 from egop_lab.data import images
 from egop_lab.making import Start
 from egop_lab.methods import RESNET
-from egop_lab.models.residual import ResidualNetwork, initialize_
+from egop_lab.models import residual, vit
 from egop_lab.training import timed
 
 _ROWS = 1000  # gradients of a kernel that every convolution is to have at least
@@ -24,6 +25,37 @@ _ROWS = 1000  # gradients of a kernel that every convolution is to have at least
 def samples_for(model: nn.Module) -> int:
     """How many gradients give every convolution its rows."""
     return math.ceil(_ROWS / min(len(part.weight) for part in model.modules() if isinstance(part, nn.Conv2d)))
+
+
+@dataclass(frozen=True)
+class Network:
+    """A kind of network.
+
+    Attributes:
+        make: of the number of classes and a configuration.
+        initialize: draws new parameters of it, from a generator or without.
+        keys: the settings that it is made from.
+    """
+
+    make: Callable[[int, Mapping[str, Any]], nn.Module]
+    initialize: Callable[..., nn.Module]
+    keys: tuple[str, ...]
+
+
+def _transformer(classes: int, config: Mapping[str, Any]) -> nn.Module:
+    sizes = {name: config[name] for name in ("patch", "layers", "width", "heads", "hidden")}
+    return vit.VisionTransformer(classes, side=config["crop"], **sizes)
+
+
+RESIDUAL = "residual"
+NETWORKS = {
+    RESIDUAL: Network(
+        lambda classes, config: residual.ResidualNetwork(config["depths"], config["width"], classes),
+        residual.initialize_,
+        ("depths", "width"),
+    ),
+    "transformer": Network(_transformer, vit.initialize_, ("patch", "layers", "width", "heads", "hidden")),
+}
 
 
 class _Logits(nn.Module):
@@ -40,21 +72,22 @@ class _Logits(nn.Module):
             return self.model(images.contiguous(memory_format=layout)).float()
 
 
-@functools.lru_cache(maxsize=1)
-def _network(
-    depths: tuple[int, ...], width: int, classes: int, batch: int, crop: int, device: torch.device
-) -> tuple[_Logits, _Logits]:
-    """The outputs of a network on the device, and the same for training; kept for the runs to come."""
-    model = ResidualNetwork(depths, width, classes).to(device)
+def _network(kind: str, settings: str, classes: int, device: torch.device) -> tuple[_Logits, _Logits]:
+    """The outputs of a network on the device, and the same for training; settings are JSON, by which one is kept."""
+    config = json.loads(settings)
+    model = NETWORKS[kind].make(classes, config).to(device)
     eager = _Logits(model, device)
     if device.type != "cuda":
         return eager, eager
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return eager, timed.graphed(_Logits(model, device), torch.zeros(batch, 3, crop, crop, device=device))
+    sample = torch.zeros(config["batch"], 3, config["crop"], config["crop"], device=device)
+    return eager, timed.graphed(_Logits(model, device), sample)
 
 
 class Run(timed.Run):
-    """A residual network on images; a pass is an epoch.
+    """A network on images; a pass is an epoch.
+
+    Which network ``network`` in the configuration says; a residual one where nothing does.
 
     Args:
         data: the images.
@@ -70,10 +103,12 @@ class Run(timed.Run):
         super().__init__(config, device)
         self.data = data
         seed, size = config["seed"], config["batch"]
-        start = ResidualNetwork(config["depths"], config["width"], data.classes)
-        initialize_(start, torch.Generator().manual_seed(seed))
-        shape = tuple(config["depths"]), config["width"], data.classes, size, config["crop"]
-        self.logits, self._training_logits = _network(*shape, device)
+        kind = config.get("network", RESIDUAL)
+        self.network = NETWORKS[kind]
+        start = self.network.make(data.classes, config)
+        self.network.initialize(start, torch.Generator().manual_seed(seed))
+        settings = json.dumps({key: config[key] for key in (*self.network.keys, "batch", "crop")})
+        self.logits, self._training_logits = timed.network(_network, kind, settings, data.classes, device)
         self.model = self.logits.model
         self.model.load_state_dict(start.state_dict())
         self.model.zero_grad()
@@ -84,16 +119,25 @@ class Run(timed.Run):
     def passes(self) -> int:
         return int(self.config["epochs"])
 
+    @property
+    def length(self) -> int:
+        return self.passes * self.epoch
+
+    @property
+    def epoch(self) -> int:
+        """How many steps an epoch has."""
+        return self.data.counts["train"] // int(self.config["batch"])
+
     def start(self) -> Start:
         """Every convolution and the head get bases."""
         config = self.config
         return Start(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
-            period=self.data.counts["train"] // config["batch"],
+            period=self.epoch,
             model=self.model,
             objective=self.objective,
-            init_fn=initialize_,
-            samples=samples_for(self.model),
+            init_fn=self.network.initialize,
+            samples=config.get("samples") or samples_for(self.model),
             seed=config["seed"],
         )
 

@@ -10,7 +10,7 @@ import torch
 import egop
 from egop_lab.data import images
 from egop_lab.methods import RESNET, compared
-from egop_lab.training.residual import Run
+from egop_lab.training.classifiers import Run
 from fakes import image_folder
 
 CPU = torch.device("cpu")

@@ -1,0 +1,259 @@
+"""Bases × coordinates: which optimizer in which coordinates, beside AdamW, Muon, NorMuon and SOAP, on four tasks."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from egop.runs import Picture
+from egop_lab.data import images, text
+from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.experiments.coordinates_found import ADAMW, CHOSEN, GRID, MUON, RIVALS, SOAP, Found, as_last, unit
+from egop_lab.making import ADAM, RENEWED, foreign
+from egop_lab.methods import cell
+from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.coordinates import ImageRun, LanguageRun, step_times
+from egop_lab.training.language import BETAS
+from egop_lab.training.records import Store
+from egop_lab.training.sweeps import TUNING
+from egop_lab.training.timed import Run, Trials, fast, precision
+
+# The tasks of the full preset.
+SMALL_GPT, LARGE_GPT, RESNET, VIT = "GPT 6×384", "GPT 12×768", "ResNet-34", "ViT 6×384"
+
+PHASES = ("tuning", "reports", "times", "rule")
+_SCHEDULE = {"warm-up": 50, "decay": 0.4, "samples": 32}
+_TEXT = {"network": "GPT", "context": 256, "weight decay": 0.1, "interval": 20, "windows": 512, "steps": 400}
+_TEXT |= {"rates": [1e-3, 2e-3, 4e-3], **_SCHEDULE}
+_IMAGES = {"batch": 128, "side": 112, "crop": 96, "rates": [5e-4, 1e-3, 2e-3], **_SCHEDULE}
+_FULL: dict[str, dict[str, Any]] = {
+    SMALL_GPT: {"layers": 6, "width": 384, "heads": 6, "batch": 64, **_TEXT},
+    LARGE_GPT: {"layers": 12, "width": 768, "heads": 12, "batch": 32, **_TEXT},
+    RESNET: {"network": "residual", "depths": [3, 4, 6, 3], "width": 64, "weight decay": 1e-4, "epochs": 10, **_IMAGES},
+    VIT: {"network": "transformer", "patch": 8, "layers": 6, "width": 384, "heads": 6, "hidden": 1024}
+    | {"weight decay": 0.1, "epochs": 16, **_IMAGES},
+}
+_TINY = {"batch": 8, "warm-up": 4, "samples": 2, "rates": [2e-3, 8e-3, 3.2e-2]}
+_QUICK: dict[str, dict[str, Any]] = {
+    "tiny GPT": {**_FULL[SMALL_GPT], "layers": 1, "width": 32, "heads": 2, "context": 32, "windows": 32}
+    | {"interval": 10, "steps": 40, **_TINY},
+    "tiny ViT": {**_FULL[VIT], "layers": 1, "width": 16, "heads": 2, "hidden": 32, "side": 20, "crop": 16}
+    | {"made": [64, 32], "epochs": 4, **_TINY},
+}
+_QUICK_CELLS = [(base, kind) for base in ("Sign", "PolarAdam") for kind in ("original", "online smaller")]
+
+
+class CoordinatesExperiment(Experiment):
+    """The whole grid on a small language model; its best cells, their controls and the rivals on three more tasks."""
+
+    id: ClassVar[str] = "coordinates"
+    title: ClassVar[str] = "Which optimizer in which coordinates"
+    figures: ClassVar[str] = "nothing like it; a further comparison, with targets of this project"
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        full = preset == "full"
+        cells = GRID if full else [ADAMW, *(cell(*pair) for pair in _QUICK_CELLS)]
+        return {
+            "tasks": _FULL if full else _QUICK,
+            "methods": [*cells, *(RIVALS if full else (MUON, SOAP))],
+            "best": 6 if full else 1,
+            "trials": 3 if full else 1,
+            "tuning length": 0.5,
+            "multiples": [1.5, 2.0, 3.0] if full else [2.0],
+            "ladder": [6.25e-5 * 2**power for power in range(11)] if full else [2e-3, 8e-3, 3.2e-2],
+            "timing": {"rounds": 2, "warm": 24, "timed": 40} if full else {"rounds": 1, "warm": 2, "timed": 2},
+            "rate": "lowest last validation loss on one trial of its own; while it is at an end of the rates tried, "
+            "the next one of the ladder is tried too",
+            "schedule": "warm-up over so many steps, then constant, linear to nearly 0 over the last part (decay); the "
+            "same for shorter and longer runs",
+            "weights": "the base steps the blocks' weights and first layers; AdamW embeddings, head, norms and biases, "
+            "with every method but SOAP, which takes everything",
+            "betas": f"AdamW {BETAS} in GPTs, {ADAM} in image networks; all others have their own",
+            "renewal": f"online bases and SOAP's after {RENEWED} steps, aligned ones every step",
+            "left out": "PolarAdam, aligned: it offers no map of its momentum to align to",
+            "tasks after the first": "the best cells of the first (no controls among them), the same bases in original "
+            "coordinates and in random rotations of the same sides, AdamW and the rivals",
+            "times": "measured apart from the trainings, in rounds in which the methods take turns; on a GPU the "
+            "network is replayed as a CUDA graph",
+        }
+
+    def run(
+        self,
+        store: Store,
+        context: Context,
+        *,
+        share: tuple[int, int] = (0, 1),
+        tasks: Sequence[str] | None = None,
+        phases: Sequence[str] = PHASES,
+    ) -> None:
+        """Do the runs that the store does not have yet: task by task, and last those for the rule of learning rates.
+
+        Several processes may work at once, each with a store of its own (see :func:`egop_lab.training.records.merge`).
+        The tasks after the first need its results: each process then has to begin with a merged store.
+
+        Args:
+            store: where finished runs are.
+            context: preset, device, data, time.
+            share: which part of the methods is done here, and of how many; times are only measured by one process.
+            tasks: which ones; all by default.
+            phases: what is done of each, of :data:`PHASES`.
+        """
+        settings = self.settings(context.preset)
+        if SOAP in settings["methods"]:
+            foreign(SOAP)  # which takes seconds to import
+        names = list(tasks or settings["tasks"])
+        ends = None if context.time_budget is None else time.monotonic() + context.time_budget
+        # One after the other, lazily: what a task does may depend on what those before it have found.
+        with fast(context.device):
+            works = [(name, [phase for phase in phases if phase != "rule"]) for name in names]
+            works += [(name, [phase for phase in phases if phase == "rule"]) for name in names]
+            for name, parts in works:
+                left = None if ends is None else ends - time.monotonic()
+                if parts and not self._work(name, store, replace(context, time_budget=left), share, parts):
+                    return
+
+    def _work(self, task: str, store: Store, context: Context, share: tuple[int, int], phases: Sequence[str]) -> bool:
+        """Some phases of a task; whether they are all done, as far as this process does them."""
+        trials, make = self.trials(task, store, context)
+        try:
+            methods = self._found(store, trials, task).methods(task)
+        except LookupError as error:
+            context.say(f"{task} has to wait for the first task: {error}")
+            return False
+        own = part_of({method: 5.0 if method != ADAMW else 25.0 for method in methods}, *share)
+        found = functools.partial(self._found, store, trials, task)
+        done = {"tuning": lambda: _tune(trials, found, task, own), "reports": lambda: _report(trials, found, task, own)}
+        done["times"] = lambda: share[1] > 1 or self._time(trials, make, methods)
+        done["rule"] = lambda: CHOSEN not in own or _try_rates(trials, found, task)
+        return all(done[phase]() for phase in phases)
+
+    def _found(self, store: Store, trials: Trials, task: str) -> Found:
+        """What is known while a task is run: of it the runs with the same settings, of the first all that is there."""
+        settings = self.settings(trials.context.preset)
+        others = as_last(self.records(store, trials.context.preset), list(settings["tasks"]))
+        return Found(settings, others | {task: trials.done})
+
+    def trials(self, task: str, store: Store, context: Context) -> tuple[Trials, Callable[[dict[str, Any]], Run]]:
+        """What does the runs of a task, and what makes one of a configuration."""
+        settings, device = self.settings(context.preset)["tasks"][task], context.device
+        make: Callable[[dict[str, Any]], Run]
+        summary: dict[str, Any]
+        if settings["network"] == "GPT":
+            contents = text.load(context.data, device, smallest=10 * settings["batch"] * settings["context"])
+            make, summary = functools.partial(_language, contents, device), contents.summary
+        else:
+            held = _images(context.data, settings["side"], settings["crop"], *settings.get("made", ()), device=device)
+            make, summary = functools.partial(_image, held, device), held.counts
+        own = {key: value for key, value in settings.items() if key not in ("rates", "steps", "epochs")}
+        common = self.config(context.preset, task=task, **own, data=summary, precision=precision(device))
+        return Trials(store, context, lambda **entries: common | entries, make, lambda config: None), make
+
+    def _time(self, trials: Trials, make: Callable[[dict[str, Any]], Run], methods: Sequence[str]) -> bool:
+        """Time the steps of methods that are not timed yet."""
+        store, context = trials.store, trials.context
+        common = trials.configured()
+        settings = self.settings(context.preset)
+        task = settings["tasks"][common["task"]]
+        timing = settings["timing"] | {"lr": task["rates"][0], "seed": 0, unit(task): task[unit(task)]}
+        configs = {method: common | timing | {"method": method} for method in methods}
+        left = {method: config for method, config in configs.items() if config not in store}
+        if not left:
+            return True
+        if context.time_budget is not None and context.time_budget <= 0:
+            return False
+        began = time.perf_counter()
+        runs = {method: functools.partial(make, config) for method, config in left.items()}
+        results = step_times(runs, settings["timing"])
+        seconds = (time.perf_counter() - began) / len(left)
+        store.add(*(finished(left[method], result, seconds, context.device) for method, result in results.items()))
+        return True
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        return []
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        return []
+
+    def found(self, store: Store, preset: Preset) -> Found:
+        """What the records say."""
+        settings = self.settings(preset)
+        return Found(settings, as_last(self.records(store, preset), list(settings["tasks"])))
+
+
+def part_of(costs: Mapping[str, float], index: int, count: int) -> list[str]:
+    """The methods that one of several processes does; each goes to the process that has least to do so far."""
+    loads = [0.0] * count
+    mine = []
+    for method, cost in costs.items():
+        place = loads.index(min(loads))
+        loads[place] += cost
+        if place == index:
+            mine.append(method)
+    return mine
+
+
+def _tune(trials: Trials, found: Callable[[], Found], task: str, methods: Sequence[str]) -> bool:
+    """Do the runs that choose learning rates; whether they are all done."""
+    for method in methods:
+        while left := found().search(task, method)[1]:
+            entries = {"method": method, unit(found().tasks[task]): _length(found(), task, "tuning length")}
+            if not all(trials.do(**entries, lr=rate, seed=TUNING) for rate in left):
+                return False
+    return True
+
+
+def _report(trials: Trials, found: Callable[[], Found], task: str, methods: Sequence[str]) -> bool:
+    """Do the runs that are reported, and AdamW's longer ones; whether they are all done."""
+    known = found()
+    return all(
+        trials.do(
+            method=method,
+            **{unit(known.tasks[task]): known.length(task, multiple)},
+            lr=known.rate(task, method),
+            seed=seed,
+        )
+        for method in methods
+        for multiple in (1.0, *(known.settings["multiples"] if method == ADAMW else ()))
+        for seed in range(known.settings["trials"])
+    )
+
+
+def _try_rates(trials: Trials, found: Callable[[], Found], task: str) -> bool:
+    """Do whole runs of EGOP with the rates around its best; whether they are all done."""
+    known = found()
+    entries = {"method": CHOSEN, unit(known.tasks[task]): known.length(task), "seed": 0}
+    best = known.rate(task, CHOSEN)
+    return all(trials.do(**entries, lr=rate) for rate in known.settings["ladder"] if best / 4 <= rate <= best * 4)
+
+
+def _length(found: Found, task: str, name: str) -> int:
+    return found.length(task, found.settings[name])
+
+
+def _language(contents: text.Text, device: torch.device, config: dict[str, Any]) -> Run:
+    return LanguageRun(contents, config, device)
+
+
+def _image(held: images.Images, device: torch.device, config: dict[str, Any]) -> Run:
+    return ImageRun(held, config, device)
+
+
+@functools.lru_cache(maxsize=1)
+def _images(folder: str | None, side: int, crop: int, *made: int, device: torch.device) -> images.Images:
+    """The images of a folder; or, of the quick preset, some that are made here: noise, brighter in one colour."""
+    if not made:
+        return images.load(folder, side=side, crop=crop, device=device)
+    return images.HeldImages(*(_noise(count, side, device) for count in made), crop=crop)
+
+
+def _noise(count: int, side: int, device: torch.device) -> images.Batch:
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.arange(count) % 3
+    pixels = torch.randint(0, 100, (count, 3, side, side), generator=generator)
+    pixels[torch.arange(count), labels] += 150
+    return pixels.to(device, torch.uint8), labels.to(device)

@@ -1,0 +1,169 @@
+"""What the records of the comparison of coordinates say: rates, reported runs, the best cells of the grid, times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from egop_lab.experiments.curves import first_below, median
+from egop_lab.experiments.timed import is_tuning, search
+from egop_lab.methods import BASES, COLUMNS, CONTROLS, COORDINATES, cell, compared
+from egop_lab.training.records import Record
+from egop_lab.training.timed import shared
+
+CHOSEN = cell("PolarAdam", "online smaller")  # what EGOP stands for
+ADAMW, MUON, NORMUON, SOAP = "AdamW", "Muon", "NorMuon", "SOAP"
+RIVALS = (MUON, NORMUON, SOAP)
+# Of each kind of coordinates the random rotation that has the same sides: what a rotation alone does.
+_RANDOM = {"online input": "random input", "online both": "random both"}
+_NO_BASIS = ("original", "random rotation", *CONTROLS)  # what the others are compared with: never among the best
+
+GRID = [name for base in BASES for column in COLUMNS if (name := cell(base, column)) in compared(COORDINATES)]
+
+
+class Found:
+    """The records of some tasks.
+
+    Args:
+        settings: of the experiment.
+        records: of each task, all on the same data and with the same settings.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) -> None:
+        self.settings, self.records = settings, records
+        self.tasks: Mapping[str, Mapping[str, Any]] = settings["tasks"]
+
+    def length(self, task: str, multiple: float = 1.0) -> int:
+        """Of a run, in steps or epochs."""
+        return round(multiple * self.tasks[task][unit(self.tasks[task])])
+
+    def trainings(self, task: str, method: str, multiple: float) -> list[Record]:
+        """The runs of a method that are so long."""
+        wanted = (method, self.length(task, multiple))
+        where = unit(self.tasks[task])
+        runs = (run for run in self.records.get(task, ()) if "rounds" not in run.config)
+        return [run for run in runs if (run.config["method"], run.config[where]) == wanted]
+
+    def search(self, task: str, method: str) -> tuple[float, list[float]]:
+        """A method's learning rate, and those that are to be tried before there is one."""
+        runs = [run for run in self.trainings(task, method, self.settings["tuning length"]) if is_tuning(run)]
+        return search(self.settings["ladder"], self.tasks[task]["rates"], runs, final)
+
+    def rate(self, task: str, method: str) -> float:
+        """A method's learning rate; a LookupError before there is one."""
+        best, left = self.search(task, method)
+        if left:
+            raise LookupError(f"{task}: {method} has no tuning run with learning rate {', '.join(map(str, left))}")
+        return best
+
+    def reported(self, task: str, method: str, multiple: float = 1.0) -> list[Record]:
+        """The runs at a method's learning rate, one a seed; a LookupError while some are missing."""
+        rate, count = self.rate(task, method), self.settings["trials"]
+        runs = [
+            run for run in self.trainings(task, method, multiple) if run.config["lr"] == rate and not is_tuning(run)
+        ]
+        if len(runs) < count:
+            raise LookupError(f"{task}: {method} has {len(runs)} of {count} runs of {self.length(task, multiple)}")
+        return sorted(runs, key=lambda run: int(run.config["seed"]))
+
+    def has(self, task: str, method: str) -> bool:
+        """Whether a method's reported runs are there."""
+        try:
+            return bool(self.reported(task, method))
+        except LookupError:
+            return False
+
+    def loss(self, task: str, method: str, multiple: float = 1.0) -> float:
+        """The median of the last validation loss."""
+        return median([final(run.result) for run in self.reported(task, method, multiple)])
+
+    @property
+    def grid(self) -> str:
+        """The task on which every cell is run: the first."""
+        return next(iter(self.tasks))
+
+    def best(self) -> list[str]:
+        """The best cells of the grid by their loss, without those that others are compared with."""
+        cells = [name for name in self.settings["methods"] if name in GRID and column(name) not in _NO_BASIS]
+        return sorted(cells, key=lambda name: self.loss(self.grid, name))[: self.settings["best"]]
+
+    def methods(self, task: str) -> list[str]:
+        """What is run on a task: the grid and the rivals; or its best cells, their controls and the rivals."""
+        if task == self.grid:
+            return list(self.settings["methods"])
+        best = list(dict.fromkeys([*self.best(), CHOSEN]))
+        controls = [name for each in best for name in controls_of(each)]
+        rivals = [name for name in RIVALS if name in self.settings["methods"]]
+        return list(dict.fromkeys([ADAMW, *rivals, *best, *controls]))
+
+    def step(self, task: str, method: str) -> tuple[float, float]:
+        """Seconds before the first step and of a step, medians over rounds; a LookupError where not measured."""
+        for run in self.records.get(task, ()):
+            if "rounds" in run.config and run.config["method"] == method:
+                return statistics.median(run.result["before"]), statistics.median(run.result["step"])
+        raise LookupError(f"{task}: no step of {method} was timed")
+
+    def steps_to(self, task: str, method: str, goal: float) -> float:
+        """The median number of steps or epochs until the validation loss is at most the goal; maybe never."""
+        every = self.tasks[task].get("interval", 1)
+        places = [first_below(run.result["validation loss"], goal) for run in self.reported(task, method)]
+        return median([math.inf if place is None else float(every * place) for place in places])
+
+    def seconds_to(self, task: str, method: str, steps: float) -> float:
+        """The seconds that so many steps or epochs take, with what is before them."""
+        before, step = self.step(task, method)
+        return before + step * steps * self.pass_steps(task)
+
+    def pass_steps(self, task: str) -> int:
+        """How many steps that is: one, or those of an epoch."""
+        if unit(self.tasks[task]) == "steps":
+            return 1
+        config = self.records[task][-1].config
+        return int(config["data"]["train"]) // int(config["batch"])
+
+    def multiple(self, task: str, goal: float) -> float:
+        """How many times its steps AdamW needs for a loss, by interpolation between its finished runs; maybe never."""
+        points = [(multiple, self.loss(task, ADAMW, multiple)) for multiple in (1.0, *self.settings["multiples"])]
+        if points[0][1] <= goal:
+            return 1.0
+        for (few, high), (more, low) in itertools.pairwise(points):
+            if low <= goal:
+                return few + (more - few) * (high - goal) / (high - low)
+        return math.inf
+
+
+def as_last(records: Sequence[Record], tasks: Sequence[str]) -> dict[str, list[Record]]:
+    """The records by task, of each those with the same settings as its last training: others are not mixed in."""
+    by_task = {}
+    for task in tasks:
+        own = [run for run in records if run.config["task"] == task]
+        trainings = [run for run in own if "rounds" not in run.config]
+        if trainings:
+            common = shared(trainings[-1])
+            by_task[task] = [run for run in own if common.items() <= shared(run).items()]
+    return by_task
+
+
+def unit(task: Mapping[str, Any]) -> str:
+    """What the length of a task is counted in."""
+    return "steps" if "steps" in task else "epochs"
+
+
+def final(result: Mapping[str, Any]) -> float:
+    """The last validation loss; infinite where it is not finite."""
+    last = float(result["validation loss"][-1])
+    return last if math.isfinite(last) else math.inf
+
+
+def column(name: str) -> str:
+    """The coordinates of a cell."""
+    return name.partition(", ")[2] or "original"
+
+
+def controls_of(name: str) -> list[str]:
+    """The same base in original coordinates, and in a random rotation of the same sides."""
+    base = name.partition(", ")[0]
+    return [cell(base, "original"), cell(base, _RANDOM.get(column(name), "random rotation"))]

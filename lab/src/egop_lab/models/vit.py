@@ -1,0 +1,116 @@
+"""A vision transformer in plain torch: patches of an image, blocks of attention and SwiGLU, the mean of all patches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Block", "VisionTransformer", "initialize_"]
+
+_DEVIATION = 0.02
+
+
+class Block(nn.Module):
+    """Self-attention and a gated perceptron (SwiGLU), each behind a norm and beside a skip connection.
+
+    Args:
+        width: of the stream of activations.
+        heads: of the attention; they divide the width.
+        hidden: of the perceptron.
+    """
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.mixed = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.wider = nn.Linear(width, hidden, bias=False)
+        self.narrower = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """The stream with what this block adds to it, (n, patches, width)."""
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(stream)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value)
+        stream = stream + self.mixed(attended.transpose(1, 2).flatten(2))
+        normed = self.norm2(stream)
+        return stream + self.narrower(F.silu(self.gate(normed)) * self.wider(normed))
+
+
+class VisionTransformer(nn.Module):
+    """Patches through a linear layer, a learned table of positions, blocks, a last norm, the mean, and a linear head.
+
+    Without biases and dropout.
+
+    Args:
+        classes: outputs, as logits.
+        side: of the images.
+        patch: side of a patch; divides that of the images.
+        layers: how many blocks.
+        width: of the stream of activations.
+        heads: of each attention; they divide the width.
+        hidden: of each perceptron.
+
+    Example:
+        >>> model = VisionTransformer(classes=3, side=16, patch=8, layers=1, width=8, heads=2, hidden=16)
+        >>> model(torch.zeros(1, 3, 16, 16)).shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        side: int = 96,
+        patch: int = 8,
+        layers: int = 6,
+        width: int = 384,
+        heads: int = 6,
+        hidden: int = 1024,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"Invalid heads value: {heads}. Must divide the width, {width}.")
+        if side % patch:
+            raise ValueError(f"Invalid patch value: {patch}. Must divide the side of the images, {side}.")
+        self.patch = patch
+        self.patches = nn.Linear(3 * patch**2, width, bias=False)
+        self.positions = nn.Embedding((side // patch) ** 2, width)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, classes, bias=False)
+        initialize_(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits of images, (n, 3, side, side)."""
+        rows = images.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # (n, 3, rows, patch, ...)
+        stream = self.patches(rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.positions.weight
+        for block in self.blocks:
+            stream = block(stream)
+        return self.head(self.norm(stream).mean(1))
+
+
+@torch.no_grad()
+def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
+    """Draw new parameters in place: normal, smaller where a block adds to the stream; norms are ones.
+
+    The first layer has outputs of size one for pixels of size one, since nothing normalises what it is given.
+    """
+    layers = sum(isinstance(part, Block) for part in model.modules())
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            deviation = _DEVIATION
+            if name.endswith(("mixed", "narrower")):
+                deviation /= math.sqrt(2 * layers)
+            elif name.endswith("patches"):
+                deviation = part.weight.shape[1] ** -0.5
+            part.weight.normal_(0, deviation, generator=generator)
+        elif isinstance(part, nn.LayerNorm):
+            part.reset_parameters()
+    return model

@@ -1,0 +1,78 @@
+"""The trainings of the comparison of coordinates: language models and classifiers, with the same weights in bases."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+import egop
+from egop_lab.making import ADAM, Start
+from egop_lab.methods import COORDINATES
+from egop_lab.training import classifiers, language, timed
+
+MEMORY = "8GiB"  # for all bases of a model: no method is to lack one for want of memory
+
+Bases = dict[egop.Structure, egop.Reparameterization]
+
+
+@functools.lru_cache(maxsize=8)
+def _kept(settings: str) -> Bases:
+    """The bases from before a training, for runs that differ in method, learning rate and length alone."""
+    return {}
+
+
+def _completed(start: Start, config: Mapping[str, Any]) -> Start:
+    """With the bases of other runs; but not where the time before the first step is measured."""
+    same = {key: value for key, value in config.items() if key not in ("method", "lr", "steps", "epochs")}
+    bases = None if "rounds" in config else _kept(json.dumps(same, sort_keys=True))
+    return replace(start, memory=MEMORY, bases=bases)
+
+
+class LanguageRun(language.Run):
+    """A GPT; the weights of its blocks are in the bases."""
+
+    comparison: ClassVar[str] = COORDINATES
+
+    def start(self) -> Start:
+        return _completed(super().start(), self.config)
+
+
+class ImageRun(classifiers.Run):
+    """A residual network, all of its convolutions in bases; or a transformer, its blocks and its first layer."""
+
+    comparison: ClassVar[str] = COORDINATES
+
+    def start(self) -> Start:
+        adam = {"betas": ADAM, "fused": self.device.type == "cuda"}
+        return _completed(replace(super().start(), adam=adam, inside=hidden(self.model)), self.config)
+
+    def at_end(self) -> dict[str, float]:
+        """Nothing: ten crops would take longer than an epoch of some networks."""
+        return {}
+
+
+def hidden(model: nn.Module) -> list[str]:
+    """The names of a classifier's weights that get bases: of all convolutions and linear layers but the last."""
+    layers = [name for name, part in model.named_modules() if isinstance(part, nn.Conv2d | nn.Linear)]
+    return [f"{name}.weight" for name in layers[:-1]]
+
+
+def step_times(runs: Mapping[str, Callable[[], timed.Run]], config: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Seconds of a step and before the first one, by method and round; the methods take turns.
+
+    Args:
+        runs: makes a run of each method.
+        config: how many ``rounds``, and in each how many steps to ``warm`` up and how many ``timed`` ones.
+    """
+    results: dict[str, dict[str, Any]] = {method: {"before": [], "step": []} for method in runs}
+    for _ in range(config["rounds"]):
+        for method, make in runs.items():
+            before, step = make().step_seconds(config["warm"], config["timed"])
+            results[method]["before"].append(before)
+            results[method]["step"].append(step)
+    return results
