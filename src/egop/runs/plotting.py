@@ -128,7 +128,9 @@ def draw(picture: Picture) -> Figure:
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, place in zip(picture.panels, axes, strict=False):
         {"bar": _draw_bars, "line": _draw_lines, "cells": _draw_cells}[panel.kind](place, panel)
-        place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale)
+        place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+        if panel.kind != "cells":  # whose rows have names, which a scale would take away
+            place.set_yscale(panel.yscale)
         place.set_aspect(panel.aspect)
         for axis in (place.xaxis, place.yaxis):
             _few_ticks(axis)

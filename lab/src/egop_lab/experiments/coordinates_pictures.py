@@ -1,4 +1,4 @@
-"""Pictures and tables of the comparison of coordinates: the grid, curves, steps and time to a loss; of what is there."""
+"""Pictures and tables of the comparison of coordinates: the grid, curves, steps and time to a loss."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tables(found: Found) -> list[Table]:
 
 _GRID = (
     "Last validation loss on {}: a row for each base optimizer, a column for the coordinates it runs in; pale is "
-    "better. Every cell has its own learning rate; medians over trials. AdamW in original coordinates is AdamW. –: there "
-    "is none, or it did not end well."
+    "better. Every cell has its own learning rate; medians over trials. AdamW in original coordinates is AdamW. –: "
+    "there is none, or it did not end well."
 )
 _TO_LOSS = (
     "Steps and time until the validation loss is at most AdamW's last one, as a share of AdamW's whole run; within "
