@@ -7,7 +7,7 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from egop.runs import plotting
+from egop.runs import Panel, Picture, Series, plotting
 from egop.runs.records import Curve, Run
 
 RUNS = [
@@ -74,3 +74,13 @@ def test_an_ending_nobody_knows_is_refused_and_leaves_nothing(tmp_path):
 def test_pyplot_is_not_needed():
     script = "import sys, egop.runs.plotting; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_cells_have_rows_with_names_and_numbers_where_there_are_some():
+    rows = [Series("one", ["a", "b"], [1.0, math.nan]), Series("two", ["a", "b"], [2.0, math.inf])]
+    figure = plotting.draw(Picture("grid", "", [Panel("Grid", "", "", rows, kind="cells")]))
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["1.000", "–", "2.000", "–"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
+    assert axes.yaxis_inverted(), "the first row is at the top"

@@ -14,7 +14,7 @@ from egop.runs import Panel, Picture, Series
 from egop_lab.cli import app
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import registry, reproduce
-from egop_lab.experiments.base import Experiment, Judged, compare
+from egop_lab.experiments.base import Experiment, Judged, Table, compare
 from egop_lab.experiments.curves import quartiles
 from egop_lab.report import reproduction
 from egop_lab.training.context import Context, finished
@@ -59,6 +59,19 @@ class Hungry(Toy):
 
     def run(self, store, context):
         raise MissingDataError("Fashion things are not here: do this.")
+
+
+def test_a_table_is_in_both_forms_of_the_report(tmp_path):
+    table = Table("Ends & more", ("method", "loss | rate"), (("<fast>", "0.25"), ("slow", "0.5")))
+    section = reproduction.Section(Toy(), "quick", tables=(table,))
+    reproduction.write_markdown([section], tmp_path / "report.md")
+    assert (
+        "**Ends & more**\n\n| method | loss \\| rate |\n|---|---|\n| <fast> | 0.25 |\n| slow | 0.5 |\n"
+        in (tmp_path / "report.md").read_text()
+    )
+    reproduction.write_html([section], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert '<tr><th scope="row">&lt;fast&gt;</th><td data-label="loss | rate">0.25</td></tr>' in page
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class Panel:
     series: Sequence[Series]
     xscale: Literal["linear", "log"] = "linear"
     yscale: Literal["linear", "log"] = "log"
-    kind: Literal["line", "bar"] = "line"
+    kind: Literal["line", "bar", "cells"] = "line"  # cells: a row a series, numbers on colours, pale is small
     horizontal: Mapping[str, float] = field(default_factory=dict)  # labelled reference lines
     aspect: Literal["auto", "equal"] = "auto"  # equal: one unit is as long on both axes
 

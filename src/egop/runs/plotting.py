@@ -6,6 +6,7 @@ bytes.
 
 import html
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -122,11 +123,14 @@ def draw(picture: Picture) -> Figure:
     """A picture of an experiment: its panels in rows of three."""
     columns = min(3, len(picture.panels))
     rows = -(-len(picture.panels) // columns)
-    figure = Figure(figsize=(4.4 * columns + 0.4, 3.6 * rows), layout="constrained")
+    wide = any(panel.kind == "cells" for panel in picture.panels)
+    figure = Figure(figsize=((9.2 if wide else 4.4) * columns + 0.4, 3.6 * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, place in zip(picture.panels, axes, strict=False):
-        (_draw_bars if panel.kind == "bar" else _draw_lines)(place, panel)
-        place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale)
+        {"bar": _draw_bars, "line": _draw_lines, "cells": _draw_cells}[panel.kind](place, panel)
+        place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+        if panel.kind != "cells":  # whose rows have names, which a scale would take away
+            place.set_yscale(panel.yscale)
         place.set_aspect(panel.aspect)
         for axis in (place.xaxis, place.yaxis):
             _few_ticks(axis)
@@ -179,6 +183,27 @@ def _draw_bars(axes: Axes, panel: Panel) -> None:
     axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0, ha="right")
     if len(panel.series) > 1:
         axes.legend(loc="best", fontsize=7)
+
+
+def _draw_cells(axes: Axes, panel: Panel) -> None:
+    """A row a series and a column an x: the colour shows which numbers are small, whatever the largest are."""
+    rows = [[value if math.isfinite(value) else math.nan for value in series.median] for series in panel.series]
+    known = sorted(value for row in rows for value in row if value == value)
+    low, middle = (known[0], known[len(known) // 2]) if known else (0.0, 1.0)
+    high = max(2 * middle - low, low + 1e-12)
+    axes.grid(False)
+    axes.pcolormesh(rows, cmap="YlOrBr", vmin=low, vmax=high, edgecolors="white", linewidth=2)
+    for place, row in enumerate(rows):
+        for index, value in enumerate(row):
+            dark = value == value and (value - low) / (high - low) > 0.65
+            words = f"{value:.3f}" if value == value else "–"
+            color = "white" if dark else "black"
+            axes.text(index + 0.5, place + 0.5, words, ha="center", va="center", color=color)
+    names = [str(x) for x in panel.series[0].x]
+    axes.set_xticks([index + 0.5 for index in range(len(names))], names, rotation=20, ha="right")
+    axes.set_yticks([index + 0.5 for index in range(len(rows))], [series.label for series in panel.series])
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]

@@ -34,6 +34,21 @@ class Judged:
     kind: Kind = "claim"
 
 
+@dataclass(frozen=True)
+class Table:
+    """Numbers in words, for reading.
+
+    Attributes:
+        title: what they are.
+        header: of the columns.
+        rows: as wide as the header.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 class Experiment(abc.ABC):
     """A figure or table of the paper. A subclass is one file; an instance has no state."""
 
@@ -57,6 +72,10 @@ class Experiment(abc.ABC):
     @abc.abstractmethod
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         """The figures, from the records alone."""
+
+    def tables(self, store: Store, preset: Preset) -> list[Table]:
+        """What is better read than seen, from the records alone; none by default."""
+        return []
 
     def config(self, preset: Preset, **entries: Any) -> dict[str, Any]:
         """The configuration of one run: what is common to all, and its own settings."""

@@ -12,8 +12,23 @@ import torch
 
 from egop.runs import Picture
 from egop_lab.data import images, text
-from egop_lab.experiments.base import Experiment, Judged
-from egop_lab.experiments.coordinates_found import ADAMW, CHOSEN, GRID, MUON, RIVALS, SOAP, Found, as_last, unit
+from egop_lab.experiments import coordinates_pictures, coordinates_targets
+from egop_lab.experiments.base import Experiment, Judged, Table
+from egop_lab.experiments.coordinates_found import (
+    ADAMW,
+    CHOSEN,
+    GRID,
+    LARGE_GPT,
+    MUON,
+    RESNET,
+    RIVALS,
+    SMALL_GPT,
+    SOAP,
+    VIT,
+    Found,
+    as_last,
+    unit,
+)
 from egop_lab.making import ADAM, RENEWED, foreign
 from egop_lab.methods import cell
 from egop_lab.training.context import Context, Preset, finished
@@ -22,9 +37,6 @@ from egop_lab.training.language import BETAS
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed import Run, Trials, fast, precision
-
-# The tasks of the full preset.
-SMALL_GPT, LARGE_GPT, RESNET, VIT = "GPT 6×384", "GPT 12×768", "ResNet-34", "ViT 6×384"
 
 PHASES = ("tuning", "reports", "times", "rule")
 _SCHEDULE = {"warm-up": 50, "decay": 0.4, "samples": 32}
@@ -174,10 +186,13 @@ class CoordinatesExperiment(Experiment):
         return True
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        return []
+        return coordinates_targets.judged(self.found(store, preset), self.id)
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        return []
+        return coordinates_pictures.pictures(self.found(store, preset))
+
+    def tables(self, store: Store, preset: Preset) -> list[Table]:
+        return coordinates_pictures.tables(self.found(store, preset))
 
     def found(self, store: Store, preset: Preset) -> Found:
         """What the records say."""
@@ -201,7 +216,8 @@ def _tune(trials: Trials, found: Callable[[], Found], task: str, methods: Sequen
     """Do the runs that choose learning rates; whether they are all done."""
     for method in methods:
         while left := found().search(task, method)[1]:
-            entries = {"method": method, unit(found().tasks[task]): _length(found(), task, "tuning length")}
+            known = found()
+            entries = {"method": method, unit(known.tasks[task]): known.length(task, known.settings["tuning length"])}
             if not all(trials.do(**entries, lr=rate, seed=TUNING) for rate in left):
                 return False
     return True
@@ -229,10 +245,6 @@ def _try_rates(trials: Trials, found: Callable[[], Found], task: str) -> bool:
     entries = {"method": CHOSEN, unit(known.tasks[task]): known.length(task), "seed": 0}
     best = known.rate(task, CHOSEN)
     return all(trials.do(**entries, lr=rate) for rate in known.settings["ladder"] if best / 4 <= rate <= best * 4)
-
-
-def _length(found: Found, task: str, name: str) -> int:
-    return found.length(task, found.settings[name])
 
 
 def _language(contents: text.Text, device: torch.device, config: dict[str, Any]) -> Run:

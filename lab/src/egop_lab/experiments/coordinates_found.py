@@ -14,6 +14,9 @@ from egop_lab.methods import BASES, COLUMNS, CONTROLS, COORDINATES, cell, compar
 from egop_lab.training.records import Record
 from egop_lab.training.timed import shared
 
+# The tasks of the full preset.
+SMALL_GPT, LARGE_GPT, RESNET, VIT = "GPT 6×384", "GPT 12×768", "ResNet-34", "ViT 6×384"
+
 CHOSEN = cell("PolarAdam", "online smaller")  # what EGOP stands for
 ADAMW, MUON, NORMUON, SOAP = "AdamW", "Muon", "NorMuon", "SOAP"
 RIVALS = (MUON, NORMUON, SOAP)

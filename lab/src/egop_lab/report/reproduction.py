@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from egop.runs import Picture, counted, document, plotting, replacing, text
-from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.experiments.base import Experiment, Judged, Table
 from egop_lab.experiments.registry import IDS, experiment
 from egop_lab.experiments.reproduce import store_of
 from egop_lab.training.context import Preset
@@ -44,6 +44,7 @@ class Section:
         preset: the full one where there are records of it, else the quick one; None where there are none.
         judged: its claims with verdicts.
         pictures: its figures.
+        tables: its tables.
         runs: how many records there are.
         seconds: that all of them took together.
         devices: where they ran.
@@ -55,6 +56,7 @@ class Section:
     preset: Preset | None = None
     judged: tuple[Judged, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    tables: tuple[Table, ...] = ()
     runs: int = 0
     seconds: float = 0.0
     devices: tuple[str, ...] = ()
@@ -74,7 +76,8 @@ def _section(one: Experiment, store: Store) -> Section:
     for preset in presets:
         if records := one.records(store, preset):
             try:
-                return _about(one, preset, records, one.judge(store, preset), one.pictures(store, preset))
+                found = one.judge(store, preset), one.pictures(store, preset), one.tables(store, preset)
+                return _about(one, preset, records, *found)
             except (LookupError, ValueError) as error:
                 problem = f"Not all of its runs are there yet ({error})."
                 missing = missing or _about(one, preset, records, problem=problem)
@@ -87,6 +90,7 @@ def _about(
     records: Sequence[Record],
     judged: Iterable[Judged] = (),
     pictures: Iterable[Picture] = (),
+    tables: Iterable[Table] = (),
     problem: str | None = None,
 ) -> Section:
     return Section(
@@ -94,6 +98,7 @@ def _about(
         preset,
         tuple(judged),
         tuple(pictures),
+        tuple(tables),
         len(records),
         sum(record.seconds for record in records),
         tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
@@ -175,10 +180,22 @@ def _html(section: Section) -> list[str]:
     ]
     parts.append(f'<ul class="advice">{"".join(items)}</ul>')
     parts += [f'<p class="small">{text(note)}</p>' for note in _notes(section)]
+    parts += [_html_table(table) for table in section.tables]
     for picture in section.pictures:
         caption = f"<figcaption>{text(picture.caption)}</figcaption>"
         parts.append(f'<figure class="wide">{plotting.inline_picture(picture)}{caption}</figure>')
     return parts
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f'<th scope="col">{text(name)}</th>' for name in table.header)
+    rows = []
+    for first, *entries in table.rows:
+        labelled = zip(table.header[1:], entries, strict=True)
+        cells = "".join(f'<td data-label="{text(name)}">{text(entry)}</td>' for name, entry in labelled)
+        rows.append(f'<tr><th scope="row">{text(first)}</th>{cells}</tr>')
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f"<p><strong>{text(table.title)}</strong></p><table>{body}</table>"
 
 
 _BADGES = {"holds": "use", "does not hold": "sample-more", "cannot be judged": "leave"}
@@ -196,6 +213,9 @@ def _markdown(section: Section) -> list[str]:
     lines += [f"| {_cell(item.words)} | {_bold(item.verdict)} | {_cell(item.found)} |" for item in section.judged]
     for note in _notes(section):
         lines += ["", note]
+    for table in section.tables:
+        lines += ["", f"**{table.title}**", ""]
+        lines += [_row(table.header), "|" + "---|" * len(table.header), *map(_row, table.rows)]
     for picture in section.pictures:
         lines += ["", f"![{picture.caption}](images/reproduction/{picture.name}.svg)", "", f"*{picture.caption}*"]
     return [*lines, ""]
@@ -221,6 +241,10 @@ def _value(value: Any) -> str:
         entries = [_value(entry) for entry in value]
         return f"[{('; ' if any(', ' in entry for entry in entries) else ', ').join(entries)}]"
     return str(value)
+
+
+def _row(entries: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_cell, entries))} |"
 
 
 def _cell(text: str) -> str:
