@@ -4,6 +4,7 @@
 """
 
 from egop.optimizer.binding import BoundBlock
+from egop.optimizer.loaded import level_of_user
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.recordings import Aside, InPlace, Recorder, Replayed
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
@@ -33,4 +34,5 @@ __all__ = [
     "check_about",
     "check_moments",
     "exported",
+    "level_of_user",
 ]

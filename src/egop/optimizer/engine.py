@@ -56,6 +56,11 @@ class Engine:
         return self._inner
 
     @property
+    def outside(self) -> type[Optimizer] | None:
+        """The class of the optimizer for what no block has, if that is another one."""
+        return None if self.base.outside is None else self.base.outside[0]
+
+    @property
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape: when they are wanted, not for each of many groups that are added."""
         if self._stacks is None:
