@@ -133,6 +133,6 @@ def _nothing_to_rotate(optimizer: Rebasable, unrotated: Mapping[str, str], refre
     steps = "the optimizer does what the inner one does" if outside is None else f"{outside.__name__} steps them all"
     return (
         f"egop.{refresh} has found no weight to rotate, so for now {steps}. Of the parameters, {', '.join(reasons)}. "
-        "To rotate what is left, name it: refresh=egop.Online(structure={'*': egop.Kronecker()}) for every weight, with "
+        "To rotate what is left, name it: egop.Online(structure={'*': egop.Kronecker()}) for every weight, with "
         "partition={'all': ['*']} and egop.Full() for everything."
     )
