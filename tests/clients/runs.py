@@ -21,7 +21,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_T
 MISSING = "install egop[clients] to test the optimizer inside this framework"
 
 # No basis at all (the run equals plain AdamW), one that stays, and one that follows the training gradients.
-KINDS = ["none", "fixed", "online"]
+KINDS = ["none", "fixed", "online", "EGOP"]
 # For runs that are divided differently, and so rounded differently: the first gradient alone leaves directions open,
 # which rounding would fill, so there is a basis to start from.
 DIVIDED = ["none", "fixed", "online from a basis"]

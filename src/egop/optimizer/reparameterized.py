@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from egop.basis import Known, Layer, Reparameterization, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
 from egop.numerics import in_normal_mode, without_autocast
-from egop.optimizer.base import Base
+from egop.optimizer.base import SHARED, Base
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import named_groups
@@ -77,6 +77,9 @@ class ReparameterizedOptimizer(Optimizer):
         >>> optimizer = egop.ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)
     """
 
+    # What the optimizer outside takes from the groups: settings that mean the same to both.
+    _shared_settings: tuple[str, ...] = SHARED
+
     def __init__(
         self,
         params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -94,9 +97,17 @@ class ReparameterizedOptimizer(Optimizer):
         groups = named_groups(params, model=model)
         bases = [group.pop("basis", None) for group in groups]
         check_optimizer(optimizer_class)
+        if issubclass(optimizer_class, ReparameterizedOptimizer):
+            name = optimizer_class.__name__
+            raise TypeError(
+                f"{name} runs an optimizer in a basis itself, and cannot run in another. Call it with the model: "
+                f"egop.{name}(model, ...)."
+            )
         # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
         self._engine = engine = Engine(
-            Base(optimizer_class, hyperparameters, outside), compiled=compile, any_class=any_class
+            Base(optimizer_class, hyperparameters, outside, self._shared_settings),
+            compiled=compile,
+            any_class=any_class,
         )
         self._passing = _Passing()
         engine.check_class(groups)

@@ -43,6 +43,9 @@ class Choice:
     memory: int | str
     candidates: Sequence[Structure] = ONLINE
 
+    def __post_init__(self) -> None:
+        parse_bytes(self.memory)  # what cannot be read is refused here, not in the first step
+
     def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
         """The original coordinates, in the structures that the basis is to have.
 
