@@ -202,7 +202,11 @@ def test_making_it_says_nothing():
 MISTAKES = {
     "parameters without names": (lambda: egop.EGOP(network().parameters()), TypeError, r"model=model"),
     "no parameters": (lambda: egop.EGOP([]), ValueError, "empty parameter list"),
-    "a model of others": (lambda: egop.EGOP(network().parameters(), model=network()), ValueError, "none of the model's"),
+    "a model of others": (
+        lambda: egop.EGOP(network().parameters(), model=network()),
+        ValueError,
+        "none of the model's",
+    ),
     "every": (lambda: egop.EGOP(network(), every=0), ValueError, "every"),
     "betas": (lambda: egop.EGOP(network(), betas=(0.9, 1.5)), ValueError, r"betas\[1\]"),
     "a negative rate": (lambda: egop.EGOP(network(), lr=-1.0), ValueError, "lr"),

@@ -111,11 +111,22 @@ class Base:
     def settings_out(self, groups: Sequence[Group], inner: Optimizer) -> None:
         """Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups."""
         for group, targets in self.pairs(groups, inner):
-            group.update(self._settings_for(targets[0], {}))
-            for target in targets[1:]:
-                if OUTSIDE in target:
-                    kept = {key: value for key, value in target.items() if key not in (*_OWN, *self._shared)}
-                    group.update({f"{_PREFIX}{key}": value for key, value in kept.items()})
+            group.update(self._settings_for(targets[0], {}) | self._settings_outside(targets))
+
+    def show_outside(self, groups: Sequence[Group], inner: Optimizer) -> None:
+        """Let the user's groups have all settings of the other optimizer: torch's tools load what is there already."""
+        for group, targets in self.pairs(groups, inner):
+            group.update(self._settings_outside(targets) | group)
+
+    def _settings_outside(self, targets: Sequence[Group]) -> Group:
+        """What the user's group has of the other optimizer's."""
+        return {
+            f"{_PREFIX}{key}": value
+            for target in targets
+            if OUTSIDE in target
+            for key, value in target.items()
+            if key not in (*_OWN, *self._shared)
+        }
 
     def drop_beyond(self, groups: Sequence[Group], inner: Optimizer) -> None:
         """Forget inner groups that belong to none of the user's: one was refused."""

@@ -93,6 +93,7 @@ class Engine:
         """
         inner = inner or self.inner_over(blocks, pieces)
         self.blocks, self.pieces, self._inner, self._stacks = blocks, pieces, inner, None
+        self.base.show_outside(self.param_groups, inner)
         self.note_bound()
 
     def inner_over(self, blocks: list[BoundBlock], pieces: Pieces) -> Optimizer:
@@ -105,6 +106,7 @@ class Engine:
         groups = self.base.groups(self.param_groups[-1], blocks, self.pieces)
         for group in groups:
             self.inner.add_param_group(group)
+        self.base.show_outside(self.param_groups, self.inner)
         self.blocks = self.blocks + blocks
         # Some make their states when they are made themselves, and at no other time.
         for tensor in [tensor for group in groups for tensor in group["params"]]:

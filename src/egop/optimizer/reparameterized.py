@@ -60,7 +60,7 @@ class ReparameterizedOptimizer(Optimizer):
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
             options; by default ``optimizer_class`` steps these too. It has the learning rate, the weight decay and
-            ``maximize`` of the groups; its other settings are there after the first step as ``"outside/betas"`` ...
+            ``maximize`` of the groups; its other settings are there as ``"outside/betas"`` ...
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
