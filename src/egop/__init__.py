@@ -24,6 +24,7 @@ from egop.extras.constrained import BallConstrainedAdagrad
 from egop.extras.inputs import rotate_inputs
 from egop.extras.parametrization import merge, parametrize
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
+from egop.recipes import EGOP
 from egop.refresh import Aligned, Every, Online, Refresh, WhenDrifted
 
 try:
@@ -32,6 +33,7 @@ except metadata.PackageNotFoundError:  # run from its sources, without having be
     __version__ = "unknown"
 
 __all__ = [
+    "EGOP",
     "Aligned",
     "Auxiliary",
     "Ball",

@@ -20,8 +20,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_T
 
 MISSING = "install egop[clients] to test the optimizer inside this framework"
 
-# No basis at all (the run equals plain AdamW), one that stays, and one that follows the training gradients.
-KINDS = ["none", "fixed", "online"]
+# No basis at all (the run equals plain AdamW), one that stays, one that follows the gradients; and the one line.
+KINDS = ["none", "fixed", "online", "EGOP"]
 # For runs that are divided differently, and so rounded differently: the first gradient alone leaves directions open,
 # which rounding would fill, so there is a basis to start from.
 DIVIDED = ["none", "fixed", "online from a basis"]
@@ -52,6 +52,8 @@ def part_of(basis, names):
 def optimizer_of(model, kind, **more):
     """Every third step renews, so that short runs see renewals."""
     settings = {"lr": 0.02, "weight_decay": 0.1} | more
+    if kind == "EGOP":
+        return egop.EGOP(model, every=3, **settings)
     if kind in ("fixed", "online from a basis"):
         double = next(model.parameters()).dtype == torch.float64
         settings["basis"] = basis(dtype=torch.float64 if double else torch.float32)

@@ -40,6 +40,7 @@ def settings_of(kind):
         "none": {},
         "fixed": {"basis": rotation()},
         "online": {"refresh": egop.Online(every=2)},
+        "EGOP": {"every": 2},
     }[kind]
 
 
@@ -78,7 +79,7 @@ def test_without_a_basis_the_run_is_that_of_adamw(tmp_path):
     assert runs.distance(model, gpt2()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", runs.KINDS)
+@pytest.mark.parametrize("kind", runs.KINDS[:3])
 def test_the_optimizer_that_trainer_makes_is_the_one_a_user_would_make(kind, tmp_path):
     model, other = gpt2(), gpt2()
     made = trainer_optimizer(model, torch.optim.AdamW, lr=LR, **settings_of(kind))
@@ -100,6 +101,26 @@ def test_the_optimizer_that_trainer_makes_turns_layers_and_leaves_embeddings_and
     assert runs.distance(model, gpt2()) > 1e-2
 
 
+def test_the_one_line_optimizer_is_made_from_trainers_groups(tmp_path):
+    model, other = gpt2(), gpt2()
+    its = trained(model, tmp_path, optimizer_cls_and_kwargs=trainer_optimizer(model, egop.EGOP, lr=LR, every=2))
+    optimizer = ours(its)
+    assert isinstance(optimizer, egop.EGOP)
+    assert set(optimizer.basis) == MATRICES
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    expected = egop.EGOP(decay_groups(other), lr=LR, every=2, model=other)
+    trained(other, tmp_path, optimizers=(expected, None))
+    assert runs.same(model, other)
+    # As a class with keywords of its own: then Trainer gives it the model in the place of groups.
+    third = gpt2()
+    given = {"model": third, "lr": LR, "weight_decay": 0.2}
+    alone = ours(trained(third, tmp_path, optimizer_cls_and_kwargs=(egop.EGOP, given)))
+    assert set(alone.basis) == MATRICES
+    assert [group["weight_decay"] for group in alone.param_groups] == [0.2]
+    with pytest.raises(TypeError, match="EGOP has a refresh of its own"):
+        trainer_optimizer(model, egop.EGOP, lr=LR, refresh=egop.Online())
+
+
 def test_the_names_of_nameless_parameters_are_the_models(tmp_path):
     model = gpt2()
     made = trainer_optimizer(model, torch.optim.SGD, lr=LR)
@@ -119,7 +140,8 @@ def test_a_weight_decay_that_trainer_would_replace_is_refused():
 @pytest.mark.parametrize("kind", runs.KINDS)
 def test_a_run_resumed_from_a_checkpoint_ends_as_the_whole_one(kind, tmp_path):
     def run(model, resume=None):
-        made = trainer_optimizer(model, torch.optim.AdamW, lr=LR, **settings_of(kind))
+        base = egop.EGOP if kind == "EGOP" else torch.optim.AdamW
+        made = trainer_optimizer(model, base, lr=LR, **settings_of(kind))
         saving = {"save_strategy": "steps", "save_steps": 3}
         return trained(model, tmp_path, resume=resume, arguments=saving, optimizer_cls_and_kwargs=made)
 

@@ -17,12 +17,13 @@ STRUCTURES |= {side: egop.Shared(side=side) for side in ("output", "smaller")}
 REFRESHES = {"fixed": lambda structure: None, "online": lambda structure: egop.Online(every=3, structure=structure)}
 REFRESHES["aligned"] = lambda structure: egop.Aligned()
 KINDS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-MATRICES = {"PolarAdam": egop.optim.PolarAdam, "Sinkhorn": egop.optim.Sinkhorn}
+MATRICES = {"PolarAdam": egop.optim.PolarAdam, "Sinkhorn": egop.optim.Sinkhorn, "Sign": egop.optim.Sign}
 CASES = [
     ("AdamW", structure, refresh) for structure in ("Shared", "Full", "Kronecker") for refresh in ("fixed", "online")
 ]
 CASES += [("Adam", "Shared", "fixed"), ("Adam", "Kronecker", "online"), ("AdamW", "output", "online")]
 CASES += [("PolarAdam", "Shared", "online"), ("Sinkhorn", "smaller", "aligned")]  # which see whole matrices
+CASES += [("Sign", "Kronecker", "online"), ("EGOP", "smaller", "online")]
 FEW = [("AdamW", "Shared", "online"), ("AdamW", "Full", "fixed"), ("PolarAdam", "Shared", "online")]
 
 
@@ -32,6 +33,10 @@ def basis_of(structure):
 
 
 def started(model, kind, structure, refresh):
+    if kind == "EGOP":
+        named = dict(network().named_parameters())
+        groups = [{"params": list(zip(named, model.parameters(), strict=True)), "basis": basis_of(structure)}]
+        return egop.EGOP(groups, lr=0.02, every=3, model=model)
     options = {"outside": torch.optim.AdamW} if kind in MATRICES else {}
     renewed = REFRESHES[refresh](STRUCTURES[structure])
     return optimizer_of(model, (KINDS | MATRICES)[kind], None, renewed, basis_of(structure), **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def backward(model, step):
 
 def made(model, kind=torch.optim.SGD, outside=ADAMW, refresh=None, **options):
     options = options or {"lr": 0.01, "weight_decay": 0.1}
-    refresh = egop.Online(structure=egop.Kronecker(), every=2) if refresh is None else refresh
+    refresh = egop.Online(structure={"*": egop.Kronecker()}, every=2) if refresh is None else refresh
     return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, outside=outside, **options)
 
 
@@ -155,6 +156,68 @@ def test_all_parameters_are_stepped_and_the_head_is_outside():
     assert not any(torch.equal(after[name], before[name]) for name in before)
     (head,) = [name for name, why in optimizer.refresher.unrotated.items() if why == "the output head"]
     assert set(optimizer.inner.state[model.get_parameter(head)]) == {"step", "exp_avg", "exp_avg_sq"}  # AdamW's
+
+
+class Tokens(nn.Module):
+    """With an embedding, two layers, a head, and a layer that is not trained at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.first, self.second, self.late = (nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, tokens):
+        return self.head(self.late(self.second(self.first(self.embedding(tokens)).tanh()).tanh()))
+
+
+LEFT = {"embedding.weight": "an embedding", "head.weight": "the output head"}
+
+
+@pytest.mark.parametrize("kind", [egop.Online, egop.WhenDrifted])
+@pytest.mark.parametrize("structure", [egop.Shared(side="smaller"), egop.Kronecker()], ids=str)
+def test_one_structure_leaves_embeddings_and_heads_to_the_optimizer_outside(kind, structure):
+    def left(structure, outside):
+        torch.manual_seed(0)
+        model = Tokens()
+        model.late.requires_grad_(False)
+        optimizer = made(model, outside=outside, refresh=kind(structure=structure))
+        for step in range(2):
+            model.late.requires_grad_(step == 1)
+            optimizer.zero_grad()
+            model(torch.arange(7)).logsumexp(-1).sum().backward()
+            optimizer.step()
+        assert {"first.weight", "second.weight", "late.weight"} <= set(optimizer.basis)
+        assert set(optimizer.basis) | set(optimizer.refresher.unrotated) == set(
+            map("{}.weight".format, dict(model.named_children()))
+        )
+        return optimizer.refresher.unrotated
+
+    assert left(structure, torch.optim.AdamW) == LEFT
+    assert left(structure, None) == {}
+    assert left({"*": structure}, torch.optim.AdamW) == {}
+
+
+def test_a_structure_that_is_named_does_not_leave_weights_for_want_of_memory():
+    model = network()
+    optimizer = made(model, refresh=egop.Online(structure=egop.Kronecker(), memory=1000))
+    backward(model, 0)
+    with pytest.raises(MemoryError, match=r"All bases together need .*more than memory=1000 B"):
+        optimizer.step()
+
+
+def test_roles_that_were_guessed_are_told_where_they_count():
+    def make(structure, outside):
+        named = Tokens().named_parameters()
+        return made(named, outside=outside, refresh=egop.Online(structure=structure))
+
+    with pytest.warns(UserWarning, match=r"Left as they are: embedding.weight \(an embedding\), head") as said:
+        make(egop.Kronecker(), torch.optim.AdamW)
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(egop.Kronecker(), None)
+        make({"*": egop.Kronecker()}, torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("pair", [(torch.optim.Adam, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.Adam)])

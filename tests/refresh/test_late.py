@@ -249,7 +249,7 @@ NOTHING = {
     "embeddings": (
         lambda: nn.Embedding(5, 3),
         egop.WhenDrifted(),
-        r"egop\.WhenDrifted has found no weight.*'weight' is left \(an embedding\).*structure=egop\.Kronecker\(\)",
+        r"egop\.WhenDrifted has found no weight.*'weight' is left \(an embedding\).*=\{'\*': egop\.Kronecker\(\)\}",
     ),
     "frozen": (
         lambda: network().requires_grad_(False),

@@ -65,6 +65,8 @@ def make_plan(
     structure: StructureChoice,
     memory: int,
     candidates: Sequence[Structure] = UP_FRONT,
+    *,
+    all_weights: bool = True,
 ) -> Plan:
     """Decide on the structure of each block.
 
@@ -76,10 +78,13 @@ def make_plan(
             are then left in original coordinates.
         memory: what all bases together may take, in bytes.
         candidates: what ``"auto"`` chooses from, richest first.
+        all_weights: whether one structure is for all blocks, or for those alone that ``"auto"`` would rotate.
     """
     check_structure(structure)
     if isinstance(structure, Structure):
-        return _as_told(dict.fromkeys(blocks, structure), {}, memory)
+        unrotated = {} if all_weights else _left(blocks, layers, (structure, *candidates))
+        told = {block: structure for block in blocks if block.name not in unrotated}
+        return _as_told(told, unrotated, memory)
     if isinstance(structure, Mapping):
         matched = {pattern: set(match([pattern], [b.name for b in blocks], "block")) for pattern in structure}
         lists = {b: [structure[pattern] for pattern in structure if b.name in matched[pattern]] for b in blocks}
@@ -120,22 +125,30 @@ def _pieces(block: Block, structure: Structure) -> list[Block]:
     return [block] if structure.joint or len(block.shapes) == 1 else block.divided()
 
 
-def _automatic(
-    blocks: Sequence[Block], layers: Mapping[str, Layer], memory: int, candidates: Sequence[Structure]
-) -> Plan:
+def _left(blocks: Sequence[Block], layers: Mapping[str, Layer], candidates: Sequence[Structure]) -> dict[str, str]:
+    """Why ``"auto"`` leaves blocks however much memory there is: what they are, or how wide."""
     unrotated: dict[str, str] = {}
-    options: dict[Block, list[tuple[Structure, list[Block], int]]] = {}
     for block in blocks:
         reasons = [layers[name].unrotated for name in block.parameters]
         if all(reasons):
             unrotated[block.name] = reasons[0]
-            continue
-        options[block] = [option for structure in candidates if (option := _option(structure, block))]
-        if not options[block]:
+        elif not any(_option(structure, block) for structure in candidates):
             unrotated[block.name] = _too_wide(block)
+    return unrotated
+
+
+def _automatic(
+    blocks: Sequence[Block], layers: Mapping[str, Layer], memory: int, candidates: Sequence[Structure]
+) -> Plan:
+    unrotated = _left(blocks, layers, candidates)
+    options = {
+        block: [option for structure in candidates if (option := _option(structure, block))]
+        for block in blocks
+        if block.name not in unrotated
+    }
     # First the leanest for as many blocks as possible, then richer ones while there is memory.
     picked: dict[Block, int] = {}
-    small_first = sorted((block for block in options if options[block]), key=lambda block: options[block][-1][2])
+    small_first = sorted(options, key=lambda block: options[block][-1][2])
     for block in small_first:
         needed = options[block][-1][2]
         if needed <= memory:

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from egop.basis import Reparameterization
 from egop.optimizer import ReparameterizedOptimizer
+from egop.recipes import EGOP
 from egop.refresh import Refresh
 
-__all__ = ["TrainerOptimizer", "trainer_optimizer"]
+__all__ = ["TrainerEGOP", "TrainerOptimizer", "trainer_optimizer"]
 
 
 class TrainerOptimizer(ReparameterizedOptimizer):
@@ -40,6 +41,19 @@ class TrainerOptimizer(ReparameterizedOptimizer):
         super().__init__(params, optimizer_class, basis, model=network, **rest)
 
 
+class TrainerEGOP(EGOP):
+    """:class:`egop.EGOP` as Hugging Face's ``Trainer`` makes it, see :class:`TrainerOptimizer`.
+
+    Args:
+        params: the groups that ``Trainer`` made.
+        network: the model, from which names and roles are taken.
+        **rest: all other arguments of :class:`egop.EGOP`.
+    """
+
+    def __init__(self, params: Any, *, network: nn.Module, **rest: Any) -> None:
+        super().__init__(params, model=network, **rest)
+
+
 def trainer_optimizer(
     model: nn.Module,
     optimizer_class: type[Optimizer],
@@ -56,8 +70,8 @@ def trainer_optimizer(
 
     Args:
         model: the model that ``Trainer`` is given.
-        optimizer_class: as in :class:`egop.ReparameterizedOptimizer`.
-        basis: likewise.
+        optimizer_class: as in :class:`egop.ReparameterizedOptimizer`; or :class:`egop.EGOP`.
+        basis: as in :class:`egop.ReparameterizedOptimizer`.
         lr: the learning rate. ``Trainer`` does not hand ``TrainingArguments(learning_rate=...)`` to an optimizer that
             it is told to make, so it has to be said here.
         refresh: as in :class:`egop.ReparameterizedOptimizer`.
@@ -73,5 +87,12 @@ def trainer_optimizer(
             f"weight_decay={hyperparameters['weight_decay']} would be lost: Trainer sets that of each group itself. "
             "Use TrainingArguments(weight_decay=...)."
         )
+    if optimizer_class is EGOP:
+        if basis is not None or refresh is not None:
+            raise TypeError(
+                "egop.EGOP has a refresh of its own, and takes neither basis= nor refresh=. Write out its parts: "
+                "trainer_optimizer(model, egop.optim.PolarAdam, refresh=..., outside=torch.optim.AdamW, lr=...)."
+            )
+        return TrainerEGOP, {"network": model, "lr": lr} | hyperparameters
     arguments = {"optimizer_class": optimizer_class, "basis": basis, "network": model, "refresh": refresh, "lr": lr}
     return TrainerOptimizer, arguments | hyperparameters

@@ -4,6 +4,7 @@
 """
 
 from egop.optimizer.binding import BoundBlock
+from egop.optimizer.loaded import level_of_user
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
@@ -28,4 +29,5 @@ __all__ = [
     "check_about",
     "check_moments",
     "exported",
+    "level_of_user",
 ]

@@ -21,7 +21,7 @@ _LAST = "matrices_last"
 _OWN = ("params", "param_names", _LAST, OUTSIDE)
 # What the optimizer outside takes from the user's groups. All its other settings are in these with a prefix, so that
 # they are saved, and can be seen and changed; the same name may mean something else to another class.
-_SHARED = ("lr", "weight_decay", "maximize")
+SHARED = ("lr", "weight_decay", "maximize")
 _PREFIX = "outside/"
 
 Group = dict[str, Any]
@@ -34,10 +34,18 @@ class Base:
         optimizer_class: of the optimizer that runs on coordinates.
         hyperparameters: what it is given.
         outside: class of another one, or class and options, for what no block has.
+        shared: the settings that mean the same to both.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], outside: Any) -> None:
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        hyperparameters: Mapping[str, Any],
+        outside: Any,
+        shared: Sequence[str] = SHARED,
+    ) -> None:
         self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
+        self._shared = tuple(shared)
         self.outside = _parsed(outside)
         # Of inner groups for each of the user's: one that sees matrices has coordinates and kernels apart.
         self._count = 1 if self.outside is None and not self.sees_matrices else 2
@@ -78,7 +86,7 @@ class Base:
                 continue
             tensors = block.coordinates if block is not None else [pieces.of(parameter)]
             members |= {id(tensor): tensor for tensor in tensors}
-        settings = _settings_for(group, {})
+        settings = self._settings_for(group, {})
         last = {_LAST: True} if _LAST in group else {}
         first = settings | last | {"params": list(members.values())}
         if self._count == 1:
@@ -87,7 +95,7 @@ class Base:
             return [first, settings | {"params": others}]
         kind, options = self.outside
         second: Group = defaults_of(kind, {}, options) | {"params": others, OUTSIDE: tuple(options)}
-        return [first, second | _settings_for(group, second)]
+        return [first, second | self._settings_for(group, second)]
 
     def pairs(self, groups: Sequence[Group], inner: Optimizer) -> Iterator[tuple[Group, list[Group]]]:
         """Each of the user's groups, and the inner ones in its place."""
@@ -98,22 +106,42 @@ class Base:
         """Give the inner groups the hyper-parameters of the user's."""
         for group, targets in self.pairs(groups, inner):
             for target in targets:
-                target.update(_settings_for(group, target))
+                target.update(self._settings_for(group, target))
 
     def settings_out(self, groups: Sequence[Group], inner: Optimizer) -> None:
         """Some optimizers keep quantities of their own (an estimated step size, a counter) in their groups."""
         for group, targets in self.pairs(groups, inner):
-            group.update(_settings_for(targets[0], {}))
-            for target in targets[1:]:
-                if OUTSIDE in target:
-                    kept = {key: value for key, value in target.items() if key not in (*_OWN, *_SHARED)}
-                    group.update({f"{_PREFIX}{key}": value for key, value in kept.items()})
+            group.update(self._settings_for(targets[0], {}) | self._settings_outside(targets))
+
+    def show_outside(self, groups: Sequence[Group], inner: Optimizer) -> None:
+        """Let the user's groups have all settings of the other optimizer: torch's tools load what is there already."""
+        for group, targets in self.pairs(groups, inner):
+            group.update(self._settings_outside(targets) | group)
+
+    def _settings_outside(self, targets: Sequence[Group]) -> Group:
+        """What the user's group has of the other optimizer's."""
+        return {
+            f"{_PREFIX}{key}": value
+            for target in targets
+            if OUTSIDE in target
+            for key, value in target.items()
+            if key not in (*_OWN, *self._shared)
+        }
 
     def drop_beyond(self, groups: Sequence[Group], inner: Optimizer) -> None:
         """Forget inner groups that belong to none of the user's: one was refused."""
         del inner.param_groups[self._count * len(groups) :]
         if isinstance(inner, Divided):
             inner.share()
+
+    def _settings_for(self, group: Mapping[str, Any], target: Mapping[str, Any]) -> Group:
+        """What an inner group takes over from the user's."""
+        if OUTSIDE not in target:
+            return {key: value for key, value in group.items() if key not in _OWN and not key.startswith(_PREFIX)}
+        shared = {
+            key: group[key] for key in self._shared if key in group and key in target and key not in target[OUTSIDE]
+        }
+        return shared | {key.removeprefix(_PREFIX): value for key, value in group.items() if key.startswith(_PREFIX)}
 
 
 def _parsed(outside: Any) -> tuple[type[Optimizer], dict[str, Any]] | None:
@@ -136,11 +164,3 @@ def _parsed(outside: Any) -> tuple[type[Optimizer], dict[str, Any]] | None:
             f"{kind.__name__} evaluates the loss within a step, which egop does not support, outside neither."
         )
     return kind, dict(options)
-
-
-def _settings_for(group: Mapping[str, Any], target: Mapping[str, Any]) -> Group:
-    """What an inner group takes over from the user's."""
-    if OUTSIDE in target:
-        shared = {key: group[key] for key in _SHARED if key in group and key in target and key not in target[OUTSIDE]}
-        return shared | {key.removeprefix(_PREFIX): value for key, value in group.items() if key.startswith(_PREFIX)}
-    return {key: value for key, value in group.items() if key not in _OWN and not key.startswith(_PREFIX)}

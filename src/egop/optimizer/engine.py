@@ -64,6 +64,11 @@ class Engine:
         return self._inner
 
     @property
+    def outside(self) -> type[Optimizer] | None:
+        """The class of the optimizer for what no block has, if that is another one."""
+        return None if self.base.outside is None else self.base.outside[0]
+
+    @property
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape: when they are wanted, not for each of many groups that are added."""
         if self._stacks is None:
@@ -96,6 +101,7 @@ class Engine:
         """
         inner = inner or self.inner_over(blocks, pieces)
         self.blocks, self.pieces, self._inner, self._stacks = blocks, pieces, inner, None
+        self.base.show_outside(self.param_groups, inner)
         self.note_bound()
 
     def inner_over(self, blocks: list[BoundBlock], pieces: Pieces) -> Optimizer:
@@ -108,6 +114,7 @@ class Engine:
         groups = self.base.groups(self.param_groups[-1], blocks, self.pieces)
         for group in groups:
             self.inner.add_param_group(group)
+        self.base.show_outside(self.param_groups, self.inner)
         self.blocks = self.blocks + blocks
         # Some make their states when they are made themselves, and at no other time.
         for tensor in [tensor for group in groups for tensor in group["params"]]:

@@ -58,6 +58,8 @@ def check_class(
     declared = bool(getattr(optimizer_class, "works_on_matrices", False))
     other_on_vectors = False
     for settings in [settings_of(group) for group in groups]:
+        if settings.get("maximize") and "maximize" not in defaults_of(optimizer_class, settings, hyperparameters):
+            raise ValueError(f"{name} has no maximize: it would minimise. Give it the negative loss.")
         trial = tried(optimizer_class, settings, hyperparameters)
         if trial.needs_closure:
             raise TypeError(

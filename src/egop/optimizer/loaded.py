@@ -44,7 +44,7 @@ def warn_of_loaded(
             f"{_name(refresher)}, {', '.join(sorted(wanted))}, is for an optimizer that has no basis."
         )
     if text is not None:
-        warnings.warn(text, stacklevel=_outside())
+        warnings.warn(text, stacklevel=level_of_user())
 
 
 def _name(refresher: Refresher) -> str:
@@ -59,7 +59,7 @@ def _wanted(refresher: Refresher) -> set[str]:
     return set() if None in types else {change_type.kind for change_type in types if change_type is not None}
 
 
-def _outside() -> int:
+def level_of_user() -> int:
     """The stack level, for the function that calls this, of the first one that is neither egop's nor torch's."""
     modules = (frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(context=0))
     return next((level for level, name in enumerate(modules) if name.partition(".")[0] not in ("egop", "torch")), 1)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from egop.basis import ChangeOfBasis, Layer, Reparameterization, call_it
 from egop.optimizer.binding import BoundBlock
@@ -23,6 +24,10 @@ class Rebasable(Protocol):
 
     param_groups: list[dict[str, Any]]
     layers: dict[str, Layer]
+
+    @property
+    def outside(self) -> type[Optimizer] | None:
+        """The class of the optimizer for what no block has, if that is another one."""
 
     @property
     def blocks(self) -> Sequence[BoundBlock]:

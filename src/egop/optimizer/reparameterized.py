@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from egop.basis import Known, Layer, Reparameterization, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
 from egop.numerics import in_normal_mode, without_autocast
-from egop.optimizer.base import Base
+from egop.optimizer.base import SHARED, Base
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import named_groups
@@ -60,7 +60,7 @@ class ReparameterizedOptimizer(Optimizer):
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
             options; by default ``optimizer_class`` steps these too. It has the learning rate, the weight decay and
-            ``maximize`` of the groups; its other settings are there after the first step as ``"outside/betas"`` ...
+            ``maximize`` of the groups; its other settings are there as ``"outside/betas"`` ...
         refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
             never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
@@ -76,6 +76,9 @@ class ReparameterizedOptimizer(Optimizer):
         >>> basis = egop.estimate(objective, progress=False)
         >>> optimizer = egop.ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)
     """
+
+    # What the optimizer outside takes from the groups: settings that mean the same to both.
+    _shared_settings: tuple[str, ...] = SHARED
 
     def __init__(
         self,
@@ -94,9 +97,17 @@ class ReparameterizedOptimizer(Optimizer):
         groups = named_groups(params, model=model)
         bases = [group.pop("basis", None) for group in groups]
         check_optimizer(optimizer_class)
+        if issubclass(optimizer_class, ReparameterizedOptimizer):
+            name = optimizer_class.__name__
+            raise TypeError(
+                f"{name} runs an optimizer in a basis itself, and cannot run in another. Call it with the model: "
+                f"egop.{name}(model, ...)."
+            )
         # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
         self._engine = engine = Engine(
-            Base(optimizer_class, hyperparameters, outside), compiled=compile, any_class=any_class
+            Base(optimizer_class, hyperparameters, outside, self._shared_settings),
+            compiled=compile,
+            any_class=any_class,
         )
         self._passing = _Passing()
         engine.check_class(groups)

@@ -129,8 +129,10 @@ def _nothing_to_rotate(optimizer: Rebasable, unrotated: Mapping[str, str], refre
     frozen = sum(len(group["params"]) for group in optimizer.param_groups) - len(trained)
     if frozen:
         reasons.append(f"{frozen} are frozen, and get a basis when they are unfrozen if they are weights")
+    outside = optimizer.outside
+    steps = "the optimizer does what the inner one does" if outside is None else f"{outside.__name__} steps them all"
     return (
-        f"egop.{refresh} has found no weight to rotate, so for now the optimizer does what the inner one does. Of the "
-        f"parameters, {', '.join(reasons)}. To rotate what is left, name it: egop.{refresh}("
-        "partition={'all': ['*']}, structure=egop.Full()), or structure=egop.Kronecker() for every weight."
+        f"egop.{refresh} has found no weight to rotate, so for now {steps}. Of the parameters, {', '.join(reasons)}. "
+        "To rotate what is left, name it: egop.Online(structure={'*': egop.Kronecker()}) for every weight, with "
+        "partition={'all': ['*']} and egop.Full() for everything."
     )

@@ -20,7 +20,7 @@ from egop.basis import (
     plain_name,
 )
 from egop.numerics import identity
-from egop.optimizer import Rebasable
+from egop.optimizer import Rebasable, level_of_user
 from egop.runs import parse_bytes
 
 
@@ -30,7 +30,8 @@ class Choice:
 
     Args:
         refresh: its name, for messages.
-        structure: a structure for all weights, structures by name patterns, or ``"auto"``.
+        structure: a structure, structures by name patterns, or ``"auto"``. One structure is for all weights; where
+            another optimizer is there for what no block has, for those alone that ``"auto"`` would rotate.
         partition: which parameters form a block.
         memory: what all bases together may take.
         candidates: what ``"auto"`` chooses from, richest first.
@@ -41,6 +42,9 @@ class Choice:
     partition: Partition
     memory: int | str
     candidates: Sequence[Structure] = ONLINE
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.memory)  # what cannot be read is refused here, not in the first step
 
     def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
         """The original coordinates, in the structures that the basis is to have.
@@ -67,7 +71,8 @@ class Choice:
         known = [*everything, *(self.partition if isinstance(self.partition, Mapping) else ())]
         structure = _structure_for(self.structure, known, [block.name for block in blocks])
         memory = parse_bytes(self.memory) - sum(block.change.nbytes for block in optimizer.blocks)
-        plan = make_plan(blocks, layers, structure, max(0, memory), self.candidates)
+        every = optimizer.outside is None
+        plan = make_plan(blocks, layers, structure, max(0, memory), self.candidates, all_weights=every)
         changes = []
         for block, structure in plan.chosen.items():
             shapes = structure.basis_shapes(block).items()
@@ -82,7 +87,8 @@ class Choice:
         if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
             raise ValueError(self._not_renewable(", ".join(kinds)))
         guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
-        if self.structure != "auto" or optimizer.blocks or not guessed:
+        by_role = self.structure == "auto" or (isinstance(self.structure, Structure) and optimizer.outside is not None)
+        if not by_role or optimizer.blocks or not guessed:
             return
         rotated = [name for name, layer in guessed.items() if not layer.unrotated]
         alone = [f"{name} ({layer.unrotated})" for name, layer in guessed.items() if layer.unrotated]
@@ -91,7 +97,7 @@ class Choice:
             f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(alone)}. An embedding or an "
             "output head that is rotated slows training down. Give the optimizer the model itself, or model=model "
             "beside the parameters; or say what to rotate: structure={'name pattern': egop.Kronecker()}.",
-            stacklevel=4,  # the line that makes the optimizer
+            stacklevel=level_of_user(),  # the line that makes the optimizer
         )
 
     def _not_renewable(self, kinds: str) -> str:

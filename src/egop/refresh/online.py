@@ -37,8 +37,8 @@ class Online(Refresh):
         structure: when the optimizer has no basis to start with: a structure (``Kronecker``, ``Shared`` or ``Full``), a
             mapping of name patterns to structures, or ``"auto"``, for each weight the richer of ``Kronecker`` and
             ``Shared`` that fits; embeddings, output heads and very wide layers are left, and
-            ``optimizer.refresher.unrotated`` says why. A structure that is named is for all weights, these too:
-            leave them out by name patterns.
+            ``optimizer.refresher.unrotated`` says why. With ``outside=`` one structure leaves these too; without it,
+            it is for all weights, as ``{"*": structure}`` always is.
         partition: which parameters form a block, likewise.
         memory: what all bases together may take, likewise.
         moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
