@@ -85,11 +85,6 @@ COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "online both": {"online": egop.Kronecker()},
     "aligned": {"aligned": True},
 }
-# Random rotations as controls of coordinates that have other sides; not in the grid.
-CONTROLS: Mapping[str, Mapping[str, Any]] = {
-    "random input": {"random": egop.Shared()},
-    "random both": {"random": egop.Kronecker()},
-}
 # Those of them that are measured by the benchmark too.
 _BENCHED = {
     ("PolarAdam", "online smaller"): "PolarAdam, online, smaller",
@@ -105,7 +100,7 @@ def cell(base: str, coordinates: str) -> str:
 
 def _crossings() -> Iterator[Method]:
     """Every base in all coordinates but AdamW in its own; PolarAdam offers no map of its momentum to align to."""
-    for base, (coordinates, options) in itertools.product(BASES, {**COLUMNS, **CONTROLS}.items()):
+    for base, (coordinates, options) in itertools.product(BASES, COLUMNS.items()):
         if (base, coordinates) in (("AdamW", "original"), ("PolarAdam", "aligned")):
             continue
         labels = {COORDINATES: cell(base, coordinates)}

@@ -205,7 +205,7 @@ def fake(monkeypatch, tmp_path):
 
 def test_shares_of_several_processes_make_the_records_of_one(fake, tmp_path):
     alone = Store(tmp_path / "alone.jsonl")
-    EXPERIMENT.run(alone, Context(data=fake, progress=False), phases=["tuning", "reports"])
+    EXPERIMENT.run(alone, Context(data=fake, progress=False), phases=["scouting", "trainings"])
     paths = [tmp_path / f"part-{index}.jsonl" for index in range(3)]
     for tasks in (["tiny GPT"], ["tiny ViT"]):
         for index, path in enumerate(paths):

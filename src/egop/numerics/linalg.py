@@ -288,6 +288,6 @@ def _has_fast_float64(device: torch.device) -> bool:
 
 def near_one(matrices: Tensor) -> Tensor:
     """Divided by powers of two, which loses no bit, so that squares of their entries neither overflow nor vanish."""
-    largest = matrices.abs().amax((-2, -1), keepdim=True)
+    largest = torch.linalg.vector_norm(matrices, torch.inf, (-2, -1), keepdim=True)
     scale = (torch.frexp(largest).mantissa / largest).clamp_max(2.0**126)
     return matrices * torch.where(largest > 0, scale, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -188,8 +189,8 @@ def _steps(optimizer: MatrixOptimizer, parts: Sequence[Any], settings: str) -> N
 
 def scaled_to(updates: Tensor, size: float) -> Tensor:
     """Each of some matrices with this root mean square; one of zeros stays so."""
-    squares = updates.square().mean((-2, -1), keepdim=True)
-    return updates * torch.where(squares > 0, size * squares.rsqrt(), 0)
+    lengths = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True)
+    return updates * torch.where(lengths > 0, size * math.sqrt(math.prod(updates.shape[-2:])) / lengths, 0)
 
 
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

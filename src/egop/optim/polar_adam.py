@@ -76,6 +76,7 @@ class PolarAdam(MatrixOptimizer):
         return polar(matrices, group["iterations"])
 
 
+@torch.no_grad()
 def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
     """Nearly the orthogonal factors of matrices, by Newton-Schulz steps; in bfloat16 for float32 on a GPU.
 
@@ -86,9 +87,9 @@ def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = near_one(matrices.mT if tall else matrices)
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    if x.dtype is torch.float32 and x.device.type == "cuda":
-        x = x.bfloat16()
+    lengths = torch.linalg.matrix_norm(x, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    half = x.dtype is torch.float32 and x.device.type == "cuda"
+    x = torch.div(x, lengths, out=torch.empty_like(x, dtype=torch.bfloat16 if half else x.dtype))
     leading, x = x.shape[:-2], x.reshape(-1, *x.shape[-2:])
     for _ in range(iterations):
         gram = x @ x.mT

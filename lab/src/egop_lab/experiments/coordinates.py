@@ -38,22 +38,22 @@ from egop_lab.training.records import Store
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed import Run, Trials, fast, precision
 
-PHASES = ("tuning", "reports", "times", "rule")
+PHASES = ("scouting", "trainings", "times", "rule")
 _SCHEDULE = {"warm-up": 50, "decay": 0.4, "samples": 32}
 _TEXT = {"network": "GPT", "context": 256, "weight decay": 0.1, "interval": 20, "windows": 512, "steps": 400}
-_TEXT |= {"rates": [1e-3, 2e-3, 4e-3], **_SCHEDULE}
-_IMAGES = {"batch": 128, "side": 112, "crop": 96, "rates": [5e-4, 1e-3, 2e-3], **_SCHEDULE}
+_TEXT |= _SCHEDULE
+_IMAGES = {"batch": 128, "side": 112, "crop": 96, "begin": -1, **_SCHEDULE}  # at half the rates
 _FULL: dict[str, dict[str, Any]] = {
-    SMALL_GPT: {"layers": 6, "width": 384, "heads": 6, "batch": 64, **_TEXT},
+    SMALL_GPT: {"layers": 6, "width": 384, "heads": 6, "batch": 64, "rates": [1e-3, 2e-3, 4e-3], **_TEXT},
     LARGE_GPT: {"layers": 12, "width": 768, "heads": 12, "batch": 32, **_TEXT},
     RESNET: {"network": "residual", "depths": [3, 4, 6, 3], "width": 64, "weight decay": 1e-4, "epochs": 10, **_IMAGES},
     VIT: {"network": "transformer", "patch": 8, "layers": 6, "width": 384, "heads": 6, "hidden": 1024}
     | {"weight decay": 0.1, "epochs": 16, **_IMAGES},
 }
-_TINY = {"batch": 8, "warm-up": 4, "samples": 2, "rates": [2e-3, 8e-3, 3.2e-2]}
+_TINY = {"batch": 8, "warm-up": 4, "samples": 2}
 _QUICK: dict[str, dict[str, Any]] = {
     "tiny GPT": {**_FULL[SMALL_GPT], "layers": 1, "width": 32, "heads": 2, "context": 32, "windows": 32}
-    | {"interval": 10, "steps": 40, **_TINY},
+    | {"interval": 10, "steps": 40, "rates": [2e-3, 8e-3, 3.2e-2], **_TINY},
     "tiny ViT": {**_FULL[VIT], "layers": 1, "width": 16, "heads": 2, "hidden": 32, "side": 20, "crop": 16}
     | {"made": [64, 32], "epochs": 4, **_TINY},
 }
@@ -75,12 +75,13 @@ class CoordinatesExperiment(Experiment):
             "methods": [*cells, *(RIVALS if full else (MUON, SOAP))],
             "best": 6 if full else 1,
             "trials": 3 if full else 1,
-            "tuning length": 0.5,
+            "scouting length": 0.5,
             "multiples": [1.5, 2.0, 3.0] if full else [2.0],
             "ladder": [6.25e-5 * 2**power for power in range(11)] if full else [2e-3, 8e-3, 3.2e-2],
             "timing": {"rounds": 2, "warm": 24, "timed": 40} if full else {"rounds": 1, "warm": 2, "timed": 2},
             "rate": "lowest last validation loss on one trial of its own; while it is at an end of the rates tried, "
-            "the next one of the ladder is tried too",
+            "the next one of the ladder is tried too. Every cell of the grid by short runs (scouting length); the "
+            "finalists, which are run on all tasks, by whole runs around that rate, each task for itself",
             "schedule": "warm-up over so many steps, then constant, linear to nearly 0 over the last part (decay); the "
             "same for shorter and longer runs",
             "weights": "the base steps the blocks' weights and first layers; AdamW embeddings, head, norms and biases, "
@@ -88,8 +89,7 @@ class CoordinatesExperiment(Experiment):
             "betas": f"AdamW {BETAS} in GPTs, {ADAM} in image networks; all others have their own",
             "renewal": f"online bases and SOAP's after {RENEWED} steps, aligned ones every step",
             "left out": "PolarAdam, aligned: it offers no map of its momentum to align to",
-            "tasks after the first": "the best cells of the first (no controls among them), the same bases in original "
-            "coordinates and in random rotations of the same sides, AdamW and the rivals",
+            "finalists": "AdamW, the rivals, the best cells by the short runs, the same bases in original coordinates",
             "times": "measured apart from the trainings, in rounds in which the methods take turns; on a GPU the "
             "network is replayed as a CUDA graph",
         }
@@ -132,14 +132,21 @@ class CoordinatesExperiment(Experiment):
     def _work(self, task: str, store: Store, context: Context, share: tuple[int, int], phases: Sequence[str]) -> bool:
         """Some phases of a task; whether they are all done, as far as this process does them."""
         trials, make = self.trials(task, store, context)
-        try:
-            methods = self._found(store, trials, task).methods(task)
-        except LookupError as error:
-            context.say(f"{task} has to wait for the first task: {error}")
-            return False
-        own = part_of({method: 5.0 if method != ADAMW else 25.0 for method in methods}, *share)
         found = functools.partial(self._found, store, trials, task)
-        done = {"tuning": lambda: _tune(trials, found, task, own), "reports": lambda: _report(trials, found, task, own)}
+        settings = self.settings(context.preset)
+        if task == found().grid and "scouting" in phases:
+            methods = part_of(dict.fromkeys(settings["methods"], 1.0), *share)
+            if not _scout(trials, found, methods):
+                return False
+        try:
+            methods = found().methods(task)
+        except LookupError as error:
+            context.say(f"{task} has to wait: {error}")
+            return False
+        own = part_of({method: 6.0 if method != ADAMW else 25.0 for method in methods}, *share)
+        done = {"scouting": lambda: True}
+        # Method by method, the first ones being those that all others are compared with.
+        done["trainings"] = lambda: all(_train(trials, found, task, method) for method in own)
         done["times"] = lambda: share[1] > 1 or self._time(trials, make, methods)
         done["rule"] = lambda: CHOSEN not in own or _try_rates(trials, found, task)
         return all(done[phase]() for phase in phases)
@@ -161,7 +168,7 @@ class CoordinatesExperiment(Experiment):
         else:
             held = _images(context.data, settings["side"], settings["crop"], *settings.get("made", ()), device=device)
             make, summary = functools.partial(_image, held, device), held.counts
-        own = {key: value for key, value in settings.items() if key not in ("rates", "steps", "epochs")}
+        own = {key: value for key, value in settings.items() if key not in ("rates", "begin", "steps", "epochs")}
         common = self.config(context.preset, task=task, **own, data=summary, precision=precision(device))
         return Trials(store, context, lambda **entries: common | entries, make, lambda config: None), make
 
@@ -171,7 +178,7 @@ class CoordinatesExperiment(Experiment):
         common = trials.configured()
         settings = self.settings(context.preset)
         task = settings["tasks"][common["task"]]
-        timing = settings["timing"] | {"lr": task["rates"][0], "seed": 0, unit(task): task[unit(task)]}
+        timing = settings["timing"] | {"lr": 1e-3, "seed": 0, unit(task): task[unit(task)]}
         configs = {method: common | timing | {"method": method} for method in methods}
         left = {method: config for method, config in configs.items() if config not in store}
         if not left:
@@ -212,28 +219,29 @@ def part_of(costs: Mapping[str, float], index: int, count: int) -> list[str]:
     return mine
 
 
-def _tune(trials: Trials, found: Callable[[], Found], task: str, methods: Sequence[str]) -> bool:
-    """Do the runs that choose learning rates; whether they are all done."""
-    for method in methods:
-        while left := found().search(task, method)[1]:
-            known = found()
-            entries = {"method": method, unit(known.tasks[task]): known.length(task, known.settings["tuning length"])}
-            if not all(trials.do(**entries, lr=rate, seed=TUNING) for rate in left):
-                return False
+def _scout(trials: Trials, found: Callable[[], Found], methods: Sequence[str]) -> bool:
+    """Do the short runs of the first task that choose learning rates and finalists; whether they are all done."""
+    return all(_search(trials, found, found().grid, method, "scouting length") for method in methods)
+
+
+def _search(trials: Trials, found: Callable[[], Found], task: str, method: str, short: str | None = None) -> bool:
+    """Try learning rates while some are to be tried; whether there is a best one, or the time is over."""
+    length = found().length(task, 1.0 if short is None else found().settings[short])
+    entries = {"method": method, unit(found().tasks[task]): length, "seed": TUNING}
+    while left := (found().search(task, method) if short is None else found().scouted(method))[1]:
+        if not all(trials.do(**entries, lr=rate) for rate in left):
+            return False
     return True
 
 
-def _report(trials: Trials, found: Callable[[], Found], task: str, methods: Sequence[str]) -> bool:
-    """Do the runs that are reported, and AdamW's longer ones; whether they are all done."""
+def _train(trials: Trials, found: Callable[[], Found], task: str, method: str) -> bool:
+    """Do the whole runs that choose a finalist's learning rate, then those that are reported; whether all are done."""
+    if method in found().finalists and not _search(trials, found, task, method):
+        return False
     known = found()
+    rate, where = known.rate(task, method), unit(known.tasks[task])
     return all(
-        trials.do(
-            method=method,
-            **{unit(known.tasks[task]): known.length(task, multiple)},
-            lr=known.rate(task, method),
-            seed=seed,
-        )
-        for method in methods
+        trials.do(method=method, **{where: known.length(task, multiple)}, lr=rate, seed=seed)
         for multiple in (1.0, *(known.settings["multiples"] if method == ADAMW else ()))
         for seed in range(known.settings["trials"])
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -10,7 +11,7 @@ from typing import Any
 
 from egop_lab.experiments.curves import first_below, median
 from egop_lab.experiments.timed import is_tuning, search
-from egop_lab.methods import BASES, COLUMNS, CONTROLS, COORDINATES, cell, compared
+from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, compared
 from egop_lab.training.records import Record
 from egop_lab.training.timed import shared
 
@@ -20,9 +21,6 @@ SMALL_GPT, LARGE_GPT, RESNET, VIT = "GPT 6×384", "GPT 12×768", "ResNet-34", "V
 CHOSEN = cell("PolarAdam", "online smaller")  # what EGOP stands for
 ADAMW, MUON, NORMUON, SOAP = "AdamW", "Muon", "NorMuon", "SOAP"
 RIVALS = (MUON, NORMUON, SOAP)
-# Of each kind of coordinates the random rotation that has the same sides: what a rotation alone does.
-_RANDOM = {"online input": "random input", "online both": "random both"}
-_NO_BASIS = ("original", "random rotation", *CONTROLS)  # what the others are compared with: never among the best
 
 GRID = [name for base in BASES for column in COLUMNS if (name := cell(base, column)) in compared(COORDINATES)]
 
@@ -50,10 +48,28 @@ class Found:
         runs = (run for run in self.records.get(task, ()) if "rounds" not in run.config)
         return [run for run in runs if (run.config["method"], run.config[where]) == wanted]
 
+    def scouted(self, method: str) -> tuple[float, list[float]]:
+        """A method's learning rate on the first task by short runs, and those to be tried before there is one."""
+        return search(self.settings["ladder"], self.tasks[self.grid]["rates"], self._scouting(method), final)
+
     def search(self, task: str, method: str) -> tuple[float, list[float]]:
-        """A method's learning rate, and those that are to be tried before there is one."""
-        runs = [run for run in self.trainings(task, method, self.settings["tuning length"]) if is_tuning(run)]
-        return search(self.settings["ladder"], self.tasks[task]["rates"], runs, final)
+        """A method's learning rate, and those that are to be tried before there is one.
+
+        Finalists are tuned by whole runs around the rate that is known already: that of short runs, or of the first
+        task. The other cells have that of the short runs.
+        """
+        if task == self.grid and method not in self.finalists:
+            return self.scouted(method)
+        known = self.scouted(method)[0] if task == self.grid else self.rate(self.grid, method)
+        ladder = self.settings["ladder"]
+        place = ladder.index(known) + self.tasks[task].get("begin", 0)
+        first = ladder[max(0, place - 1) : place + 2]
+        runs = [run for run in self.trainings(task, method, 1.0) if is_tuning(run)]
+        return search(ladder, first, runs, final)
+
+    def _scouting(self, method: str) -> list[Record]:
+        runs = self.trainings(self.grid, method, self.settings["scouting length"])
+        return [run for run in runs if is_tuning(run)]
 
     def rate(self, task: str, method: str) -> float:
         """A method's learning rate; a LookupError before there is one."""
@@ -88,19 +104,32 @@ class Found:
         """The task on which every cell is run: the first."""
         return next(iter(self.tasks))
 
+    @functools.cached_property
     def best(self) -> list[str]:
-        """The best cells of the grid by their loss, without those that others are compared with."""
-        cells = [name for name in self.settings["methods"] if name in GRID and column(name) not in _NO_BASIS]
-        return sorted(cells, key=lambda name: self.loss(self.grid, name))[: self.settings["best"]]
+        """The best cells of the grid by short runs, without those that others are compared with.
+
+        Those runs have a seed of their own: what is reported later is not what was chosen by.
+        """
+        scores = {}
+        for name in self.settings["methods"]:
+            if left := self.scouted(name)[1]:
+                raise LookupError(f"{self.grid}: {name} has no short run with rate {', '.join(map(str, left))}")
+            if name in GRID and column(name) not in ("original", "random rotation"):
+                scores[name] = min(final(run.result) for run in self._scouting(name))
+        return sorted(scores, key=lambda name: scores[name])[: self.settings["best"]]
+
+    @functools.cached_property
+    def finalists(self) -> list[str]:
+        """What is run on all tasks, in this order: AdamW, EGOP, the rivals, the best cells, controls of these."""
+        rivals = [name for name in RIVALS if name in self.settings["methods"]]
+        cells = [CHOSEN, *self.best]
+        return list(
+            dict.fromkeys([ADAMW, CHOSEN, *rivals, *map(control_of, cells[:1]), *cells, *map(control_of, cells)])
+        )
 
     def methods(self, task: str) -> list[str]:
-        """What is run on a task: the grid and the rivals; or its best cells, their controls and the rivals."""
-        if task == self.grid:
-            return list(self.settings["methods"])
-        best = list(dict.fromkeys([*self.best(), CHOSEN]))
-        controls = [name for each in best for name in controls_of(each)]
-        rivals = [name for name in RIVALS if name in self.settings["methods"]]
-        return list(dict.fromkeys([ADAMW, *rivals, *best, *controls]))
+        """What is run on a task: finalists first; on the first the whole grid."""
+        return list(dict.fromkeys([*self.finalists, *(self.settings["methods"] if task == self.grid else ())]))
 
     def step(self, task: str, method: str) -> tuple[float, float]:
         """Seconds before the first step and of a step, medians over rounds; a LookupError where not measured."""
@@ -166,7 +195,6 @@ def column(name: str) -> str:
     return name.partition(", ")[2] or "original"
 
 
-def controls_of(name: str) -> list[str]:
-    """The same base in original coordinates, and in a random rotation of the same sides."""
-    base = name.partition(", ")[0]
-    return [cell(base, "original"), cell(base, _RANDOM.get(column(name), "random rotation"))]
+def control_of(name: str) -> str:
+    """The same base in original coordinates."""
+    return cell(name.partition(", ")[0], "original")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Table
-from egop_lab.experiments.coordinates_found import ADAMW, CHOSEN, RIVALS, Found, controls_of, final, unit
+from egop_lab.experiments.coordinates_found import ADAMW, CHOSEN, RIVALS, Found, control_of, final, unit
 from egop_lab.experiments.coordinates_targets import accuracy, to_goal
 from egop_lab.experiments.curves import quartiles
 from egop_lab.experiments.timed import number
 from egop_lab.methods import BASES, COLUMNS, cell
 
-SHOWN = (ADAMW, *RIVALS, CHOSEN, controls_of(CHOSEN)[0])  # few lines: all methods are in the tables
+SHOWN = (ADAMW, *RIVALS, CHOSEN, control_of(CHOSEN))  # few lines: all methods are in the tables
 
 
 def pictures(found: Found) -> list[Picture]:
