@@ -13,7 +13,7 @@ from egop.distributed import Holding, rows_at, sum_at
 # float64 copies of rows are made in slices of at most this size.
 _SLICE_BYTES = 256 * 2**20
 
-# Measured on an H200 (docs/performance.md): from which width on what is faster for narrow matrices is slower.
+# Measured on an H200 (docs/performance-history.md): from which width on what is faster for narrow matrices is slower.
 _WIDE = 1024  # many Cholesky decompositions in one call
 _VERY_WIDE = 3072  # the inverse of a triangle
 
