@@ -139,10 +139,21 @@ class CoordinatesExperiment(Experiment):
             if not _scout(trials, found, methods):
                 return False
         try:
-            methods = found().methods(task)
-        except LookupError as error:
+            return self._finish(task, trials, make, found, share, phases)
+        except LookupError as error:  # what the first task has to say first
             context.say(f"{task} has to wait: {error}")
             return False
+
+    def _finish(
+        self,
+        task: str,
+        trials: Trials,
+        make: Callable[[dict[str, Any]], Run],
+        found: Callable[[], Found],
+        share: tuple[int, int],
+        phases: Sequence[str],
+    ) -> bool:
+        methods = found().methods(task)
         own = part_of({method: 6.0 if method != ADAMW else 25.0 for method in methods}, *share)
         done = {"scouting": lambda: True}
         # Method by method, the first ones being those that all others are compared with.
