@@ -23,7 +23,7 @@ def _parts(betas: tuple[float, float], eps: float, every: int, memory: int | str
     """The combination itself: nothing else in this file depends on which one it is."""
     return {
         "optimizer_class": PolarAdam,
-        "refresh": Online(every=every, structure=Shared(side="smaller"), memory=memory),
+        "refresh": Online(every=every, structure=Shared(side="smaller"), memory=memory, spread=False),
         "outside": torch.optim.AdamW,
         "betas": betas,
         "eps": eps,

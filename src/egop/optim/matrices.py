@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from egop.numerics import SMALL, InPlace, Recorder, check_not_negative, copy_all, without_autocast
 
-# A group of the optimizer, weights of it that have one shape, and their gradients.
+# A group of the optimizer, weights of it that have a gradient, and these.
 Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor]]
 
 
@@ -59,7 +59,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                 )
 
     def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Take in the gradients of weights of one shape, and say what is mapped: the momenta, if no more is kept."""
+        """Take in the gradients, and say what is mapped: the momenta, if no more is kept."""
         return self.momenta(group, weights, gradients)
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             parts = [
                 (group, weights, list(map(_gradient, weights)))
                 for group in self.param_groups
-                for weights in _alike(group["params"])
+                if (weights := [each for each in group["params"] if each.grad is not None and each.numel()])
             ]
             if self.is_recordable and _is_small(parts):
                 self._step_recorded(parts)
@@ -89,14 +89,18 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     def _step(
         self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor], lr: Any, kept: Any
     ) -> None:
-        inputs = torch.stack(self.directions(group, weights, gradients))
-        if inputs.dtype in (torch.float16, torch.bfloat16):  # whose few digits are no measure of what is rounding
-            inputs = inputs.float()
-        updates = self.updates(group, weights, _as_matrices(inputs, last=group["matrices_last"]))
-        updates = updates.mul_(lr).reshape(inputs.shape).to(weights[0].dtype)
+        directions = self.directions(group, weights, gradients)
+        updates: dict[int, Tensor] = {}
+        for places in _alike(weights):  # of one shape, so that they are mapped together
+            inputs = torch.stack([directions[place] for place in places])
+            if inputs.dtype in (torch.float16, torch.bfloat16):  # whose few digits are no measure of what is rounding
+                inputs = inputs.float()
+            matrices = _as_matrices(inputs, last=group["matrices_last"])
+            mapped = self.updates(group, [weights[place] for place in places], matrices).mul_(lr)
+            updates |= zip(places, mapped.reshape(inputs.shape).to(weights[places[0]].dtype).unbind(), strict=True)
         if isinstance(kept, Tensor) or kept != 1:
             torch._foreach_mul_(weights, kept)
-        torch._foreach_sub_(weights, updates.unbind())
+        torch._foreach_sub_(weights, [updates[place] for place in range(len(weights))])
 
     def _step_recorded(self, parts: Sequence[Part]) -> None:
         """The same by a recording, in which gradients and rates have places of their own: they change, it does not."""
@@ -108,6 +112,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             states = [tensor for weight in weights for tensor in self.state[weight].values()]
             tensors += [*weights, *slots, *states, *rates[id(group)]]
         self._again.of(tensors, self, placed, settings_beside_rates(group for group, _, _ in parts))
+        # A recording writes behind autograd's back, which is to see that a graph from before no longer holds.
+        torch.autograd.graph.increment_version([weight for _, weights, _ in parts for weight in weights])
 
     def _in_place(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         if group["matrices_last"]:  # egop's coordinates have them where they had them before
@@ -193,13 +199,12 @@ def scaled_to(updates: Tensor, size: float) -> Tensor:
     return updates * torch.where(lengths > 0, size * math.sqrt(math.prod(updates.shape[-2:])) / lengths, 0)
 
 
-def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that have a gradient, by shape, precision and device."""
-    groups: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.numel():
-            groups.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
-    yield from groups.values()
+def _alike(weights: Sequence[Tensor]) -> Iterable[list[int]]:
+    """The places of those that have one shape, precision and device."""
+    groups: dict[Any, list[int]] = {}
+    for place, weight in enumerate(weights):
+        groups.setdefault((weight.shape, weight.dtype, weight.device), []).append(place)
+    return groups.values()
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -162,14 +162,17 @@ def together(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[t
     """
     alike: dict[Any, list[int]] = {}
     for index, (gram, _) in enumerate(pairs):
-        alone = index if gram.nbytes > SMALL else None  # one call would be no faster, and take more memory
-        alike.setdefault((gram.shape[1:], gram.dtype, gram.device, alone), []).append(index)
+        alike.setdefault((gram.shape[1:], gram.dtype, gram.device), []).append(index)
     results: dict[int, tuple[Tensor, Tensor]] = {}
     for indices in alike.values():
-        grams, bases = zip(*(pairs[index] for index in indices), strict=True)
-        fresh, sound = _attempted(renewal, joined(grams), joined(bases))
-        sizes = [len(gram) for gram in grams]
-        results |= zip(indices, zip(fresh.split(sizes), sound.split(sizes), strict=True), strict=True)
+        small = sum(pairs[index][0].nbytes for index in indices) <= SMALL
+        for group in [indices] if small else [[index] for index in indices]:
+            grams, bases = (joined(side) for side in zip(*(pairs[index] for index in group), strict=True))
+            most = max(1, SMALL // grams[0].nbytes)  # more at once would be no faster, and take memory
+            parts = [_attempted(renewal, *part) for part in zip(grams.split(most), bases.split(most), strict=True)]
+            sizes = [len(pairs[index][0]) for index in group]
+            fresh, sound = (joined(side).split(sizes) for side in zip(*parts, strict=True))
+            results |= zip(group, zip(fresh, sound, strict=True), strict=True)
     return [results[index] for index in range(len(pairs))]
 
 
