@@ -62,7 +62,7 @@ def written_out(params, *, model=None, outside=(), **options):
     return egop.ReparameterizedOptimizer(
         params,
         egop.optim.PolarAdam,
-        refresh=egop.Online(every=2, structure=egop.Shared(side="smaller")),
+        refresh=egop.Online(every=2, structure=egop.Shared(side="smaller"), spread=False),
         outside=(torch.optim.AdamW, {key: settings[key] for key in ("betas", "eps")} | dict(outside)),
         model=model,
         **settings,

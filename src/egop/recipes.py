@@ -78,7 +78,7 @@ class EGOP(ReparameterizedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        every: int = 10,
+        every: int = 20,
         memory: int | str = "2GiB",
         model: nn.Module | None = None,
         foreach: bool | None = None,

@@ -13,25 +13,35 @@ from explicit import identical
 from recordings import record_on_the_cpu
 
 KINDS = [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam]
+# The refresh, and the structure of a basis to start from: the first gradient alone would leave directions open.
 REFRESHES = {
-    "alone": None,
-    "online": egop.Online(every=3, structure=egop.Shared(side="smaller")),
-    "both": egop.Online(every=3, structure=egop.Kronecker()),
-    "aligned": egop.Aligned(),
+    "alone": (None, None),
+    "online": (egop.Online(every=3), egop.Shared(side="smaller")),
+    "both": (egop.Online(every=3), egop.Kronecker()),
+    "aligned": (egop.Aligned(), egop.Shared(side="smaller")),
 }
 CASES = [(kind, way) for kind in KINDS for way in REFRESHES if (kind, way) != (egop.optim.PolarAdam, "aligned")]
+# Those in which rounding stays rounding: aligned signs go their own way after 1e-15.
+STEADY = [case for case in CASES if case != (egop.optim.Sign, "aligned")]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def made(kind, way, device="cpu", dtype=torch.float64):
+def made(kind, way, device="cpu"):
     torch.manual_seed(0)
     layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)]
-    model = nn.Sequential(*layers).to(device, dtype)
+    model = nn.Sequential(*layers).double()
     options = {"lr": 0.02, "weight_decay": 0.1}
     if way == "alone":
+        model.to(device)
         return model, kind([layer.weight for layer in model if isinstance(layer, nn.Linear)], **options)
+    refresh, structure = REFRESHES[way]
+    objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(2, 6).double()])
+    names = {f"{place}.weight": egop.RandomRotation(seed=place, like=structure) for place in (0, 2, 4)}
+    basis = egop.estimate(objective, structure=names, partition="parameter", progress=False)
     outside = torch.optim.AdamW
-    return model, egop.ReparameterizedOptimizer(model, kind, refresh=REFRESHES[way], outside=outside, **options)
+    return model, egop.ReparameterizedOptimizer(
+        model.to(device), kind, basis, refresh=refresh, outside=outside, **options
+    )
 
 
 def trained(model, optimizer, steps, *, without=()):
@@ -108,9 +118,8 @@ def test_autograd_sees_that_a_recorded_step_has_changed_weights(kind, way):
 
 
 @needs_gpu
-@pytest.mark.parametrize(("kind", "way"), [case for case in CASES if case[0] is not egop.optim.Sign])
+@pytest.mark.parametrize(("kind", "way"), STEADY)
 def test_a_step_on_a_gpu_is_one_on_the_cpu(kind, way):
-    """In float64, by recordings there. Not of signs: those of what is zero but for rounding are random."""
     results = []
     for device in ("cpu", "cuda"):
         model, optimizer = made(kind, way, device)
@@ -121,16 +130,16 @@ def test_a_step_on_a_gpu_is_one_on_the_cpu(kind, way):
 
 
 @needs_gpu
-@pytest.mark.parametrize(("kind", "way"), CASES)
+@pytest.mark.parametrize(("kind", "way"), STEADY)
 def test_recorded_on_a_gpu_is_computed_on_a_gpu(kind, way, monkeypatch):
     results = []
     for recorded in (False, True):
         with monkeypatch.context() as patch:
             if not recorded:
                 patch.setattr(egop.numerics.Recorder, "device_for", lambda self, tensors: None)
-            model, optimizer = made(kind, way, "cuda", torch.float32)
+            model, optimizer = made(kind, way, "cuda")
             trained(model, optimizer, range(12), without=(5, 6))
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             results.append(trained(model, optimizer, range(12, 30)))
     for name in results[0]:
-        torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=1e-7)

@@ -269,6 +269,11 @@ def _matching(name: str) -> Callable[[str], bool]:
     return lambda pattern: fnmatch.fnmatchcase(name, pattern)
 
 
+def recipe(start: Start) -> Optimizer:
+    """What people type: how weights are stepped, and which are rotated, is its own choice."""
+    return egop.EGOP(start.model, **start.options, fused=start.adam.get("fused"), memory=start.memory)
+
+
 def _ends(model: nn.Module) -> Iterator[nn.Parameter]:
     """The weights that Muon is not for: embeddings and the last layer."""
     layers = [part for part in model.modules() if isinstance(part, nn.Linear)]

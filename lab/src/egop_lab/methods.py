@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 import egop
-from egop_lab.making import ADAM, Foreign, Start, adamw, crossed, muon, rotated, stacked
+from egop_lab.making import ADAM, Foreign, Start, adamw, crossed, muon, recipe, rotated, stacked
 from egop_lab.muon import Muon, NorMuon
 
 # The comparisons: three experiments, the small problems of several, and the parts of the benchmark.
@@ -163,6 +163,7 @@ METHODS: tuple[Method, ...] = (
         ),
     ),
     *_crossings(),
+    Method("egop", {COORDINATES: "EGOP"}, recipe),
     Method("muon-stacked", {COORDINATES: "Muon", BENCH: "Muon, stacked"}, functools.partial(stacked, kind=Muon)),
     Method("normuon", {COORDINATES: "NorMuon", BENCH: "NorMuon, stacked"}, functools.partial(stacked, kind=NorMuon)),
     Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, muon, package="convolutions"),

@@ -10,7 +10,18 @@ import pytest
 
 from egop_lab.experiments import coordinates
 from egop_lab.experiments.coordinates import CoordinatesExperiment, part_of
-from egop_lab.experiments.coordinates_found import ADAMW, CHOSEN, GRID, LARGE_GPT, RESNET, SMALL_GPT, VIT, Found, unit
+from egop_lab.experiments.coordinates_found import (
+    ADAMW,
+    CELL,
+    CHOSEN,
+    GRID,
+    LARGE_GPT,
+    RESNET,
+    SMALL_GPT,
+    VIT,
+    Found,
+    unit,
+)
 from egop_lab.methods import COORDINATES, compared
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store, merge
@@ -20,14 +31,21 @@ from fakes import text_folder
 EXPERIMENT = CoordinatesExperiment()
 FULL = EXPERIMENT.settings("full")
 LADDER = FULL["ladder"]
+RATE = 2e-3  # the best of every method, on the language models
 # What each method ends at; others end where AdamW does.
-LOSSES = {CHOSEN: 1.2, "Sinkhorn, aligned": 1.21, "PolarAdam, online both": 1.22, "PolarAdam, online input": 1.23}
+LOSSES = {
+    CELL: 1.2,
+    CHOSEN: 1.2,
+    "Sinkhorn, aligned": 1.21,
+    "PolarAdam, online both": 1.22,
+    "PolarAdam, online input": 1.23,
+}
 LOSSES |= {"Sinkhorn, online both": 1.24, "Sign, online both": 1.25, "PolarAdam, EGOP up front": 1.26, "Muon": 1.23}
 LOSSES |= {"PolarAdam, original": 1.1, "PolarAdam, random rotation": 1.15, "NorMuon": 1.22, "SOAP": 1.3, "AdamW": 1.5}
 
 
 def planted(task, method, lr, seed, length, **result):
-    own = {key: value for key, value in FULL["tasks"][task].items() if key not in ("rates", "steps", "epochs")}
+    own = {key: value for key, value in FULL["tasks"][task].items() if key not in ("rates", "begin", "steps", "epochs")}
     data = {"data": {"train": 1280}} if unit(FULL["tasks"][task]) == "epochs" else {"data": {"train": 1}}
     config = EXPERIMENT.config("full", task=task, **own, **data, method=method, lr=lr, seed=seed)
     return Record(config | {unit(FULL["tasks"][task]): length}, result)
@@ -43,13 +61,14 @@ def curve(task, length, last):
 
 
 def records(task, methods, losses=LOSSES):
-    """A tuned and reported training of each method, and its step times."""
-    length, best = whole(task), FULL["tasks"][task]["rates"][1]
+    """Tuned and reported trainings of each method, on the first task short ones too, and its step times."""
+    length, best = whole(task), RATE / (2 if task in (RESNET, VIT) else 1)
     for method in methods:
         last = losses.get(method, 1.5)
         for rate in [best / 2, best, 2 * best]:
-            tuned = {"validation loss": [3.0, 1.0 if rate == best else 2.0]}
-            yield planted(task, method, rate, TUNING, length // 2, **tuned)
+            tuned = {"validation loss": [3.0, last if rate == best else 2.0]}
+            for whole_or_half in (length, length // 2) if task == SMALL_GPT else (length,):
+                yield planted(task, method, rate, TUNING, whole_or_half, **tuned)
         for multiple in (1, 1.5, 2, 3) if method == ADAMW else (1,):
             for seed in range(3):
                 loss = curve(task, length, last / multiple)
@@ -66,7 +85,7 @@ def found(store):
 @pytest.fixture
 def store(tmp_path):
     store = Store(tmp_path / "coordinates.jsonl")
-    store.add(*records(SMALL_GPT, FULL["methods"]))
+    store.add(*records(SMALL_GPT, [*FULL["methods"], CHOSEN]))
     return store
 
 
@@ -78,24 +97,23 @@ def test_the_grid_and_the_rivals_are_run_on_the_first_task():
 
 
 def test_the_six_best_are_found_without_those_they_are_compared_with(store):
-    names = found(store).best()
+    names = found(store).best
     assert names == [name for name, _ in sorted(LOSSES.items(), key=lambda pair: pair[1]) if name in names]
-    assert set(names) == set(list(LOSSES)[:6])
+    assert set(names) == set(list(LOSSES)[:7]) - {CHOSEN}
 
 
-def test_other_tasks_have_controls_of_the_same_sides_and_rivals(store):
+def test_other_tasks_have_the_finalists_their_controls_and_rivals(store):
     methods = found(store).methods(VIT)
-    assert len(set(methods)) == len(methods)
-    assert {"AdamW", "Muon", "NorMuon", "SOAP", *found(store).best()} < set(methods) <= set(compared(COORDINATES))
-    assert {"PolarAdam, original", "PolarAdam, random rotation", "PolarAdam, random both"} < set(methods)
-    assert {"PolarAdam, random input", "Sinkhorn, random both", "Sign, random both", "Sign, original"} < set(methods)
-    assert "Sign, random rotation" not in methods
+    assert methods[:6] == ["AdamW", "EGOP", "Muon", "NorMuon", "SOAP", "PolarAdam, original"]
+    assert set(methods[6:]) == {*found(store).best, "Sinkhorn, original", "Sign, original"}
+    assert set(methods) <= set(compared(COORDINATES))
+    assert methods == found(store).methods(SMALL_GPT)[: len(methods)]
 
 
 def test_without_the_whole_grid_nothing_is_chosen(tmp_path):
     store = Store(tmp_path / "part.jsonl")
     store.add(*records(SMALL_GPT, [CHOSEN]))
-    with pytest.raises(LookupError, match="no tuning run"):
+    with pytest.raises(LookupError, match="no short run"):
         found(store).methods(VIT)
 
 
@@ -103,7 +121,7 @@ def test_without_the_whole_grid_nothing_is_chosen(tmp_path):
 def test_the_search_goes_on_at_both_ends(best, tried):
     runs, left = [], [0.0]
     while left:
-        rate, left = Found(FULL, {SMALL_GPT: runs}).search(SMALL_GPT, ADAMW)
+        rate, left = Found(FULL, {SMALL_GPT: runs}).scouted(ADAMW)
         losses = {each: abs(math.log(each / best)) for each in left}
         runs += [planted(SMALL_GPT, ADAMW, each, TUNING, 200, **{"validation loss": [losses[each]]}) for each in left]
     assert rate == min(max(best, LADDER[0]), LADDER[-1])
@@ -115,7 +133,17 @@ def test_a_rate_that_is_not_finite_is_the_worst():
         planted(SMALL_GPT, ADAMW, rate, TUNING, 200, **{"validation loss": [1.0, loss]})
         for rate, loss in [(1e-3, 3.0), (2e-3, 2.0), (4e-3, math.nan)]
     ]
-    assert Found(FULL, {SMALL_GPT: runs}).rate(SMALL_GPT, ADAMW) == 2e-3
+    assert Found(FULL, {SMALL_GPT: runs}).scouted(ADAMW) == (2e-3, [])
+
+
+@pytest.mark.parametrize("task", [SMALL_GPT, LARGE_GPT, VIT])
+def test_finalists_are_tuned_by_whole_runs_around_the_rate_that_is_known(task, store, tmp_path):
+    kept = Store(tmp_path / "kept.jsonl")
+    kept.add(*(run for run in store if task != SMALL_GPT or run.config["steps"] == 200))
+    known = found(kept)
+    middle = RATE / (2 if task == VIT else 1)
+    assert known.search(task, "Muon")[1] == known.search(task, CHOSEN)[1] == [middle / 2, middle, 2 * middle]
+    assert found(store).rate(SMALL_GPT, "Sign, random rotation") == RATE, "others by the short runs alone"
 
 
 def verdicts(store):
@@ -141,7 +169,8 @@ def test_targets_come_out_both_ways(store, tmp_path):
     for task in (LARGE_GPT, RESNET, VIT):
         store.add(*records(task, found(store).methods(task)))
     for task, settings in FULL["tasks"].items():
-        for rate in settings["rates"][::2]:
+        best = RATE if "steps" in settings else RATE / 2  # is there
+        for rate in {RATE / 4, RATE / 2, RATE, RATE * 2} - {best}:
             store.add(planted(task, CHOSEN, rate, 0, whole(task), **{"validation loss": [1.22]}))
     judged = verdicts(store)
     missed = {name for name, each in judged.items() if each.verdict == "does not hold"}
@@ -150,7 +179,7 @@ def test_targets_come_out_both_ways(store, tmp_path):
     assert judged["rule"].verdict == "holds"
     worse = Store(tmp_path / "worse.jsonl")
     for task in FULL["tasks"]:
-        names = FULL["methods"] if task == SMALL_GPT else found(worse).methods(task)
+        names = [*FULL["methods"], CHOSEN] if task == SMALL_GPT else found(worse).methods(task)
         worse.add(*records(task, names, LOSSES | {CHOSEN: 1.4}))
     missed = {name for name, each in verdicts(worse).items() if each.verdict == "does not hold"}
     assert missed == {"steps", "time", "small-muon", "small-normuon", "large-muon", "large-normuon", "resnet-soap",
@@ -164,7 +193,7 @@ def test_pictures_and_tables_show_what_is_there(store):
     assert len(curves.panels) == 2
     assert [series.label for series in bars.panels[0].series] == ["steps", "time"]
     methods, longer = EXPERIMENT.tables(store, "full")
-    assert len(methods.rows) == len(FULL["methods"])
+    assert len(methods.rows) == len(FULL["methods"]) + 1
     assert methods.rows[0][0] == "PolarAdam, original"
     assert longer.rows == ((SMALL_GPT, "1.500", "1.000", "0.750", "0.500", "1.200", "1.30"),)
 
@@ -207,14 +236,14 @@ def test_shares_of_several_processes_make_the_records_of_one(fake, tmp_path):
     alone = Store(tmp_path / "alone.jsonl")
     EXPERIMENT.run(alone, Context(data=fake, progress=False), phases=["scouting", "trainings"])
     paths = [tmp_path / f"part-{index}.jsonl" for index in range(3)]
-    for tasks in (["tiny GPT"], ["tiny ViT"]):
+    context = Context(data=fake, progress=False)
+    for task, phase in (("tiny GPT", "scouting"), ("tiny GPT", "trainings"), ("tiny ViT", "trainings")):
         for index, path in enumerate(paths):
             part = merge(path, [tmp_path / "merged.jsonl"])
-            EXPERIMENT.run(part, Context(data=fake, progress=False), share=(index, 3), tasks=tasks)
+            EXPERIMENT.run(part, context, share=(index, 3), tasks=[task], phases=[phase, "times"])
         merged = merge(tmp_path / "merged.jsonl", paths)
         assert len(merge(tmp_path / "merged.jsonl", paths)) == len(merged), "nothing twice"
-    trainings = {run.key for run in merged if run.config["lr"] == 8e-3 or run.config["seed"] == TUNING}
-    assert {run.key for run in alone} == trainings
+    assert {run.key for run in alone} == {run.key for run in merged}
     assert not [run for run in merged if "rounds" in run.config], "no times by several processes"
 
 
@@ -228,7 +257,7 @@ def test_no_time_no_new_run_and_the_next_slice_goes_on(fake, tmp_path):
     EXPERIMENT.run(whole, Context(data=fake, progress=False))
     assert counts[0] == 10
     assert {run.key for run in Store(path)} == {run.key for run in whole}
-    assert len([run for run in whole if "rounds" in run.config]) == 13
+    assert len([run for run in whole if "rounds" in run.config]) == 14
 
 
 def test_a_basis_of_another_text_is_not_mixed_in(store):

@@ -11,7 +11,7 @@ import egop
 from egop_lab.data.images import HeldImages
 from egop_lab.data.text import Text
 from egop_lab.making import Together
-from egop_lab.methods import BASES, COLUMNS, CONTROLS, COORDINATES, cell, compared
+from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, compared
 from egop_lab.training import coordinates
 from egop_lab.training.coordinates import ImageRun, LanguageRun, step_times
 
@@ -83,9 +83,9 @@ def test_first_layers_are_inside_and_embeddings_and_heads_are_not():
 
 
 def test_the_grid_is_complete_but_for_one_cell():
-    cells = {cell(base, column) for base in BASES for column in [*COLUMNS, *CONTROLS]}
+    cells = {cell(base, column) for base in BASES for column in COLUMNS}
     assert cells - set(METHODS) == {"PolarAdam, aligned"}
-    assert set(METHODS) - cells == {"Muon", "NorMuon", "SOAP"}
+    assert set(METHODS) - cells == {"EGOP", "Muon", "NorMuon", "SOAP"}
 
 
 @pytest.mark.parametrize(("name", "total"), [("GPT", 10), ("ViT", 4)])

@@ -89,7 +89,8 @@ class CoordinatesExperiment(Experiment):
             "betas": f"AdamW {BETAS} in GPTs, {ADAM} in image networks; all others have their own",
             "renewal": f"online bases and SOAP's after {RENEWED} steps, aligned ones every step",
             "left out": "PolarAdam, aligned: it offers no map of its momentum to align to",
-            "finalists": "AdamW, the rivals, the best cells by the short runs, the same bases in original coordinates",
+            "finalists": "AdamW, EGOP as people type it, the rivals, the best cells by the short runs, and the same "
+            "bases in original coordinates",
             "times": "measured apart from the trainings, in rounds in which the methods take turns; on a GPU the "
             "network is replayed as a CUDA graph",
         }

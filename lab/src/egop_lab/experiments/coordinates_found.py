@@ -18,7 +18,8 @@ from egop_lab.training.timed import shared
 # The tasks of the full preset.
 SMALL_GPT, LARGE_GPT, RESNET, VIT = "GPT 6×384", "GPT 12×768", "ResNet-34", "ViT 6×384"
 
-CHOSEN = cell("PolarAdam", "online smaller")  # what EGOP stands for
+CHOSEN = "EGOP"
+CELL = cell("PolarAdam", "online smaller")  # what it is made of: a cell of the grid, with bases renewed as all others
 ADAMW, MUON, NORMUON, SOAP = "AdamW", "Muon", "NorMuon", "SOAP"
 RIVALS = (MUON, NORMUON, SOAP)
 
@@ -60,7 +61,8 @@ class Found:
         """
         if task == self.grid and method not in self.finalists:
             return self.scouted(method)
-        known = self.scouted(method)[0] if task == self.grid else self.rate(self.grid, method)
+        scouted = CELL if method == CHOSEN else method
+        known = self.scouted(scouted)[0] if task == self.grid else self.rate(self.grid, method)
         ladder = self.settings["ladder"]
         place = ladder.index(known) + self.tasks[task].get("begin", 0)
         first = ladder[max(0, place - 1) : place + 2]
@@ -122,7 +124,7 @@ class Found:
     def finalists(self) -> list[str]:
         """What is run on all tasks, in this order: AdamW, EGOP, the rivals, the best cells, controls of these."""
         rivals = [name for name in RIVALS if name in self.settings["methods"]]
-        cells = [CHOSEN, *self.best]
+        cells = [CELL, *self.best]
         return list(
             dict.fromkeys([ADAMW, CHOSEN, *rivals, *map(control_of, cells[:1]), *cells, *map(control_of, cells)])
         )

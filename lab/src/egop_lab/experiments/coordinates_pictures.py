@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Table
-from egop_lab.experiments.coordinates_found import ADAMW, CHOSEN, RIVALS, Found, control_of, final, unit
+from egop_lab.experiments.coordinates_found import ADAMW, CELL, CHOSEN, RIVALS, Found, control_of, final, unit
 from egop_lab.experiments.coordinates_targets import accuracy, to_goal
 from egop_lab.experiments.curves import quartiles
 from egop_lab.experiments.timed import number
 from egop_lab.methods import BASES, COLUMNS, cell
 
-SHOWN = (ADAMW, *RIVALS, CHOSEN, control_of(CHOSEN))  # few lines: all methods are in the tables
+SHOWN = (ADAMW, *RIVALS, CHOSEN, CELL, control_of(CELL))  # few lines: all methods are in the tables
 
 
 def pictures(found: Found) -> list[Picture]:
@@ -83,7 +83,7 @@ def _line(found: Found, task: str, method: str, name: str, places: Callable[[flo
     first = max(1, len(bands[1]) // 10)
     x = [places(float(every * look)) for look in range(len(bands[1]))][first:]
     low, middle, high = ([value if math.isfinite(value) else math.nan for value in band[first:]] for band in bands)
-    return Series(method, x, middle, low, high, method, method == CHOSEN)
+    return Series(method, x, middle, low, high, method, method in (CHOSEN, CELL))
 
 
 def _seconds(found: Found, task: str, method: str) -> Callable[[float], float]:
