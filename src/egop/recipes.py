@@ -31,7 +31,7 @@ def _parts(betas: tuple[float, float], eps: float, every: int, memory: int | str
 
 
 class EGOP(ReparameterizedOptimizer):
-    """The combination to begin with: in the place of AdamW, with AdamW's learning rate and weight decay.
+    """The combination that measured best: in the place of AdamW, with a learning rate of AdamW's size.
 
     Weights are stepped by :class:`egop.optim.PolarAdam` in the eigenbasis of their gradients' Gram matrices, of the
     smaller side, which :class:`egop.Online` keeps current: those of linear layers, convolutions, attention and experts,
@@ -39,8 +39,11 @@ class EGOP(ReparameterizedOptimizer):
     ``optimizer.refresher.unrotated`` says what was left, and why. If there is no weight to rotate, AdamW steps
     everything, and the first step warns of that.
 
-    [To be filled in from the race: how many of AdamW's steps and how much of its time this takes, and the factor from a
-    tuned learning rate of AdamW to this one's.]
+    Measured so far on one task, a GPT of 6 blocks of width 384 on bytes of text (400 steps, every method at its own
+    tuned rate, medians of three seeds; ``docs/coordinates.md``): the combination ends at a validation loss of 1.176,
+    PolarAdam without a rotation at 1.187, NorMuon at 1.200, Muon at 1.217, SOAP at 1.259 and AdamW at 1.566, a loss
+    that it reaches after 140 steps. A whole step took 1.25 times AdamW's on one H200. Its best learning rate was four
+    times AdamW's best one, and half or twice that rate cost 0.02 at most: begin with four times a tuned AdamW rate.
 
     For other choices write out the parts, with :class:`egop.ReparameterizedOptimizer`. A state of the one loads into
     the other.
