@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["Adapted", "Bigrams", "Elementwise", "Factors", "Recurrent", "adapted", "convolutions", "depthwise", "tanh"]
+
+
+Kind = Callable[..., nn.RNNBase]
 
 
 def tanh(*widths: int) -> nn.Sequential:
@@ -28,11 +32,10 @@ def convolutions(channels: int = 8) -> nn.Sequential:
 
 def depthwise(channels: int = 16) -> nn.Sequential:
     """Depthwise convolutions alone between a pointwise one and a linear layer, on 8 x 8 pixels."""
-    each = {"padding": 1, "groups": channels}
     return nn.Sequential(
         *(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, channels, 1), nn.ReLU()),
-        *(nn.Conv2d(channels, channels, 3, **each), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(channels, channels, 3, **each), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(channels, channels, 3, padding=1, groups=channels), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(channels, channels, 3, padding=1, groups=channels), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(4 * channels, 10)),
     )
 
@@ -48,17 +51,19 @@ class Recurrent(nn.Module):
         symbols: how many there are, where inputs are symbols; outputs are then of all states.
     """
 
-    def __init__(self, kind: type[nn.RNNBase], inputs: int, width: int, outputs: int, symbols: int = 0) -> None:
+    def __init__(
+        self, kind: Callable[..., nn.RNNBase], inputs: int, width: int, outputs: int, symbols: int = 0
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(symbols, inputs) if symbols else None
-        self.layer = kind(inputs, width, batch_first=True)  # type: ignore[call-arg]  # the base class wants its mode
+        self.layer = kind(inputs, width, batch_first=True)
         self.head = nn.Linear(width, outputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs of the last state, (n, outputs), or of all, (n, length, outputs)."""
         if self.embedding is not None:
-            return self.head(self.layer(self.embedding(inputs))[0])  # type: ignore[no-any-return]
-        return self.head(self.layer(inputs)[0][:, -1])  # type: ignore[no-any-return]
+            return self.head(self.layer(self.embedding(inputs))[0])
+        return self.head(self.layer(inputs)[0][:, -1])
 
 
 class Factors(nn.Module):
@@ -121,7 +126,7 @@ class Bigrams(nn.Module):
 
     def forward(self, symbols: Tensor) -> Tensor:
         """The logits of the next symbols."""
-        return self.table(symbols)  # type: ignore[no-any-return]
+        return self.table(symbols)
 
 
 class Adapted(nn.Module):
@@ -141,7 +146,7 @@ class Adapted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Both together."""
-        return self.frozen(inputs) + self.up(self.down(inputs))  # type: ignore[no-any-return]
+        return self.frozen(inputs) + self.up(self.down(inputs))
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:

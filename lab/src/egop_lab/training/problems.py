@@ -221,7 +221,7 @@ def _sequences(seed: int, kind: str, build: Callable[[int], nn.Module], **option
     return Task(_built(seed, lambda: build(symbols)), _next_symbol, batches, (rows[cut:],), **options)
 
 
-def _images_by_rows(seed: int, kind: type[nn.RNNBase]) -> Task:
+def _images_by_rows(seed: int, kind: Callable[..., nn.RNNBase]) -> Task:
     def build() -> nn.Module:
         return nn.Sequential(nn.Unflatten(1, (8, 8)), tiny.Recurrent(kind, 8, 32, 10))
 
@@ -321,8 +321,7 @@ def _further_images(seed: int, rank: int = 0) -> Task:
 def _further_text(seed: int, rank: int = 0) -> Task:
     """On a text of other words."""
     rho = egop.Recentered(0.02 if rank else 0.0)
-    task = _sequences(seed + 500, "words", lambda _: _further(seed, _trained_gpt, rank), rho=rho)
-    return task
+    return _sequences(seed + 500, "words", lambda _: _further(seed, _trained_gpt, rank), rho=rho)
 
 
 # --- what cannot be helped --------------------------------------------------------------------------------------------
@@ -333,7 +332,7 @@ def _white_noise(seed: int, rows: int = 16, columns: int = 24) -> Task:
     noise = torch.randn(400, rows, columns, generator=_generator(seed))
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        weight = model.weight
+        (weight,) = model.parameters()
         return 0.5 * weight.square().sum() + (batch * weight).sum()
 
     model = _built(seed, lambda: nn.Linear(columns, rows, bias=False))
@@ -349,8 +348,8 @@ def _entries(seed: int) -> Task:
     return Task(_built(seed, lambda: tiny.Elementwise(12, 16)), _squares, _drawn((x, y), 32, generator), (x, y))
 
 
-_INITIAL_GPT = {"rho": egop.Initialization(gpt.initialize_)}
 _make = functools.partial
+_gpt = _make(_sequences, build=_small_gpt, rho=egop.Initialization(gpt.initialize_))
 
 _LIST = [
     Problem("quadratic-axes", _AXES, _make(_least_squares, dense=False, batch=None), 400, 3.2e-2, 128),
@@ -377,9 +376,9 @@ _LIST = [
     Problem("mlp-friedman-mixed", "MLP, table", _make(_table, mixed=True)),
     Problem("cnn-digits", "CNN", _make(_classifier, build=tiny.convolutions), 250),
     Problem("cnn-depthwise", "CNN", _make(_classifier, build=tiny.depthwise), 250),
-    Problem("gpt-words", "GPT", _make(_sequences, kind="words", build=_small_gpt, **_INITIAL_GPT), 300),
-    Problem("gpt-sums", "GPT", _make(_sequences, kind="sums", build=_small_gpt, **_INITIAL_GPT), 300),
-    Problem("gpt-copies", "GPT", _make(_sequences, kind="copies", build=_small_gpt, **_INITIAL_GPT), 300),
+    Problem("gpt-words", "GPT", _make(_gpt, kind="words"), 300),
+    Problem("gpt-sums", "GPT", _make(_gpt, kind="sums"), 300),
+    Problem("gpt-copies", "GPT", _make(_gpt, kind="copies"), 300),
     Problem("vit-digits", "ViT", _patches, 250),
     Problem("gru-digits", "RNN", _make(_images_by_rows, kind=nn.GRU), 250),
     Problem("rnn-digits", "RNN", _make(_images_by_rows, kind=nn.RNN), 250),
