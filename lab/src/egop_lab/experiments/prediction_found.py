@@ -93,6 +93,7 @@ class Found:
 
     def __init__(self, settings: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) -> None:
         self.settings, self.records = settings, records
+        self._known: dict[tuple[str, str], Gain] = {}  # asked for many times
 
     def trainings(self, problem: str, form: str) -> list[Record]:
         """The whole trainings of a form."""
@@ -134,6 +135,11 @@ class Found:
 
     def gain(self, problem: str, form: str) -> Gain:
         """What a form gains; seed by seed, since problems differ from seed to seed."""
+        if (problem, form) not in self._known:
+            self._known[problem, form] = self._gain(problem, form)
+        return self._known[problem, form]
+
+    def _gain(self, problem: str, form: str) -> Gain:
         times = self.measured(problem, "times")
         steps = self.settings["problems"][problem]["steps"]
         shares, spent, ratios = [], [], []
@@ -253,7 +259,8 @@ def reached(curve: Sequence[float], goal: float) -> float:
             if place == 0:
                 return 1 / len(curve)  # as good as at once; something can still be divided by it
             before = curve[place - 1]
-            return (place - 1 + (before - goal) / (before - value)) / (len(curve) - 1)
+            part = (before - goal) / (before - value) if math.isfinite(before) else 1.0
+            return (place - 1 + part) / (len(curve) - 1)
     return math.inf
 
 
