@@ -21,6 +21,7 @@ _PLACES = {
     "resnet": "resnet:ResnetExperiment",
     "language-model": "language_model:LanguageModelExperiment",
     "coordinates": "coordinates:CoordinatesExperiment",
+    "prediction": "prediction:PredictionExperiment",
 }
 
 IDS: tuple[str, ...] = tuple(_PLACES)
