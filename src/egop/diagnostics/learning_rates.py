@@ -1,0 +1,367 @@
+"""A learning rate for an optimizer, from short runs on copies of the model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from egop.diagnostics.short_runs import (
+    Stretches,
+    batch_losses,
+    check_gradient,
+    held_batches,
+    mean_loss,
+    trained_parameters,
+)
+from egop.estimation import Objective, checked
+from egop.optimizer import ReparameterizedOptimizer
+from egop.runs import Panel, Picture, Series, counted, train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["RATES", "STEPS", "FoundRate", "find_lr"]
+
+STEPS = 50
+RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1)
+
+Make = (
+    Callable[[nn.Module], torch.optim.Optimizer]
+    | type[torch.optim.Optimizer]
+    | tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+)
+
+# A run is a small finished training: the rate rises over this part of it, and falls over that one.
+_WARM_UP, _DECAY = 0.1, 0.4
+# It is looked at so often at most, over the first so many batches: a look at more than so many times the loss of the
+# start ends it.
+_LOOKS, _LOOKED_AT, _RUNAWAY = 5, 3, 10.0
+# Two rates are alike when their losses differ by less than so many standard errors over the batches and this part of the
+# loss, or of what the best rate gained where that is less.
+_ERRORS, _ALIKE = 2.0, 0.01
+# So many rates in a row that are worse than the best one end the search in their direction.
+_WORSE = 2
+
+
+@dataclass(frozen=True, repr=False)
+class FoundRate:
+    """What :func:`egop.find_lr` found; ``print(...)`` shows it in words.
+
+    Attributes:
+        lr: the learning rate that it proposes.
+        rates: those that were tried, from small to large.
+        losses: at the end of their runs, over all batches held; infinite for a run that diverged.
+        said: the outcome in words.
+
+    Example:
+        >>> found = egop.FoundRate(lr=0.02, rates=(0.01, 0.02, 0.05), losses=(0.7, 0.4, 0.9), said="lr 0.02 is best.")
+        >>> found
+        FoundRate(lr=0.02, 3 rates tried)
+        >>> print(found)
+        lr 0.02 is best.
+    """
+
+    lr: float
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    said: str
+
+    def __repr__(self) -> str:
+        """The rate, and of how many it is."""
+        return f"FoundRate(lr={self.lr:g}, {counted(len(self.rates), 'rate')} tried)"
+
+    def __str__(self) -> str:
+        """The outcome in words."""
+        return self.said
+
+    def plot(self) -> Figure:
+        """The losses by rate, as a figure of matplotlib; ``plot().savefig("rates.png")`` writes it."""
+        from egop.runs import plotting  # needs matplotlib
+
+        ended = [(rate, loss) for rate, loss in zip(self.rates, self.losses, strict=True) if math.isfinite(loss)]
+        rates, losses = zip(*ended, strict=True)
+        panel = Panel(
+            title=f"lr {self.lr:g}",
+            xlabel="learning rate",
+            ylabel="loss",
+            series=[Series("loss after a short run", rates, losses, chosen=self.lr)],
+            xscale="log",
+            yscale="log" if min(losses) > 0 else "linear",
+        )
+        return plotting.draw(Picture("learning-rates", self.said, [panel]))
+
+
+def find_lr(
+    objective: Objective,
+    make: Make,
+    *,
+    steps: int = STEPS,
+    rates: Sequence[float] = RATES,
+    generator: torch.Generator | None = None,
+    progress: bool = True,
+) -> FoundRate:
+    """Propose a learning rate for an optimizer, plain or of egop, from short runs.
+
+    Each rate trains a copy of the model for a few steps, with warm-up and decay, on the same batches. The search begins
+    in the middle of the rates and goes up, then down, until two in a row are worse. The model is left as it is, also
+    when this is interrupted. ``docs/learning-rates.md`` says how good the proposals were.
+
+    Args:
+        objective: the loss, its parameters (the start of every run) and its batches.
+        make: ``make(model)`` gives an optimizer of the model that it is called with; or the class of one, or a pair of
+            a class and its options. The rate is that of the first parameter group; others keep their ratio to it.
+        steps: of each run.
+        rates: those to try.
+        generator: the source of the seed of batches and dropout; one with seed 0 by default.
+        progress: show a progress bar for each run.
+
+    Returns:
+        The rate, what was tried, and the outcome in words.
+
+    Raises:
+        ValueError: when no rate lowers the loss, or when nothing can be trained.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> batches = [(inputs, inputs.sum(1, keepdim=True)) for inputs in torch.randn(8, 16, 4)]
+        >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        >>> objective = egop.Objective(model, loss, batches)
+        >>> found = egop.find_lr(objective, torch.optim.AdamW, progress=False)
+        >>> 0.01 < found.lr < 0.5
+        True
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=found.lr)
+    """
+    _, generator = checked(objective, None, None, generator)
+    if steps < 1:
+        raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
+    ladder = _checked_rates(rates)
+    seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+    runs = _Runs(objective, make, steps, held_batches(objective, steps, seed), seed, progress)
+    ends = _searched(ladder, runs.end, runs.start)
+    return _proposed(ladder, ends, runs.start, steps)
+
+
+def _checked_rates(rates: Sequence[float]) -> list[float]:
+    ladder = sorted({float(rate) for rate in rates})
+    if not ladder or not all(math.isfinite(rate) and rate > 0 for rate in ladder):
+        raise ValueError(f"Invalid rates value: {list(rates)}. Must be one or more positive numbers.")
+    return ladder
+
+
+class _Runs:
+    """Short runs from one start, on the same batches."""
+
+    def __init__(
+        self, objective: Objective, make: Make, steps: int, batches: list[Any], seed: int, progress: bool
+    ) -> None:
+        self._objective, self._make, self._steps = objective, make, steps
+        self._batches, self._seed, self._progress = batches, seed, progress
+        with objective.preserved(seed=seed):
+            model, loss_fn = objective.trainable_copy()
+            check_gradient(model, loss_fn, batches[0])
+            _at_rate(_made(make, model), 1.0)
+            with torch.no_grad():
+                # As a run of rate zero would end: batch norm has to know the data before its loss can be compared.
+                model.train()
+                batch_losses(model, loss_fn, batches)
+                model.eval()
+                self.start = batch_losses(model, loss_fn, batches)
+        if not _finite(self.start):
+            raise ValueError(
+                f"The loss is not finite before the first step: {_mean(self.start)}. "
+                "No learning rate can be found from here: look at the model's parameters and at the batches."
+            )
+
+    def end(self, rate: float) -> tuple[float, ...] | None:
+        """The losses of the batches after a run; None when it diverged."""
+        with self._objective.preserved(seed=self._seed):
+            model, loss_fn = self._objective.trainable_copy()
+            optimizer = _made(self._make, model)
+            _at_rate(optimizer, rate)
+            looks = max(count for count in range(1, _LOOKS + 1) if self._steps % count == 0)
+            length = self._steps // looks
+            _mode(optimizer, "train")
+
+            def look(model: nn.Module) -> dict[str, float]:
+                _mode(optimizer, "eval")
+                loss = mean_loss(model, loss_fn, self._batches[:_LOOKED_AT])
+                _mode(optimizer, "train")
+                return {"loss": math.inf if loss > _RUNAWAY * self._highest > 0 else loss}
+
+            curve = train(
+                model,
+                optimizer,
+                loss_fn,
+                Stretches(self._batches, length),
+                looks,
+                evaluate=look,
+                progress=self._progress,
+                description=f"lr {rate:<6g}",
+                unit="step",
+                length=length,
+                scheduler=_scheduler(optimizer, self._steps),
+            )
+            if curve.diverged:
+                return None
+            _mode(optimizer, "eval")
+            model.eval()
+            with torch.no_grad():
+                losses = batch_losses(model, loss_fn, self._batches)
+        return losses if _finite(losses) else None
+
+    @property
+    def _highest(self) -> float:
+        """The loss of the start, of its worst batch: what is far above it is no fluctuation."""
+        return max(self.start)
+
+
+def _made(make: Make, model: nn.Module) -> torch.optim.Optimizer:
+    kind: Any
+    options: Mapping[str, Any]
+    kind, options = make if isinstance(make, tuple) else (make, {})
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+        whole = issubclass(kind, ReparameterizedOptimizer)  # it wants to know what its parameters are
+        optimizer = kind(model if whole else trained_parameters(model), **options)  # type: ignore[arg-type]
+    elif callable(kind) and not options:
+        optimizer = kind(model)
+    else:
+        raise TypeError(
+            "make must be a function of the model that returns an optimizer, the class of one, or a pair of a class "
+            f"and its options, got {make!r}."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"make(model) must return a torch.optim.Optimizer, it returned {type(optimizer).__name__}.")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "make(model) must return an optimizer of the model that it is called with, which is a copy, but it has "
+            "parameters of another one. Write lambda model: Optimizer(model.parameters())."
+        )
+    return optimizer
+
+
+def _at_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give the first group this rate; others keep their ratio to it."""
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ValueError(f"{type(optimizer).__name__} has no learning rate: its parameter groups have no 'lr'.")
+    given = [float(group["lr"]) for group in optimizer.param_groups]
+    if not given[0] > 0:
+        raise ValueError(
+            f"The first parameter group has lr {given[0]:g}. It must be positive: others keep their ratio to it."
+        )
+    for group, own in zip(optimizer.param_groups, given, strict=True):
+        scaled = rate * own / given[0]
+        group["lr"] = torch.full_like(group["lr"], scaled) if isinstance(group["lr"], Tensor) else scaled
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """Lets the rate rise and fall with the steps; schedule-free optimizers, which average instead, keep theirs."""
+    if hasattr(optimizer, "eval"):
+        return None
+    rise, fall = max(1, round(_WARM_UP * steps)), max(1, round(_DECAY * steps))
+
+    def part(step: int) -> float:
+        return min(1.0, (step + 1) / rise, (steps - step) / fall)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, part)
+
+
+def _mode(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Schedule-free optimizers show the weights of training or those to evaluate; others have no modes."""
+    if hasattr(optimizer, name):
+        getattr(optimizer, name)()
+
+
+Ends = dict[float, "tuple[float, ...] | None"]
+
+
+def _searched(
+    ladder: Sequence[float], end: Callable[[float], tuple[float, ...] | None], start: tuple[float, ...]
+) -> Ends:
+    """The ends of the runs that were needed: from the middle up, then down, until rates only get worse."""
+    middle = len(ladder) // 2
+    ends: Ends = {ladder[middle]: end(ladder[middle])}
+    for upward, direction in ((True, ladder[middle + 1 :]), (False, ladder[:middle][::-1])):
+        worse = 0
+        for rate in direction:
+            # Above a rate that diverges all do; below, there is nothing to be worse than until a rate is of use.
+            if upward and next(reversed(ends.values())) is None:
+                break
+            best = _loss(ends, _best(ends))
+            ends[rate] = end(rate)
+            worse = worse + 1 if _loss(ends, rate) >= best and (upward or best < _mean(start)) else 0
+            if worse == _WORSE:
+                break
+    return dict(sorted(ends.items()))
+
+
+def _proposed(ladder: Sequence[float], ends: Ends, start: tuple[float, ...], steps: int) -> FoundRate:
+    rates, losses = tuple(ends), tuple(_loss(ends, rate) for rate in ends)
+    best = _best(ends)
+    lowest, before = _loss(ends, best), _mean(start)
+    tried = f"{counted(len(rates), 'rate')} from {rates[0]:g} to {rates[-1]:g}"
+    if not lowest < before:
+        what = "all runs diverged" if math.isinf(lowest) else f"the lowest loss is {lowest:.3g}, at {best:g}"
+        raise ValueError(
+            f"None of {tried} brings the loss below that of the start, {before:.3g}, in {counted(steps, 'step')}: "
+            f"{what}. Try other rates (rates=) or more steps (steps=)."
+        )
+    alike = _alike(ends, best, before)
+    lr = best if len(alike) == 1 else float(f"{math.sqrt(alike[0] * alike[-1]):.1e}")
+    said = [f"lr {lr:g}: of {tried} {best:g} has the lowest loss after {counted(steps, 'step')}, {lowest:.3g}."]
+    if len(alike) == len(rates) > 1:
+        said.append("All of them are alike: these runs cannot tell them apart, longer ones (steps=) might.")
+    elif len(alike) > 1:
+        said.append(f"Those from {alike[0]:g} to {alike[-1]:g} are alike, so it is their middle.")
+    for place, words in ((0, "smaller"), (-1, "larger")):
+        if ladder[place] in alike:
+            said.append(f"{ladder[place]:g} is at the end of the rates to try: {words} ones may be better (rates=).")
+    if diverged := [rate for rate, losses_there in ends.items() if losses_there is None]:
+        said.append(f"Runs diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
+    return FoundRate(lr, rates, losses, " ".join(said))
+
+
+def _alike(ends: Ends, best: float, before: float) -> list[float]:
+    """The best rate and its neighbours that are as good, as far as these runs can tell."""
+    rates = list(ends)
+    lowest = _loss(ends, best)
+    allowed = _ALIKE * min(abs(lowest), before - lowest)
+    good = [rate for rate in rates if rate == best or _difference(ends[rate], ends[best]) <= allowed]
+    low = high = rates.index(best)
+    while low > 0 and rates[low - 1] in good:
+        low -= 1
+    while high + 1 < len(rates) and rates[high + 1] in good:
+        high += 1
+    return rates[low : high + 1]
+
+
+def _difference(losses: tuple[float, ...] | None, least: tuple[float, ...] | None) -> float:
+    """How much higher some losses are than others of the same batches, less what chance could do."""
+    if losses is None or least is None:
+        return math.inf
+    differences = [mine - other for mine, other in zip(losses, least, strict=True)]
+    chance = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return _mean(differences) - _ERRORS * chance
+
+
+def _best(ends: Ends) -> float:
+    return min(ends, key=lambda rate: _loss(ends, rate))
+
+
+def _loss(ends: Ends, rate: float) -> float:
+    losses = ends[rate]
+    return math.inf if losses is None else _mean(losses)
+
+
+def _mean(losses: Sequence[float]) -> float:
+    return sum(losses) / len(losses)
+
+
+def _finite(losses: Sequence[float]) -> bool:
+    return all(math.isfinite(loss) for loss in losses)
