@@ -42,8 +42,8 @@ _WARM_UP, _DECAY = 0.1, 0.4
 # It is looked at so often at most, over the first so many batches: a look at more than so many times the loss of the
 # start ends it.
 _LOOKS, _LOOKED_AT, _RUNAWAY = 5, 3, 10.0
-# Two rates are alike when their losses differ by less than so many standard errors over the batches and this part of the
-# loss, or of what the best rate gained where that is less.
+# Two rates are alike when their losses differ by less than so many standard errors over the batches and this part of
+# the loss, or of what the best rate gained where that is less.
 _ERRORS, _ALIKE = 2.0, 0.01
 # So many rates in a row that are worse than the best one end the search in their direction.
 _WORSE = 2
