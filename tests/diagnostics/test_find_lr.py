@@ -8,7 +8,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.diagnostics.learning_rates import _alike, _proposed, _searched
+from egop.diagnostics.learning_rates import _proposed, _searched
 
 LADDER = (1e-3, 1e-2, 1e-1)
 
@@ -54,8 +54,10 @@ def test_on_a_quadratic_it_finds_the_best_rate_of_the_closed_form():
     expected = {rate: by_hand(rate, 20) for rate in rates}
     for rate, loss in zip(result.rates, result.losses, strict=True):
         assert loss == (pytest.approx(expected[rate], rel=1e-9) if math.isfinite(loss) else math.inf)
-    assert result.lr == min(expected, key=expected.get)
-    assert result.lr not in (rates[0], rates[-1])
+    best = min(expected, key=expected.get)
+    assert best == result.rates[result.losses.index(min(result.losses))]
+    assert result.lr == min(rate for rate in rates if expected[rate] <= 1.25 * expected[best])
+    assert rates[0] < result.lr <= best < rates[-1]
     assert "end of the rates" not in result.said
 
 
@@ -204,6 +206,7 @@ def searched(losses, start=3.0):
 def test_it_goes_up_and_down_until_two_in_a_row_are_worse():
     losses = {1: 2.9, 2: 2.5, 3: 2.0, 4: 1.5, 5: 1.0, 6: 1.2, 7: 1.1, 8: 2.0}
     assert searched(losses) == [5, 6, 7, 4, 3]
+    assert searched(losses | {4: 1.05, 3: 1.06}) == [5, 6, 7, 4, 3, 2, 1]  # both about as good
     assert searched({1: 2.9, 2: 2.8, 3: 2.7, 4: 2.6, 5: 1.2, 6: 1.0}) == [4, 5, 6, 3, 2]
 
 
@@ -235,24 +238,31 @@ def test_a_best_rate_at_an_end_is_said():
     assert "1 is at the end of the rates to try: smaller ones" in _proposed([1.0, 2.0], losses, (3.0,), 50).said
 
 
-def test_rates_that_are_alike_give_their_geometric_middle():
-    ends = {1e-3: (2.0, 2.0), 1e-2: (1.005, 0.999), 1e-1: (1.0, 1.0), 1.0: (2.0, 2.0)}
-    result = _proposed(list(ends), ends, (3.0, 3.0), 50)
-    assert result.lr == 0.032
-    assert "from 0.01 to 0.1 are alike" in result.said
+def test_the_smallest_rate_that_is_about_as_good_is_proposed():
+    ends = {1e-3: (1.2,), 1e-2: (1.04,), 1e-1: (1.0,), 1.0: (1.01,)}
+    result = _proposed([1e-4, *ends, 2.0], ends, (3.0,), 50)  # 5 % of what was gained is 0.1
+    assert result.lr == 1e-2
+    assert "0.1 has the lowest loss" in result.said
+    assert "From 0.01 on they are about as good, and longer trainings want smaller rates." in result.said
+    small = {1e-3: (0.02,), 1e-2: (0.012,), 1e-1: (0.01,)}  # 25 % of the loss is less than 5 % of the gain
+    assert _proposed(list(small), small, (3.0,), 50).lr == 1e-2
 
 
-def test_noise_of_the_batches_makes_rates_alike_and_a_steady_difference_does_not():
-    noisy, steady = (0.5, 2.0, 0.2, 1.7), (1.1, 1.1, 1.1, 1.1)
-    best = (1.0, 1.0, 1.0, 1.0)
-    assert _alike({1.0: noisy, 2.0: best}, 2.0, 3.0) == [1.0, 2.0]
-    assert _alike({1.0: steady, 2.0: best}, 2.0, 3.0) == [2.0]
-    assert _alike({1.0: best, 2.0: None, 3.0: best}, 3.0, 3.0) == [3.0]
+def test_a_rate_as_good_beyond_a_worse_one_does_not_count():
+    ends = {1e-3: (1.0,), 1e-2: None, 1e-1: (1.0,), 1.0: (0.99,)}
+    assert _proposed(list(ends), ends, (3.0,), 50).lr == 1e-1
 
 
-def test_rates_that_are_all_alike_are_said_to_be():
+def test_rates_that_are_all_as_good_are_said_to_be():
     ends = {1e-3: (1.0,), 1e-2: (1.001,)}
-    assert "All of them are alike" in _proposed(list(ends), ends, (3.0,), 50).said
+    assert "All of them are about as good" in _proposed(list(ends), ends, (3.0,), 50).said
+
+
+def test_a_gain_that_chance_could_bring_is_none():
+    start = (1.0, 1.0, 1.0, 1.0)
+    assert _proposed([0.1], {0.1: (0.9, 0.91, 0.9, 0.91)}, start, 50).lr == 0.1
+    with pytest.raises(ValueError, match=r"by more than chance could: the lowest loss is 0\.95, at 0\.1"):
+        _proposed([0.1], {0.1: (0.5, 1.6, 0.4, 1.3)}, start, 50)
 
 
 def test_it_is_short_and_prints_words():

@@ -42,10 +42,12 @@ _WARM_UP, _DECAY = 0.1, 0.4
 # It is looked at so often at most, over the first so many batches: a look at more than so many times the loss of the
 # start ends it.
 _LOOKS, _LOOKED_AT, _RUNAWAY = 5, 3, 10.0
-# Two rates are alike when their losses differ by less than so many standard errors over the batches and this part of
-# the loss, or of what the best rate gained where that is less.
-_ERRORS, _ALIKE = 2.0, 0.01
-# So many rates in a row that are worse than the best one end the search in their direction.
+# A rate is as good as the best one when its loss is higher by less than these parts: of the lowest loss, and of what
+# the best rate gained. The smallest such rate is proposed, since longer trainings want smaller ones.
+_OF_LOSS, _OF_GAIN = 0.25, 0.05
+# A gain counts when it is more than so many standard errors over the batches.
+_ERRORS = 2.0
+# So many rates in a row that are no better going up, or not as good going down, end the search in their direction.
 _WORSE = 2
 
 
@@ -109,8 +111,9 @@ def find_lr(
     """Propose a learning rate for an optimizer, plain or of egop, from short runs.
 
     Each rate trains a copy of the model for a few steps, with warm-up and decay, on the same batches. The search begins
-    in the middle of the rates and goes up, then down, until two in a row are worse. The model is left as it is, also
-    when this is interrupted. ``docs/learning-rates.md`` says how good the proposals were.
+    in the middle of the rates and goes up, then down, until two in a row are worse. Proposed is the smallest rate that
+    is about as good as the best: short runs prefer rates at least as large as long trainings do. The model is left as
+    it is, also when this is interrupted. ``docs/learning-rates.md`` says how good the proposals were.
 
     Args:
         objective: the loss, its parameters (the start of every run) and its batches.
@@ -290,12 +293,15 @@ def _searched(
     for upward, direction in ((True, ladder[middle + 1 :]), (False, ladder[:middle][::-1])):
         worse = 0
         for rate in direction:
-            # Above a rate that diverges all do; below, there is nothing to be worse than until a rate is of use.
-            if upward and next(reversed(ends.values())) is None:
+            if upward and next(reversed(ends.values())) is None:  # above a rate that diverges all do
                 break
             best = _loss(ends, _best(ends))
             ends[rate] = end(rate)
-            worse = worse + 1 if _loss(ends, rate) >= best and (upward or best < _mean(start)) else 0
+            if upward:
+                is_worse = _loss(ends, rate) >= best
+            else:  # until a rate is of use there is nothing to be worse than
+                is_worse = best < _mean(start) and _loss(ends, rate) > _as_good(best, _mean(start))
+            worse = worse + 1 if is_worse else 0
             if worse == _WORSE:
                 break
     return dict(sorted(ends.items()))
@@ -306,48 +312,44 @@ def _proposed(ladder: Sequence[float], ends: Ends, start: tuple[float, ...], ste
     best = _best(ends)
     lowest, before = _loss(ends, best), _mean(start)
     tried = f"{counted(len(rates), 'rate')} from {rates[0]:g} to {rates[-1]:g}"
-    if not lowest < before:
+    if not _gains(ends[best], start):
         what = "all runs diverged" if math.isinf(lowest) else f"the lowest loss is {lowest:.3g}, at {best:g}"
         raise ValueError(
-            f"None of {tried} brings the loss below that of the start, {before:.3g}, in {counted(steps, 'step')}: "
-            f"{what}. Try other rates (rates=) or more steps (steps=)."
+            f"None of {tried} brings the loss below that of the start, {before:.3g}, in {counted(steps, 'step')} by "
+            f"more than chance could: {what}. Try other rates (rates=) or more steps (steps=)."
         )
-    alike = _alike(ends, best, before)
-    lr = best if len(alike) == 1 else float(f"{math.sqrt(alike[0] * alike[-1]):.1e}")
+    first = last = rates.index(best)
+    while first > 0 and losses[first - 1] <= _as_good(lowest, before):
+        first -= 1
+    while last + 1 < len(rates) and losses[last + 1] <= _as_good(lowest, before):
+        last += 1
+    lr = rates[first]
     said = [f"lr {lr:g}: of {tried} {best:g} has the lowest loss after {counted(steps, 'step')}, {lowest:.3g}."]
-    if len(alike) == len(rates) > 1:
-        said.append("All of them are alike: these runs cannot tell them apart, longer ones (steps=) might.")
-    elif len(alike) > 1:
-        said.append(f"Those from {alike[0]:g} to {alike[-1]:g} are alike, so it is their middle.")
-    for place, words in ((0, "smaller"), (-1, "larger")):
-        if ladder[place] in alike:
-            said.append(f"{ladder[place]:g} is at the end of the rates to try: {words} ones may be better (rates=).")
-    if diverged := [rate for rate, losses_there in ends.items() if losses_there is None]:
+    if last - first + 1 == len(rates) > 1:
+        said.append("All of them are about as good: these runs cannot tell them apart, longer ones (steps=) might.")
+    elif lr < best:
+        said.append(f"From {lr:g} on they are about as good, and longer trainings want smaller rates.")
+    if lr == ladder[0]:
+        said.append(f"{lr:g} is at the end of the rates to try: smaller ones may be better (rates=).")
+    if best == ladder[-1]:
+        said.append(f"{best:g} is at the end of the rates to try: larger ones may be better (rates=).")
+    if diverged := [rate for rate, its_losses in ends.items() if its_losses is None]:
         said.append(f"Runs diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
     return FoundRate(lr, rates, losses, " ".join(said))
 
 
-def _alike(ends: Ends, best: float, before: float) -> list[float]:
-    """The best rate and its neighbours that are as good, as far as these runs can tell."""
-    rates = list(ends)
-    lowest = _loss(ends, best)
-    allowed = _ALIKE * min(abs(lowest), before - lowest)
-    good = [rate for rate in rates if rate == best or _difference(ends[rate], ends[best]) <= allowed]
-    low = high = rates.index(best)
-    while low > 0 and rates[low - 1] in good:
-        low -= 1
-    while high + 1 < len(rates) and rates[high + 1] in good:
-        high += 1
-    return rates[low : high + 1]
+def _as_good(lowest: float, before: float) -> float:
+    """Up to which loss a rate is as good as the best one."""
+    return lowest + min(_OF_LOSS * abs(lowest), _OF_GAIN * (before - lowest))
 
 
-def _difference(losses: tuple[float, ...] | None, least: tuple[float, ...] | None) -> float:
-    """How much higher some losses are than others of the same batches, less what chance could do."""
-    if losses is None or least is None:
-        return math.inf
-    differences = [mine - other for mine, other in zip(losses, least, strict=True)]
-    chance = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return _mean(differences) - _ERRORS * chance
+def _gains(losses: tuple[float, ...] | None, start: tuple[float, ...]) -> bool:
+    """Whether the losses of the batches are lower than at the start by more than chance could."""
+    if losses is None:
+        return False
+    gains = [before - after for before, after in zip(start, losses, strict=True)]
+    chance = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return _mean(gains) > _ERRORS * chance
 
 
 def _best(ends: Ends) -> float:
