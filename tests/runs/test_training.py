@@ -57,17 +57,9 @@ def test_a_scheduler_goes_on_after_every_step():
     model, optimizer, batches, _ = regression(lr=1.0)
     rates = []
     optimizer.register_step_pre_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 / (1 + step))
-    train(
-        model,
-        optimizer,
-        squared_error,
-        batches,
-        2,
-        evaluate=lambda _: {"loss": 1.0},
-        progress=False,
-        scheduler=scheduler,
-    )
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 / (1 + step))
+    nothing = {"evaluate": lambda _: {"loss": 1.0}, "progress": False}
+    train(model, optimizer, squared_error, batches, 2, scheduler=falling, **nothing)
     assert rates == pytest.approx([0.1 / (1 + step) for step in range(2 * len(batches))])
 
 
