@@ -242,8 +242,8 @@ def test_the_smallest_rate_that_is_about_as_good_is_proposed():
     ends = {1e-3: (1.2,), 1e-2: (1.04,), 1e-1: (1.0,), 1.0: (1.01,)}
     result = _proposed([1e-4, *ends, 2.0], ends, (3.0,), 50)  # 5 % of what was gained is 0.1
     assert result.lr == 1e-2
-    assert "0.1 has the lowest loss" in result.said
-    assert "From 0.01 on they are about as good, and longer trainings want smaller rates." in result.said
+    assert result.said.startswith("lr 0.01. The lowest loss after 50 steps is 1, with 0.1, of 4 rates from 0.001 to 1.")
+    assert "0.01 is about as good, and longer trainings want smaller rates." in result.said
     small = {1e-3: (0.02,), 1e-2: (0.012,), 1e-1: (0.01,)}  # 25 % of the loss is less than 5 % of the gain
     assert _proposed(list(small), small, (3.0,), 50).lr == 1e-2
 
@@ -269,7 +269,7 @@ def test_it_is_short_and_prints_words():
     result = found()
     assert repr(result) == f"FoundRate(lr={result.lr:g}, {len(result.rates)} rates tried)"
     assert str(result) == result.said
-    assert result.said.startswith(f"lr {result.lr:g}: ")
+    assert result.said.startswith(f"lr {result.lr:g}. ")
 
 
 def test_it_draws_the_rates_that_did_not_diverge():

@@ -62,11 +62,11 @@ class FoundRate:
         said: the outcome in words.
 
     Example:
-        >>> found = egop.FoundRate(lr=0.02, rates=(0.01, 0.02, 0.05), losses=(0.7, 0.4, 0.9), said="lr 0.02 is best.")
+        >>> found = egop.FoundRate(lr=0.02, rates=(0.01, 0.02, 0.05), losses=(0.7, 0.4, 0.9), said="lr 0.02.")
         >>> found
         FoundRate(lr=0.02, 3 rates tried)
         >>> print(found)
-        lr 0.02 is best.
+        lr 0.02.
     """
 
     lr: float
@@ -324,11 +324,11 @@ def _proposed(ladder: Sequence[float], ends: Ends, start: tuple[float, ...], ste
     while last + 1 < len(rates) and losses[last + 1] <= _as_good(lowest, before):
         last += 1
     lr = rates[first]
-    said = [f"lr {lr:g}: of {tried} {best:g} has the lowest loss after {counted(steps, 'step')}, {lowest:.3g}."]
+    said = [f"lr {lr:g}. The lowest loss after {counted(steps, 'step')} is {lowest:.3g}, with {best:g}, of {tried}."]
     if last - first + 1 == len(rates) > 1:
         said.append("All of them are about as good: these runs cannot tell them apart, longer ones (steps=) might.")
     elif lr < best:
-        said.append(f"From {lr:g} on they are about as good, and longer trainings want smaller rates.")
+        said.append(f"{lr:g} is about as good, and longer trainings want smaller rates.")
     if lr == ladder[0]:
         said.append(f"{lr:g} is at the end of the rates to try: smaller ones may be better (rates=).")
     if best == ladder[-1]:
