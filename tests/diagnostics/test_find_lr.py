@@ -243,7 +243,7 @@ def test_the_smallest_rate_that_is_about_as_good_is_proposed():
     result = _proposed([1e-4, *ends, 2.0], ends, (3.0,), 50)  # 5 % of what was gained is 0.1
     assert result.lr == 1e-2
     assert result.said.startswith("lr 0.01. The lowest loss after 50 steps is 1, with 0.1, of 4 rates from 0.001 to 1.")
-    assert "0.01 is about as good, and longer trainings want smaller rates." in result.said
+    assert "0.01 is about as good: of such rates the smallest is proposed." in result.said
     small = {1e-3: (0.02,), 1e-2: (0.012,), 1e-1: (0.01,)}  # 25 % of the loss is less than 5 % of the gain
     assert _proposed(list(small), small, (3.0,), 50).lr == 1e-2
 

@@ -43,7 +43,7 @@ _WARM_UP, _DECAY = 0.1, 0.4
 # start ends it.
 _LOOKS, _LOOKED_AT, _RUNAWAY = 5, 3, 10.0
 # A rate is as good as the best one when its loss is higher by less than these parts: of the lowest loss, and of what
-# the best rate gained. The smallest such rate is proposed, since longer trainings want smaller ones.
+# the best rate gained. The smallest such rate is proposed: where it was wrong, it was less so than the best one.
 _OF_LOSS, _OF_GAIN = 0.25, 0.05
 # A gain counts when it is more than so many standard errors over the batches.
 _ERRORS = 2.0
@@ -112,8 +112,10 @@ def find_lr(
 
     Each rate trains a copy of the model for a few steps, with warm-up and decay, on the same batches. The search begins
     in the middle of the rates and goes up, then down, until two in a row are worse. Proposed is the smallest rate that
-    is about as good as the best: short runs prefer rates at least as large as long trainings do. The model is left as
-    it is, also when this is interrupted. ``docs/learning-rates.md`` says how good the proposals were.
+    is about as good as the best. The model is left as it is, also when this is interrupted.
+
+    It is a rate to begin with: of 15 trainings of 300 steps 10 ended within 5 % of the loss of the best rate, 13 within
+    25 %. ``docs/learning-rates.md`` has the table, and how the best rate changes with the length of a training.
 
     Args:
         objective: the loss, its parameters (the start of every run) and its batches.
@@ -328,7 +330,7 @@ def _proposed(ladder: Sequence[float], ends: Ends, start: tuple[float, ...], ste
     if last - first + 1 == len(rates) > 1:
         said.append("All of them are about as good: these runs cannot tell them apart, longer ones (steps=) might.")
     elif lr < best:
-        said.append(f"{lr:g} is about as good, and longer trainings want smaller rates.")
+        said.append(f"{lr:g} is about as good: of such rates the smallest is proposed.")
     if lr == ladder[0]:
         said.append(f"{lr:g} is at the end of the rates to try: smaller ones may be better (rates=).")
     if best == ladder[-1]:
