@@ -16,7 +16,7 @@ from egop.basis.structures import (
     Shared,
     Structure,
 )
-from egop.diagnostics import BlockDiagnosis, Diagnosis, diagnose
+from egop.diagnostics import BlockDiagnosis, Diagnosis, FoundRate, diagnose, find_lr
 from egop.estimation.algorithm import estimate
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
@@ -43,6 +43,7 @@ __all__ = [
     "Diagnosis",
     "Distribution",
     "Every",
+    "FoundRate",
     "Full",
     "Gaussian",
     "Identity",
@@ -63,6 +64,7 @@ __all__ = [
     "checkpoint",
     "diagnose",
     "estimate",
+    "find_lr",
     "merge",
     "optim",
     "parametrize",

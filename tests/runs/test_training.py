@@ -53,6 +53,16 @@ def test_the_loop_is_the_plain_one():
     assert torch.equal(trained.weight, model.weight)
 
 
+def test_a_scheduler_goes_on_after_every_step():
+    model, optimizer, batches, _ = regression(lr=1.0)
+    rates = []
+    optimizer.register_step_pre_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 / (1 + step))
+    nothing = {"evaluate": lambda _: {"loss": 1.0}, "progress": False}
+    train(model, optimizer, squared_error, batches, 2, scheduler=falling, **nothing)
+    assert rates == pytest.approx([0.1 / (1 + step) for step in range(2 * len(batches))])
+
+
 def test_other_metrics_come_along_by_epoch():
     curve, _, _ = run(epochs=2, evaluate=lambda model: {"loss": 1.0, "norm": model.weight.norm()})
     assert len(curve.metrics["norm"]) == 3

@@ -1,9 +1,10 @@
-"""Will it help here, and what does it cost? Measured and said in words (``diagnose``), raced, written as a page.
+"""Will it help here, what does it cost (``diagnose``: measured, said in words, raced, a page); and at which rate?
 
 ``scaling`` says what a basis costs from shapes alone. The stages of the command line are imported when they are run.
 """
 
+from egop.diagnostics.learning_rates import FoundRate, find_lr
 from egop.diagnostics.measure import diagnose
 from egop.diagnostics.values import BlockDiagnosis, Diagnosis
 
-__all__ = ["BlockDiagnosis", "Diagnosis", "diagnose", "factories", "scaling", "stages"]
+__all__ = ["BlockDiagnosis", "Diagnosis", "FoundRate", "diagnose", "factories", "find_lr", "scaling", "stages"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from egop.basis import Reparameterization
+from egop.diagnostics.short_runs import Stretches, check_gradient, held_batches, mean_loss, trained_parameters
 from egop.estimation import Objective
 from egop.optimizer import ReparameterizedOptimizer
 from egop.refresh import Online
@@ -27,9 +28,7 @@ LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 _POINTS = 30
 # Losses jump from batch to batch, so a run is judged by the median of its last so many looks.
 _LAST = 5
-# At most so many different batches are held; a longer run goes through them again.
-_BATCHES = 100
-# The loss that is compared is over the first so many of them.
+# The loss that is compared is over the first so many batches.
 _COMPARED = 10
 
 
@@ -138,21 +137,20 @@ def race(
     every = max(1, math.ceil(steps / _POINTS))
     words = "egop.Online()" if online else "the estimated basis"
     result = Race(optimizer.__name__, words, math.ceil(steps / every) * every, every, tuple(learning_rates), seed)
-    with objective.preserved(seed=seed):
-        # Held, so that every run sees the same ones whatever the loader does.
-        batches = objective.placed(itertools.islice(objective.batches(), min(result.steps, _BATCHES)))
+    batches = held_batches(objective, result.steps, seed)
+    compared = batches[:_COMPARED]
     for lr, coordinates in itertools.product(learning_rates, ("original", "EGOP")):
         with objective.preserved(seed=seed):
             model, loss_fn = objective.trainable_copy()
             runner = _optimizer(model, optimizer, lr, coordinates, basis, online)
-            _check_gradient(model, loss_fn, batches[0])
+            check_gradient(model, loss_fn, batches[0])
             curve = train(
                 model,
                 runner,
                 loss_fn,
-                _Stretches(batches, every),
+                Stretches(batches, every),
                 result.steps // every,
-                evaluate=lambda model, loss_fn=loss_fn: {"loss": _mean_loss(model, loss_fn, batches)},  # type: ignore[misc]
+                evaluate=lambda model, loss_fn=loss_fn: {"loss": mean_loss(model, loss_fn, compared)},  # type: ignore[misc]
                 progress=progress,
                 description=f"{coordinates:>8}, lr {lr:<6g}",
                 unit="step",
@@ -164,16 +162,6 @@ def race(
     return result
 
 
-class _Stretches:
-    """Each pass over it is the next stretch of so many batches: steps take the place of epochs."""
-
-    def __init__(self, batches: Sequence[Any], length: int) -> None:
-        self._stream, self._length = itertools.cycle(batches), length
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._stream, self._length)
-
-
 def _optimizer(
     model: nn.Module,
     kind: type[torch.optim.Optimizer],
@@ -183,24 +171,7 @@ def _optimizer(
     online: bool,
 ) -> torch.optim.Optimizer:
     if coordinates == "original":
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return kind(trained, lr=lr)  # type: ignore[call-arg]  # the base class has no lr
+        return kind(trained_parameters(model), lr=lr)  # type: ignore[call-arg]  # the base class has no lr
     if online:
         return ReparameterizedOptimizer(model, kind, refresh=Online(), lr=lr)
     return ReparameterizedOptimizer(model, kind, basis, lr=lr)
-
-
-def _check_gradient(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
-    loss = loss_fn(model, batch)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else []
-    if all(gradient is None for gradient in gradients):
-        raise ValueError(
-            "The race trains copies of the model, but the loss does not depend on the model that it is given. "
-            "Use loss_fn(model, batch)'s own model argument."
-        )
-
-
-def _mean_loss(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
-    compared = batches[:_COMPARED]
-    return sum(float(loss_fn(model, batch)) for batch in compared) / len(compared)

@@ -26,6 +26,7 @@ def train(
     description: str = "training",
     unit: str = "epoch",
     length: int = 1,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Curve:
     """Train a model and evaluate it before the first epoch and after every one.
 
@@ -44,6 +45,7 @@ def train(
         description: What the progress bar is called.
         unit: What it counts, where a pass over ``batches`` is not an epoch.
         length: How many of these a pass is.
+        scheduler: Of the learning rate; goes on after every step of the optimizer.
 
     Returns:
         Losses and other metrics by epoch, and the seconds spent in training steps.
@@ -56,7 +58,7 @@ def train(
     try:
         with tqdm(total=epochs * length, desc=description, unit=unit, disable=not progress) as bar:
             while len(history) <= epochs and math.isfinite(history[-1]["loss"]):
-                seconds += _epoch(model, optimizer, loss_fn, batches)
+                seconds += _epoch(model, optimizer, loss_fn, batches, scheduler)
                 history.append(_evaluate(model, evaluate))
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2e}", refresh=False)
                 bar.update(length)
@@ -75,6 +77,7 @@ def _epoch(
     optimizer: torch.optim.Optimizer,
     loss_fn: Callable[[nn.Module, Any], Tensor],
     batches: Iterable[Any],
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> float:
     """One pass over the batches; returns its seconds."""
     model.train()
@@ -83,6 +86,8 @@ def _epoch(
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
     if torch.accelerator.is_available():  # kernels may still be running: their time belongs to the steps
         torch.accelerator.synchronize()
     return time.perf_counter() - start
