@@ -147,6 +147,7 @@ def report(
         reproduction.write_html(sections, out / "reproduction.html")
         index.write_markdown(sections, out / "paper-index.md")
         typer.echo(f"{reproduction.counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
+        typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
 
 
 @app.command()

@@ -13,8 +13,8 @@ from egop_lab.report.statements import STATEMENTS, Statement
 
 _INTRODUCTION = (
     "Made by egop-lab report. Each figure, table, algorithm and statement of the paper has a row, by its label in the "
-    "LaTeX source: {} in all. An experiment is one of [reproduction.md](reproduction.md), and its verdicts are on all of "
-    "its claims, not on one figure alone. Functions and the tests that hold them against the paper: "
+    "LaTeX source: {} in all. An experiment is one of [reproduction.md](reproduction.md), and its verdicts are on all "
+    "of its claims, not on one figure alone. Functions and the tests that hold them against the paper: "
     "[theory.md](theory.md). What is not here, or not as the paper has it, is at the end."
 )
 
