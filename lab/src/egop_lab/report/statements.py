@@ -212,7 +212,7 @@ STATEMENTS: tuple[Statement, ...] = (
             "egop.theory.box_extent",
             f"{_CONVERGENCE}the_averaged_regret_in_a_box_is_below_the_guarantee_for_general_sets",
         ),
-        "Holds, on boxes and with the constants of the proof.",
+        "Holds for quadratics in boxes, with the constants of the proof.",
     ),
     Statement(
         "assumption:f-bounded-below",
@@ -230,7 +230,7 @@ STATEMENTS: tuple[Statement, ...] = (
             f"{_CONVERGENCE}the_mean_gradient_norm_without_convexity_is_below_its_bound_in_both_coordinates",
             f"{_CONVERGENCE}on_a_quadratic_the_ratio_gives_the_bound_for_the_eigenbasis",
         ),
-        "Holds for gradients in the coordinates in which Adagrad runs.",
+        "Holds, for gradients in the coordinates in which Adagrad runs; with the ratio, checked on a quadratic.",
         ("The paper does not give the polynomial inside its logarithm; the bound here has a logarithm of its own.",),
     ),
     Statement(
