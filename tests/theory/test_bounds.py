@@ -88,6 +88,49 @@ def test_lemma_3_is_above_the_smoothness_sum_in_the_eigenbasis(setting):
     holds("measured sum against Lemma 3", theory.smoothness_sum_bounds(hessians, tolerance=1e-4).upper, bound)
 
 
+@every_setting
+def test_the_root_of_the_egop_is_above_the_hessian_in_any_coordinates(setting):
+    bound = theory.hessian_upper_bound(setting.egop, scale=setting.scale, gamma=setting.gamma)
+    assert torch.linalg.eigvalsh(bound - setting.hessian).min() >= -1e-7 * setting.hessian_norm
+    rotated = setting.basis.mT @ bound @ setting.basis
+    constants = theory.reparameterized_constants(setting.spectrum.eigenvalues, scale=setting.scale, gamma=setting.gamma)
+    torch.testing.assert_close(rotated, torch.diag(constants), atol=1e-7 * setting.hessian_norm, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_roots_keep_the_order_of_matrices_and_squares_do_not(rank):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        factors = torch.randn(2, 6, rank, generator=generator, dtype=torch.float64)
+        smaller = factors[0] @ factors[0].mT
+        larger = smaller + factors[1] @ factors[1].mT
+        root = theory.square_root(larger)
+        torch.testing.assert_close(root @ root, larger)
+        assert torch.linalg.eigvalsh(root - theory.square_root(smaller)).min() >= -1e-6
+    smaller, larger = torch.tensor([[1.0, 1.0], [1.0, 1.0]]), torch.tensor([[2.0, 1.0], [1.0, 1.0]])
+    assert torch.linalg.eigvalsh(larger @ larger - smaller @ smaller).min() < -0.1
+
+
+@every_setting
+def test_a_hessian_maps_no_vector_further_than_its_form_allows(setting):
+    vectors = torch.randn(50, len(setting.hessian), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    images = vectors @ setting.hessian
+    left, right = images.square().sum(1), setting.hessian_norm * (vectors * images).sum(1)
+    assert (left <= right * (1 + 1e-9)).all()
+
+
+@every_setting
+def test_the_constants_of_a_hessian_are_those_of_the_definition(setting):
+    """|f(a) − f(b) − ⟨∇f(b), a − b⟩| ≤ ½ Σ L_i (a − b)_i² at points all over the ball."""
+    bounds = theory.smoothness_sum_bounds(setting.hessian, tolerance=1e-3)
+    change = setting.problem.hessian_lipschitz * setting.diameter
+    one, other = setting.points, setting.points.flip(0).roll(1, 0)
+    losses = [torch.func.vmap(setting.problem.loss)(at) for at in (one, other)]
+    slopes = (torch.func.vmap(setting.problem.gradient)(other) * (one - other)).sum(1)
+    allowed = ((bounds.constants + change) * (one - other).square()).sum(1) / 2
+    assert ((losses[0] - losses[1] - slopes).abs() <= allowed * (1 + 1e-6) + 1e-14).all()
+
+
 def measured_ratio(setting: Setting) -> float:
     """Not below the true ratio: the numerator holds in all of the ball, the denominator is needed at the minimum."""
     rotated = setting.basis.mT @ setting.hessian @ setting.basis
@@ -213,10 +256,12 @@ def test_a_random_direction_has_a_density_of_two_over_pi():
     torch.testing.assert_close(theory.densities(vectors), torch.full((20,), 2 / math.pi).double(), atol=0.03, rtol=0)
 
 
-def test_the_egop_in_its_eigenbasis_is_diagonal():
-    setting = Setting(PROBLEMS[-1])
+@every_setting
+def test_the_egop_in_its_eigenbasis_is_diagonal(setting):
     values, V = eigenbasis(setting.egop)
-    torch.testing.assert_close(V.mT @ setting.egop @ V, torch.diag(values), atol=1e-12, rtol=0)
+    gradients = torch.func.vmap(torch.func.grad(lambda x: setting.problem.loss(V @ x)))(setting.points @ V)
+    egop_there = gradients.mT @ gradients / len(gradients)
+    torch.testing.assert_close(egop_there, torch.diag(values), atol=1e-10 * float(values[0]), rtol=0)
 
 
 SPECTRUM = egop.Spectrum(torch.ones(2).double(), torch.ones(2).double(), samples=0)
@@ -232,6 +277,7 @@ REFUSED = {
     "negative eigenvalues": (lambda: theory.stable_rank(torch.tensor([1.0, -1.0])), "Must not be negative"),
     "no eigenvalues": (lambda: theory.stable_rank(torch.ones(0)), r"shape \(0,\)\. Must be a vector"),
     "no matrix of vectors": (lambda: theory.densities(torch.ones(3)), r"shape \(3,\)\. Must be a matrix of columns"),
+    "a root of a negative matrix": (lambda: theory.square_root(-torch.eye(2)), "it has the eigenvalue -1.0. Must have"),
     "no steps": (
         lambda: theory.regret_bound(1.0, diameter=1.0, lr=1.0, steps=0),
         "Invalid steps value: 0. Must be a positive number",

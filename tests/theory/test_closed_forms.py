@@ -104,6 +104,81 @@ def test_the_hessian_of_a_matrix_factorisation_is_lipschitz_with_the_stated_cons
     holds("measured against the paper", largest, stated)
 
 
+def a_factorisation(shape, seed=0):
+    """Measurements, targets, a point and a direction; and the loss and its arguments as one vector."""
+    m, rows, columns, rank = shape
+    measurements, targets = normal(m, rows, columns, seed=seed), normal(m, seed=seed + 1)
+    pairs = [(normal(rows, rank, seed=seed + s), normal(columns, rank, seed=seed + s + 1)) for s in (2, 4)]
+
+    def loss(theta):
+        L, R = theta[: rows * rank].reshape(rows, rank), theta[rows * rank :].reshape(columns, rank)
+        return ((measurements * (L @ R.mT)).sum((1, 2)) - targets).square().sum()
+
+    vectors = [torch.cat([part.flatten() for part in pair]) for pair in pairs]
+    return measurements, targets, pairs, loss, vectors
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2, 1), (1, 4, 4, 3), (9, 3, 3, 2)])
+def test_the_curvature_of_a_matrix_factorisation_is_that_of_its_hessian_and_of_differences(shape):
+    for seed in range(3):
+        measurements, targets, (point, direction), loss, (theta, v) = a_factorisation(shape, 10 * seed)
+        stated = theory.matrix_factorization_curvature(measurements, targets, point, direction)
+        assert stated == pytest.approx(float(v @ torch.func.hessian(loss)(theta) @ v), rel=1e-12, abs=1e-12)
+        step = 1e-3
+        differences = (loss(theta + step * v) - 2 * loss(theta) + loss(theta - step * v)) / step**2
+        assert stated == pytest.approx(float(differences), rel=1e-4, abs=1e-4)
+
+
+def test_the_hessian_blocks_of_low_rank_matrix_factorisation_are_kronecker_products():
+    for seed in range(3):
+        A, L, R = decaying(5, 4, 0.5, seed), normal(4, 2, seed=seed), normal(3, 2, seed=seed + 1)
+        targets = normal(5, 3, seed=seed + 2)
+
+        def of_left(x, A=A, R=R, targets=targets):
+            return (A @ x.reshape(4, 2) @ R.mT - targets).square().sum() / 2
+
+        def of_right(x, A=A, L=L, targets=targets):
+            return (A @ L @ x.reshape(3, 2).mT - targets).square().sum() / 2
+
+        factors = theory.matrix_factorization_blocks(A, L, R)
+        for loss, at, pair, sizes in ((of_left, L, factors[0], (4, 2)), (of_right, R, factors[1], (3, 2))):
+            block = torch.func.hessian(loss)(at.flatten())
+            torch.testing.assert_close(torch.kron(*pair), block)
+            assert theory.kronecker_residual(block, *sizes) < 1e-14
+
+
+def test_the_hessian_blocks_of_other_measurements_are_not_kronecker_products():
+    _, _, _, loss, (theta, _) = a_factorisation((9, 3, 3, 2))
+    assert theory.kronecker_residual(torch.func.hessian(loss)(theta)[:6, :6], 3, 2) > 0.05
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 4), (4, 1), (1, 1)])
+def test_rotating_a_matrix_from_both_sides_is_one_rotation_of_its_entries(rows, columns):
+    left, right = (random_orthonormal(size, size, torch.Generator().manual_seed(size)) for size in (rows, columns))
+    V = theory.kronecker_rotation(left, right)
+    torch.testing.assert_close(V @ V.mT, torch.eye(rows * columns, dtype=torch.float64))
+    for seed in range(3):
+        gradient = normal(rows, columns, seed=seed)
+        torch.testing.assert_close((V @ gradient.flatten()).reshape(rows, columns), left.mT @ gradient @ right)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (2, 3), (3, 2), (4, 5), (3, 4)])
+def test_some_rotations_of_entries_are_none_of_the_two_sides(rows, columns):
+    size = rows * columns
+    V = theory.rotation_beyond_kronecker(rows, columns)
+    torch.testing.assert_close(V.mT @ V, torch.eye(size, dtype=torch.float64))
+    signs = torch.ones(size // 2, dtype=torch.float64)
+    torch.testing.assert_close(V[:, 0], torch.cat([signs, signs]) / size**0.5)
+    torch.testing.assert_close(V[:, 1], torch.cat([signs, -signs]) / size**0.5)
+    # The paper's order of entries, column by column, has the sides the other way round.
+    for sides in ((rows, columns), (columns, rows)):
+        assert theory.kronecker_residual(V, *sides) > 0.3
+        for seed in range(5):
+            generator = torch.Generator().manual_seed(seed)
+            pair = [random_orthonormal(side, side, generator) for side in sides]
+            assert (theory.kronecker_rotation(*pair) - V).norm() > 0.3 * V.norm()
+
+
 SHAPES = [
     (2, 2),
     (3, 4),
@@ -201,6 +276,24 @@ REFUSED = {
     "one measurement that is not stacked": (
         lambda: theory.matrix_factorization_lipschitz(torch.ones(3, 2), 1.0),
         r"Invalid measurements value: shape \(3, 2\)\. Must be a stack",
+    ),
+    "factors of other ranks": (
+        lambda: theory.matrix_factorization_blocks(torch.ones(3, 2), torch.ones(2, 1), torch.ones(3, 2)),
+        r"Invalid factors: shapes \(2, 1\) and \(3, 2\) with data of \(3, 2\)\. Must be matrices",
+    ),
+    "a direction of another shape": (
+        lambda: theory.matrix_factorization_curvature(
+            torch.ones(1, 3, 2), torch.ones(1), (torch.ones(3, 1), torch.ones(2, 1)), (torch.ones(3, 1),) * 2
+        ),
+        r"direction \(3, 1\) and \(3, 1\), targets \(1,\)\. Must be d₁ x k and d₂ x k",
+    ),
+    "a side that is no rotation": (
+        lambda: theory.kronecker_rotation(torch.eye(2), torch.ones(2, 2)),
+        r"Invalid right value: shape \(2, 2\)\. Must be an orthogonal matrix",
+    ),
+    "a vector as a matrix": (
+        lambda: theory.rotation_beyond_kronecker(4, 1),
+        "Invalid shape: 4 x 1. Both sides must be at least 2",
     ),
     "an unknown norm": (
         lambda: theory.matrix_factorization_lipschitz(torch.ones(1, 3, 2), 1.0, norm="nuclear"),

@@ -217,6 +217,7 @@ def test_the_command_line_lists_runs_and_reports(tmp_path, toys):
     report = egop_command("report", "--records", tmp_path / "records", "--out", tmp_path / "out")
     assert report.exit_code == 0, report.output
     assert "Of 1 claim of the paper 1 holds." in report.output
+    assert "fig:LRMF" in (tmp_path / "out" / "paper-index.md").read_text()
 
 
 @pytest.mark.parametrize(

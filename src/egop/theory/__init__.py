@@ -8,19 +8,28 @@ proof differ.
 from egop.theory.bounds import (
     density_lower_bound,
     egop_error,
-    regret_bound,
+    hessian_upper_bound,
     reparameterized_constants,
     reparameterized_upper_bound,
     smoothness_lower_bound,
+    square_root,
 )
 from egop.theory.closed_forms import (
     data_decay_bound,
     least_squares_egop,
     least_squares_interlacing,
+    matrix_factorization_blocks,
+    matrix_factorization_curvature,
     matrix_factorization_lipschitz,
     quadratic_egop,
 )
-from egop.theory.kronecker import kronecker_residual, nearest_kronecker
+from egop.theory.convergence import box_extent, gradient_norm_bound, regret_bound
+from egop.theory.kronecker import (
+    kronecker_residual,
+    kronecker_rotation,
+    nearest_kronecker,
+    rotation_beyond_kronecker,
+)
 from egop.theory.ratio import (
     densities,
     largest_hessian_lipschitz,
@@ -34,15 +43,21 @@ from egop.theory.smoothness import SmoothnessSum, smoothness_constants, smoothne
 
 __all__ = [
     "SmoothnessSum",
+    "box_extent",
     "data_decay_bound",
     "densities",
     "density_lower_bound",
     "egop_error",
+    "gradient_norm_bound",
+    "hessian_upper_bound",
     "kronecker_residual",
+    "kronecker_rotation",
     "largest_hessian_lipschitz",
     "leading_ratio",
     "least_squares_egop",
     "least_squares_interlacing",
+    "matrix_factorization_blocks",
+    "matrix_factorization_curvature",
     "matrix_factorization_lipschitz",
     "nearest_kronecker",
     "needed_delta",
@@ -50,10 +65,12 @@ __all__ = [
     "regret_bound",
     "reparameterized_constants",
     "reparameterized_upper_bound",
+    "rotation_beyond_kronecker",
     "smoothness_constants",
     "smoothness_lower_bound",
     "smoothness_ratio_bound",
     "smoothness_sum_bounds",
     "spectrum_of",
+    "square_root",
     "stable_rank",
 ]

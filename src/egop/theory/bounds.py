@@ -1,4 +1,4 @@
-"""Bounds on the sum of coordinate-wise smoothness constants in either coordinates, and on Adagrad's regret."""
+"""Bounds on the Hessian, and on the sum of coordinate-wise smoothness constants in either coordinates."""
 
 from __future__ import annotations
 
@@ -97,6 +97,53 @@ def density_lower_bound(spectrum: Spectrum, *, scale: float, gamma: float = 0.0,
     return size / (2 * scale) * (largest - gamma) / math.sqrt(top + gamma)
 
 
+def square_root(matrix: Tensor) -> Tensor:
+    r"""The root :math:`X^{1/2}` of a matrix without negative eigenvalues, which keeps the order of such matrices.
+
+    .. math:: X \preceq Y \implies X^{1/2} \preceq Y^{1/2}
+
+    Squares do not: that is why a bound on the EGOP is one on the Hessian, but not the other way round.
+
+    Args:
+        matrix: X, symmetric.
+
+    Example:
+        >>> egop.theory.square_root(torch.diag(torch.tensor([9.0, 4.0]))).tolist()
+        [[3.0, 0.0], [0.0, 2.0]]
+
+    Reference: the lemma on the order-preserving square root, Appendix A.1 (``lemma:order-preserving-square-root``).
+    """
+    values, vectors = torch.linalg.eigh(symmetric(matrix, "matrix"))
+    if values[0] < -1e-8 * values.abs().max():  # decompositions leave a little below zero
+        raise ValueError(f"Invalid matrix value: it has the eigenvalue {float(values[0])}. Must have none below zero.")
+    root: Tensor = vectors * values.clamp_min(0).sqrt() @ vectors.mT
+    return root
+
+
+def hessian_upper_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> Tensor:
+    r"""A matrix that dominates the Hessian at the minimum, in the coordinates of the EGOP matrix.
+
+    .. math:: \nabla^2 f(\theta^*) \preceq \frac{1}{c} (P + \gamma I)^{1/2}
+
+    In the eigenbasis it is diagonal, so that its entries are smoothness constants: :func:`reparameterized_constants`.
+
+    Args:
+        egop: the EGOP matrix P.
+        scale: c, the standard deviation of rho in every direction.
+        gamma: see :func:`egop_error`; 0 for a quadratic.
+
+    Example:
+        >>> egop.theory.hessian_upper_bound(torch.diag(torch.tensor([9.0, 4.0])), scale=0.5).tolist()
+        [[6.0, 0.0], [0.0, 4.0]]
+
+    Reference: the proof of Lemma 3 (``claim:reparam-coor-UB``), where the order of roots is used.
+    """
+    positive(scale=scale)
+    not_negative(gamma=gamma)
+    matrix = symmetric(egop, "egop")
+    return square_root(matrix + gamma * torch.eye(len(matrix)).to(matrix)) / scale
+
+
 def reparameterized_constants(
     eigenvalues: Tensor, *, scale: float, gamma: float = 0.0, hessian_lipschitz: float = 0.0, diameter: float = 0.0
 ) -> Tensor:
@@ -145,35 +192,6 @@ def reparameterized_upper_bound(
     straight = reparameterized_constants(eigenvalues, scale=scale)
     not_negative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
     return float(straight.sum()) + len(eigenvalues) * (math.sqrt(gamma) / scale + hessian_lipschitz * diameter)
-
-
-def regret_bound(smoothness_sum: float, *, diameter: float, lr: float, steps: int, eps: float = 0.0) -> float:
-    r"""The bound on the averaged regret of Adagrad on a ball, for a convex objective with exact gradients.
-
-    .. math::
-        \frac1T \sum_{t<T} f(\theta_t) - f(\theta^*) \le
-        \left( \eta + \frac{D^2}{\eta} \right)^2 \frac{\|L\|_1}{T} + \frac{\varepsilon D^2}{\eta T}
-
-    With the sum :math:`\|L\|_1` of original coordinates this is the guarantee there. With that sum times
-    :func:`smoothness_ratio_bound` it is the right-hand side of Theorem 1, constants included, for the eigenbasis.
-
-    Args:
-        smoothness_sum: the sum of constants with which f is coordinate-wise smooth. The argument takes steps of size
-            :math:`\nabla f / L` from an iterate: constants that hold on the whole space are safe.
-        diameter: D, of the ball.
-        lr: :math:`\eta`.
-        steps: T.
-        eps: :math:`\varepsilon` of :class:`egop.BallConstrainedAdagrad`.
-
-    Example:
-        >>> egop.theory.regret_bound(3.0, diameter=2.0, lr=1.0, steps=100, eps=1.0)
-        0.79
-
-    Reference: Theorem 1 and the inequality after it.
-    """
-    not_negative(smoothness_sum=smoothness_sum, eps=eps)
-    positive(diameter=diameter, lr=lr, steps=steps)
-    return ((lr + diameter**2 / lr) ** 2 * smoothness_sum + eps * diameter**2 / lr) / steps
 
 
 def _largest_sign_form(matrix: Tensor, vectors: Tensor) -> float:

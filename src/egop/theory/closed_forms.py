@@ -1,4 +1,4 @@
-"""Problems whose EGOP matrix, spectrum or Hessian Lipschitz constant is known in closed form."""
+"""Problems whose EGOP matrix, spectrum, Hessian or Lipschitz constant of it is known in closed form."""
 
 from __future__ import annotations
 
@@ -140,13 +140,89 @@ def matrix_factorization_lipschitz(
     Reference: the lemma on matrix factorisation, Appendix A.1.
     """
     positive(radius=radius)
-    if measurements.dim() != 3:
-        raise ValueError(f"Invalid measurements value: shape {tuple(measurements.shape)}. Must be a stack of matrices.")
+    _stacked(measurements)
     if norm not in ("frobenius", "operator"):
         raise ValueError(f"Invalid norm value: {norm!r}. Must be 'frobenius' or 'operator'.")
     rows = measurements.detach().double().flatten(1)
     square = rows.square().sum() if norm == "frobenius" else torch.linalg.matrix_norm(rows, 2).square()
     return 12 * radius * float(square)
+
+
+def matrix_factorization_curvature(
+    measurements: Tensor, targets: Tensor, point: tuple[Tensor, Tensor], direction: tuple[Tensor, Tensor]
+) -> float:
+    r"""The quadratic form :math:`\langle v, \nabla^2 f(\theta) v \rangle` of the Hessian of a matrix factorisation.
+
+    .. math::
+        D^2 f(L, R)[U, V] = 2 \|\mathcal{A}(U R^\top + L V^\top)\|^2
+        + 4 \langle \mathcal{A}(L R^\top) - b, \mathcal{A}(U V^\top) \rangle
+
+    for :math:`f(L, R) = \|\mathcal{A}(L R^\top) - b\|^2` with :math:`\mathcal{A}(X) = (\langle A_i, X \rangle)_i`.
+
+    Args:
+        measurements: the :math:`A_i`, stacked: m x d₁ x d₂.
+        targets: b.
+        point: :math:`\theta = (L, R)`, d₁ x k and d₂ x k.
+        direction: :math:`v = (U, V)`, of the same shapes.
+
+    Example:
+        >>> one, two = torch.ones(1, 1), torch.full((1, 1), 2.0)
+        >>> egop.theory.matrix_factorization_curvature(torch.ones(1, 1, 1), torch.ones(1), (one, two), (one, one))
+        22.0
+
+    Reference: the lemma on the quadratic form of the Hessian, Appendix A.1
+    (``lemma:linear-measurement-overparam-Hessian-bilinear``).
+    """
+    _stacked(measurements)
+    (L, R), (U, V) = (tuple(part.detach().double() for part in pair) for pair in (point, direction))
+    shapes = [tuple(part.shape) for part in (L, R, U, V)]
+    wanted = [(size, L.shape[-1]) for size in measurements.shape[1:]] * 2
+    if shapes != wanted or targets.shape != measurements.shape[:1]:
+        raise ValueError(
+            f"Invalid shapes: point {shapes[0]} and {shapes[1]}, direction {shapes[2]} and {shapes[3]}, targets "
+            f"{tuple(targets.shape)}. Must be d₁ x k and d₂ x k, the same, and m for measurements of m x d₁ x d₂, here "
+            f"{tuple(measurements.shape)}."
+        )
+    rows = measurements.detach().double().flatten(1)
+    first, second = rows @ (U @ R.mT + L @ V.mT).flatten(), rows @ (U @ V.mT).flatten()
+    residual = rows @ (L @ R.mT).flatten() - targets.detach().double()
+    return 2 * float(first.square().sum()) + 4 * float(residual @ second)
+
+
+def matrix_factorization_blocks(
+    data: Tensor, left: Tensor, right: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    r"""The Hessian's diagonal blocks of :math:`\frac12 \|A L R^\top - Y\|_F^2`: exact Kronecker products, everywhere.
+
+    .. math::
+        \nabla_{LL}^2 f = A^\top A \otimes R^\top R, \qquad \nabla_{RR}^2 f = I \otimes L^\top A^\top A L
+
+    over the entries of L and of R in torch's order. Y is in none of them. Those of a general map of measurements, as in
+    :func:`matrix_factorization_curvature`, are not Kronecker products.
+
+    Args:
+        data: A.
+        left: L.
+        right: R.
+
+    Returns:
+        The two factors of the block of L and the two of that of R; their ``torch.kron`` is the block.
+
+    Example:
+        >>> A, L, R = torch.tensor([[2.0]]), torch.tensor([[3.0]]), torch.tensor([[1.0], [5.0]])
+        >>> of_left, of_right = egop.theory.matrix_factorization_blocks(A, L, R)
+        >>> torch.kron(*of_left).tolist(), torch.kron(*of_right).tolist()
+        ([[104.0]], [[36.0, 0.0], [0.0, 36.0]])
+
+    Reference: Section 6.2 on low-rank matrix factorisation (``fig:LRMF``).
+    """
+    if data.dim() != 2 or left.shape != (data.shape[1], right.shape[-1]) or right.dim() != 2:
+        raise ValueError(
+            f"Invalid factors: shapes {tuple(left.shape)} and {tuple(right.shape)} with data of {tuple(data.shape)}. "
+            "Must be matrices for which data @ left @ right.mT exists."
+        )
+    A, L, R = (part.detach().double() for part in (data, left, right))
+    return (A.mT @ A, R.mT @ R), (torch.eye(len(R)).to(R), (A @ L).mT @ (A @ L))
 
 
 def _data(data: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,3 +232,8 @@ def _data(data: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             "Must be a matrix with one row per target."
         )
     return data.detach().double(), targets.detach().double()
+
+
+def _stacked(measurements: Tensor) -> None:
+    if measurements.dim() != 3:
+        raise ValueError(f"Invalid measurements value: shape {tuple(measurements.shape)}. Must be a stack of matrices.")

@@ -64,6 +64,63 @@ def kronecker_residual(matrix: Tensor, left: Shape, right: Shape) -> float:
     return float(singular[1:].norm() / singular.norm()) if singular[0] > 0 else 0.0
 
 
+def kronecker_rotation(left: Tensor, right: Tensor) -> Tensor:
+    r"""The rotation of vectors that rotating matrices from both sides amounts to, in torch's order of entries.
+
+    .. math:: V = Q_L^\top \otimes Q_R^\top, \qquad \mathrm{mat}(V g) = Q_L^\top \, \mathrm{mat}(g) \, Q_R
+
+    So whatever SOAP's pair of rotations does, one rotation of the whole vector can do; for the converse see
+    :func:`rotation_beyond_kronecker`.
+
+    Args:
+        left: :math:`Q_L`, orthogonal.
+        right: :math:`Q_R`, orthogonal.
+
+    Example:
+        >>> swap, keep = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.eye(2)
+        >>> (egop.theory.kronecker_rotation(swap, keep) @ torch.arange(4).double()).tolist()
+        [2.0, 3.0, 0.0, 1.0]
+
+    Reference: the lemma of Appendix D, first part (it has no label; in the paper's order of entries, column by column,
+    the factors are the other way round).
+    """
+    for name, factor in (("left", left), ("right", right)):
+        size = factor.shape[-1]
+        if factor.shape != (size, size) or not _orthogonal(factor):
+            raise ValueError(f"Invalid {name} value: shape {tuple(factor.shape)}. Must be an orthogonal matrix.")
+    return torch.kron(left.detach().double().mT.contiguous(), right.detach().double().mT.contiguous())
+
+
+def rotation_beyond_kronecker(rows: int, columns: int) -> Tensor:
+    r"""A rotation of all entries of a matrix that no rotations of its two sides give: the paper's example.
+
+    Its first column has all entries alike, and its second one sign in the first half and the other in the second.
+    Were it a product, the first would make the second repeat a pattern row after row, which it does not. The other
+    columns complete the basis. How far it is from all products: :func:`kronecker_residual`.
+
+    Args:
+        rows: of the matrix; at least 2.
+        columns: of the matrix; at least 2. The number of entries must be even.
+
+    Example:
+        >>> V = egop.theory.rotation_beyond_kronecker(2, 2)
+        >>> torch.allclose(V.mT @ V, torch.eye(4).double()), egop.theory.kronecker_residual(V, 2, 2) > 0.3
+        (True, True)
+
+    Reference: the lemma of Appendix D, second part, and its proof.
+    """
+    if rows < 2 or columns < 2 or rows * columns % 2:
+        raise ValueError(
+            f"Invalid shape: {rows} x {columns}. Both sides must be at least 2, and the number of entries even."
+        )
+    size = rows * columns
+    half = torch.ones(size // 2, dtype=torch.float64)
+    start = torch.stack([torch.cat([half, half]), torch.cat([half, -half])], 1) / size**0.5
+    V: Tensor = torch.linalg.qr(torch.cat([start, torch.eye(size, dtype=torch.float64)], 1)).Q
+    V[:, :2] = start  # which is what they are, up to sign and rounding
+    return V
+
+
 def _rearranged(matrix: Tensor, left: Shape, right: Shape) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
     """One row per entry of A, one column per entry of B."""
     first, second = _shape(left, "left"), _shape(right, "right")
@@ -82,3 +139,8 @@ def _shape(shape: Shape, name: str) -> tuple[int, int]:
     if rows < 1 or columns < 1:
         raise ValueError(f"Invalid {name} value: {shape}. Must be a positive number or a pair of them.")
     return rows, columns
+
+
+def _orthogonal(matrix: Tensor) -> bool:
+    double = matrix.detach().double()
+    return bool((double.mT @ double - torch.eye(len(double)).to(double)).abs().max() < 1e-6)

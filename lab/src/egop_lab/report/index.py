@@ -1,0 +1,83 @@
+"""The paper's index: where each of its figures, tables, algorithms and statements is, and what was found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from egop.runs import counted, replacing
+from egop_lab.experiments.registry import IDS
+from egop_lab.report import reproduction
+from egop_lab.report.statements import STATEMENTS, Statement
+
+_INTRODUCTION = (
+    "Made by egop-lab report. Each figure, table, algorithm and statement of the paper has a row, by its label in the "
+    "LaTeX source: {} in all. An experiment is one of [reproduction.md](reproduction.md), and its verdicts are on all "
+    "of its claims, not on one figure alone. Functions and the tests that hold them against the paper: "
+    "[theory.md](theory.md). What is not here, or not as the paper has it, is at the end."
+)
+
+_STATEMENTS = ("algorithm", "assumption", "corollary", "figure", "lemma", "table", "theorem")
+_LAYOUT = ("center", "minipage", "subfigure", "tabular")  # what is in these belongs to what is around them
+_TOKEN = re.compile(r"\\(?:(begin|end)\{(\w+)\*?\}|label\{([^}]*)\})")
+_COMMENT = re.compile(r"(?<!\\)%.*")
+
+
+def labels(tex: str) -> dict[str, str]:
+    """The labels of figures, tables, algorithms and statements in LaTeX, in order, each with what it is.
+
+    A statement without a label is named after the section that it is in. Labels of equations and sections are left out.
+    """
+    found: dict[str, str] = {}
+    around: list[str] = []
+    section, named = "", True
+    for boundary, environment, label in _TOKEN.findall(_COMMENT.sub("", tex)):
+        if boundary == "begin":
+            around.append(environment)
+            named = named and environment not in _STATEMENTS
+        elif boundary == "end":
+            if not around or around.pop() != environment:
+                raise ValueError(f"Invalid LaTeX: \\end{{{environment}}} without its \\begin.")
+            if environment in _STATEMENTS:
+                if not named:
+                    found[f"{environment} in {section}"] = environment
+                named = True
+        else:
+            outside = [each for each in around if each not in _LAYOUT]
+            if outside and outside[-1] in _STATEMENTS:
+                found[label] = "table" if label.startswith("tab") else outside[-1]
+                named = True
+            elif outside in ([], ["document"]):
+                section = label
+    return found
+
+
+def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None:
+    """The index as Markdown, with the verdicts of these sections of the report."""
+    about = {section.experiment.id: section for section in sections}
+    missing: dict[str, list[str]] = {}
+    for each in STATEMENTS:
+        for reason in each.missing:
+            missing.setdefault(reason, []).append(f"`{each.label}`")
+    lines = ["# Where everything of the paper is", "", _INTRODUCTION.format(counted(len(STATEMENTS), "label")), ""]
+    lines += ["| label | what it is | where | verdict |", "|---|---|---|---|"]
+    lines += [f"| {statement_cells(each)} | {_verdict(each, about)} |" for each in STATEMENTS]
+    lines += ["", "## What is not here, or not as the paper has it", ""]
+    lines += [f"- {', '.join(named)}: {reason}" for reason, named in missing.items()]
+    with replacing(path) as beside:
+        beside.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def statement_cells(statement: Statement) -> str:
+    """The cells of a row that no run changes: label, what it is, where."""
+    places = ", ".join(f"[{each}](reproduction.md)" if each in IDS else f"`{each}`" for each in statement.where)
+    return f"`{statement.label}` | {statement.kind}: {statement.about} | {places or 'nowhere, see below'}"
+
+
+def _verdict(statement: Statement, about: dict[str, reproduction.Section]) -> str:
+    parts = [statement.verdict] if statement.verdict else []
+    for id in (each for each in statement.where if each in IDS):
+        found = (about[id].problem or reproduction.counts([about[id]])) if id in about else "Not in this report."
+        parts.append(f"{id}: {found[0].lower()}{found[1:]}")
+    return "<br>".join(parts)
