@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from egop.basis import (
     Block,
     ChangeOfBasis,
+    Halves,
     Layer,
     Partition,
     Plan,
@@ -22,7 +23,7 @@ from egop.basis import (
     Spectrum,
     StructureChoice,
     Summary,
-    agreement,
+    compare,
     layers_of,
     make_plan,
     partition_parameters,
@@ -36,6 +37,9 @@ from egop.estimation.sampling import check_samples, sample_gradients
 from egop.runs import parse_bytes
 
 logger = logging.getLogger("egop")
+
+# Where there were too few draws, this many times as many are advised.
+MORE = 4
 
 
 def estimate(
@@ -102,7 +106,9 @@ def estimate(
     where, source, plan = processes.agreed(planned)
     if progress and structure == "auto" and processes.rank() == 0:
         tqdm.write(str(plan), file=sys.stderr)
-    return estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
+    basis = estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
+    _look_for_support(basis.spectrum)
+    return basis
 
 
 class NoGradientError(ValueError):
@@ -219,6 +225,23 @@ def _look_for_differences(gradients: dict[str, Tensor], count: int) -> None:
         )
 
 
+def _look_for_support(spectra: Mapping[str, Spectrum]) -> None:
+    """Log it once when there were too few draws for what is returned."""
+    doubtful = {name: spectrum for name, spectrum in spectra.items() if not spectrum.is_supported}
+    if not doubtful or processes.rank() != 0:
+        return
+    names = [f"'{name}'" for name in doubtful]
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    drawn = max(spectrum.samples for spectrum in doubtful.values())
+    logger.warning(
+        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Ask for samples=%d, or "
+        "where that does not help leave the weight in original coordinates (egop.diagnose tells).",
+        "1 draw is" if drawn == 1 else f"{drawn} draws are",
+        listed,
+        MORE * drawn,
+    )
+
+
 def samples_wanted(plan: Plan) -> int:
     """How many draws the structures of a plan ask for."""
     return max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
@@ -285,13 +308,25 @@ class Gathering:
         self.parts = [{block: accumulators[block] for block in own} for accumulators in self.parts]
         self.draws = draws
 
-    def finish(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis]:
-        """The spectrum and the change of basis of one block; each block can be finished once."""
+    def compared(self, block: Block) -> Halves | None:
+        """What the halves of one block say of each other so far; None where none are kept, or there is one draw."""
+        if len(self.parts) < 2 or self.draws < 2:
+            return None
+        one, other = (accumulators[block].eigenbases() for accumulators in self.parts)
+        return compare(one, other)
+
+    def finish(self, block: Block, halves: Halves | None = None) -> tuple[Spectrum | None, ChangeOfBasis]:
+        """The spectrum and the change of basis of one block; each block can be finished once.
+
+        Args:
+            block: the block.
+            halves: what its halves say of each other, where that has been found already.
+        """
+        halves = halves or self.compared(block)
         whole, *others = [accumulators.pop(block) for accumulators in self.parts]
-        stability = None
         for other in others:
-            if self.draws > 1:
-                stability = agreement(whole.eigenbases(), other.eigenbases())
             whole.merge(other)
         spectrum, change = whole.finish()
-        return spectrum and replace(spectrum, stability=stability), change
+        if spectrum is not None and halves is not None:
+            spectrum = replace(spectrum, stability=halves.stability, chance=halves.chance)
+        return spectrum, change
