@@ -275,6 +275,7 @@ class Gathering:
             {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
             for _ in range(2 if stability else 1)
         ]
+        self.plan = plan
         self.draws = 0
         self.first = first
         self.reached = False  # whether any gradient was not zero
@@ -308,25 +309,32 @@ class Gathering:
         self.parts = [{block: accumulators[block] for block in own} for accumulators in self.parts]
         self.draws = draws
 
-    def compared(self, block: Block) -> Halves | None:
-        """What the halves of one block say of each other so far; None where none are kept, or there is one draw."""
+    def finish(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis]:
+        """The spectrum and the change of basis of one block; each block can be finished once, which frees its parts."""
+        halves = self._compared(block)
+        whole, *others = [accumulators.pop(block) for accumulators in self.parts]
+        for other in others:
+            whole.merge(other)
+        return _judged(*whole.finish(), halves)
+
+    def so_far(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis, Halves | None]:
+        """The same while more gradients may come, and what the halves say of each other."""
+        halves = self._compared(block)
+        whole = self.plan.chosen[block].accumulator(block)
+        for accumulators in self.parts:
+            whole.merge(accumulators[block])
+        return *_judged(*whole.finish(), halves), halves
+
+    def _compared(self, block: Block) -> Halves | None:
         if len(self.parts) < 2 or self.draws < 2:
             return None
         one, other = (accumulators[block].eigenbases() for accumulators in self.parts)
         return compare(one, other)
 
-    def finish(self, block: Block, halves: Halves | None = None) -> tuple[Spectrum | None, ChangeOfBasis]:
-        """The spectrum and the change of basis of one block; each block can be finished once.
 
-        Args:
-            block: the block.
-            halves: what its halves say of each other, where that has been found already.
-        """
-        halves = halves or self.compared(block)
-        whole, *others = [accumulators.pop(block) for accumulators in self.parts]
-        for other in others:
-            whole.merge(other)
-        spectrum, change = whole.finish()
-        if spectrum is not None and halves is not None:
-            spectrum = replace(spectrum, stability=halves.stability, chance=halves.chance)
-        return spectrum, change
+def _judged(
+    spectrum: Spectrum | None, change: ChangeOfBasis, halves: Halves | None
+) -> tuple[Spectrum | None, ChangeOfBasis]:
+    if spectrum is not None and halves is not None:
+        spectrum = replace(spectrum, stability=halves.stability, chance=halves.chance)
+    return spectrum, change
