@@ -15,6 +15,7 @@ import egop
 from egop.basis.spectrum import Spectrum, _descending
 from egop.diagnostics import measure, rules
 from egop.diagnostics.measure import Gathering
+from egop.estimation import chunks
 from egop.numerics.linalg import random_orthonormal
 
 DIMENSION = 30
@@ -135,6 +136,12 @@ def test_draws_are_added_until_the_answer_is_clear(monkeypatch):
     assert diagnosed(noise("independent")).draws >= 60, "more draws may show what few do not"
     short = diagnosed(planted(), budget=0)
     assert (short.draws, short.blocks[0].verdict) == (6, "sample more")
+
+
+def test_the_budget_ends_the_first_draws_too_but_not_those_that_were_asked_for(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_POINTS", 8)
+    assert diagnosed(planted(), budget=0).draws == 8
+    assert diagnosed(planted(), budget=0, samples=20).draws == 20
 
 
 def test_draws_that_were_added_are_those_of_one_stream(monkeypatch):

@@ -80,7 +80,7 @@ def diagnose(
             take longer than a forward and backward pass, both measured here.
         samples: the number of points. By default what the structures ask for, then twice as many while a block needs
             more to tell, up to 16 times the first ones.
-        budget: no points are added any more after so many seconds; the first ones are always drawn.
+        budget: the seconds after which no more points are drawn, where ``samples`` does not say how many.
         memory: what all bases together may take.
         generator: the source of all randomness; one with seed 0 by default.
         progress: show a progress bar.
@@ -103,7 +103,7 @@ def diagnose(
     rho, generator = checked(objective, rho, samples, generator)
     if not budget >= 0:
         raise ValueError(f"Invalid budget value: {budget!r}. Must be zero seconds or more.")
-    deadline = time.monotonic() + budget
+    deadline = time.monotonic() + budget if samples is None else math.inf
     blocks, layers = blocks_of(objective, partition)
     plan = make_plan(blocks, layers, structure, parse_bytes(memory))
     kinds = [type(part).__name__ for part in objective.module.modules()] if objective.module is not None else []
@@ -121,7 +121,7 @@ def diagnose(
         wanted = samples_wanted(plan) and (samples or samples_wanted(plan))
     draws = _Draws(objective, plan, rho, generator, samples or _GROWTH * wanted, progress)
     with closing(draws.bar):
-        state = _answered(draws, known, wanted, deadline if samples is None else 0.0, seconds, online)
+        state = _answered(draws, known, wanted, deadline, seconds, online)
     basis = Reparameterization(list(state.changes.values()), state.spectra, plan.unrotated) if state.changes else None
     result = Diagnosis(tuple(known.values()), basis, state.gathered.draws, state.wanted, seconds, refresh, online)
     return _advised(result, state.partial)
@@ -147,7 +147,7 @@ def _answered(
     unclear = list(plan.chosen)
     while True:
         try:
-            draws.take(state.gathered, state.wanted)
+            draws.take(state.gathered, state.wanted, deadline)
             check_reached(plan, state.gathered.draws, state.gathered.reached)
         except KeyboardInterrupt:
             if state.gathered.draws == 0:
@@ -184,8 +184,8 @@ class _Draws:
         self.state = generator.get_state()
         self.bar = tqdm(desc="Sampling gradients", unit="draw", disable=not progress, delay=1e-9)
 
-    def take(self, gathered: Gathering, wanted: int) -> None:
-        """Take in the next points, until there are so many."""
+    def take(self, gathered: Gathering, wanted: int, deadline: float) -> None:
+        """Take in the next points, until there are so many or the time is over; one chunk at least."""
         first = gathered.draws
         if wanted <= first:
             return
@@ -198,8 +198,8 @@ class _Draws:
             for gradients in chunks:
                 gathered.add(gradients)
                 self.bar.update(gathered.draws - self.bar.n)
-                if gathered.draws == wanted:  # the batches of the other draws are not gone through
-                    break
+                if gathered.draws == wanted or time.monotonic() > deadline:
+                    break  # the batches of the other draws are not gone through
 
 
 def _affordable(plan: Plan, objective: Objective, pass_seconds: float) -> Plan:
