@@ -358,6 +358,14 @@ def test_the_code_names_what_is_advised_and_runs():
     assert "refresh=egop.Online()" in online.code
 
 
+def test_what_is_not_clear_is_neither_promising_nor_to_be_renewed():
+    unclear = egop.Diagnosis((block_with(verdict="sample more"),), None, 200, 200, 0.01, rules.PLAIN, online=False)
+    assert unclear.verdict.startswith("Whether a change of basis would help is not clear yet. For 1 of 1 blocks")
+    assert "promising" not in unclear.verdict
+    assert "Refresh" not in str(unclear)
+    assert unclear.code == ""
+
+
 def test_layers_that_are_alike_are_one_row():
     layers = [
         block_with(name=f"layers.{k}.weight", stable_rank=5.0 + k, one_norm=0.5 + 0.1 * k, verdict="use",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from egop.basis import Layer
 from egop.diagnostics.values import BlockDiagnosis, Verdict
+from egop.estimation import MORE
 from egop.runs import format_bytes
 
 # A spectrum that is less than so many standard deviations of white noise away from it, or of fewer draws, is not told
@@ -25,8 +26,6 @@ FLAT = 0.8
 NO_GAIN = 0.9
 # A block whose basis products take longer than this many forward and backward passes is too costly.
 COSTLY = 1.0
-# Where there were too few draws, this many times as many are advised.
-MORE = 4
 
 ATTENTION = (
     "refresh=egop.Online(). The model has attention or embeddings: for transformers a basis estimated up front is not "

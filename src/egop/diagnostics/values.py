@@ -191,12 +191,14 @@ class Diagnosis:
         good = [block.name for block in tried if block.verdict == "use"]
         unclear = [block.name for block in tried if block.verdict == "sample more"]
         said = f"A change of basis is promising for {len(good)} of {len(tried)} blocks."
-        if not good and not unclear:
+        if not good:
             said = "Nothing here suggests that a change of basis would help."
+        if unclear and not good:
+            said = "Whether a change of basis would help is not clear yet."
         if any(block.verdict == "online" for block in tried):
             said = "For a model of this kind the basis should be learnt in training, not estimated up front."
         if unclear:
-            said += f" For {len(unclear)} there are too few samples to tell."
+            said += f" For {len(unclear)} of {len(tried)} blocks there are too few draws to tell."
         if self.cost is not None and (good or unclear or self.online):
             said += f" With the bases in the table a training step takes about {1 + self.cost:.3g} times as long."
         return said
