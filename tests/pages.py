@@ -16,8 +16,8 @@ def block(name="0.weight", **numbers):
     usual = {
         "shapes": ((32, 64),), "size": 2048, "structure": "Full", "bytes": 16 * 2**20, "seconds": 1e-3, "cost": 0.5,
         "dimension": 2048, "samples": 2048, "eigenvalues": tuple(k**-1.5 for k in range(1, 2049)), "stable_rank": 52.0,
-        "noise_rank": 870.0, "axes": 900.0, "density": 0.57, "ratio": 0.045, "effective_dimension": 40,
-        "stability": 0.91, "verdict": "use", "advice": "Use egop.Full().",
+        "density": 0.57, "ratio": 0.045, "effective_dimension": 40, "one_norm": 0.4, "stability": 0.91,
+        "chance": 0.02, "surprise": 900.0, "verdict": "use", "advice": "Use egop.Full().",
     }  # fmt: skip
     return egop.BlockDiagnosis(name, **usual | numbers)
 

@@ -70,3 +70,17 @@ def test_the_digits_are_what_the_paper_says_they_are():
     assert first.density > 0.3
     assert first.ratio < 0.3
     assert (head.structure, head.verdict) == (None, "leave")
+
+
+def test_few_draws_of_the_transformer_are_called_enough_only_where_halves_agree():
+    objective = load_objective(f"{FOLDER / 'transformer.py'}:factory")
+    found = egop.diagnose(objective, structure=egop.Shared(), samples=16, progress=False)
+    blocks = [block for block in found.blocks if block.stability is not None]
+    assert all(block.samples == 16 for block in blocks)
+    enough = {block.name for block in blocks if "were enough" in block.advice}
+    agreed = {block.name for block in blocks if block.stability - block.chance >= 0.5 * (1 - block.chance)}
+    assert enough <= agreed
+    assert enough == {"layers.layers.0.linear2.weight", "layers.layers.1.linear2.weight"}
+    noise = [block for block in blocks if block.name not in enough]
+    assert all(block.stable_rank > 0.6 * block.dimension for block in noise), "not the 16 that 16 draws can have"
+    assert "6 draws: lower bound" in str(found.basis)

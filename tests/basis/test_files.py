@@ -93,7 +93,8 @@ def test_a_text_with_anything_else_in_any_place_is_refused_or_about_names(path):
                 assert f"'{path}'" in str(error)  # noqa: PT017
             else:
                 loaded.add(next(key for key in reversed(at) if isinstance(key, str)))
-    assert loaded <= {"parameters", "samples", "stability", "left", "blocks", "shapes", "transposed", "stacked"}
+    judged = {"draws", "held", "chance", "reliability", "surprise"}
+    assert loaded <= judged | {"parameters", "left", "blocks", "shapes", "transposed", "stacked"}
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,18 @@ def test_files_without_a_checksum_are_read(path, basis):
     header, tensors = content_of(path)
     save_file(tensors, path, metadata={"egop": json.dumps(header)})
     assert outcome(path, basis) is None
+
+
+@pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Shared(side="output")], ids=str)
+def test_older_files_count_rows_and_are_read_as_draws(structure, path):
+    objective = egop.Objective.from_function(lambda w: w.square().sum(), {"w": torch.zeros(5, 3)})
+    egop.estimate(objective, rho=egop.Gaussian(), structure=structure, samples=7, progress=False).save(path)
+    header, tensors = content_of(path)
+    (block,) = header["blocks"]
+    rows = {"Full": 1, "Shared": 3 if block["settings"] else 5}[block["structure"]]
+    block["samples"] = rows * block.pop("draws")
+    save_file(tensors, path, metadata={"egop": json.dumps(header)})
+    assert egop.Reparameterization.load(path).spectrum["w"].samples == 7
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(path, basis, tmp_path):

@@ -197,7 +197,7 @@ def test_the_file_is_plain_safetensors_with_a_version_and_the_blocks_in_it(tmp_p
     with safe_open(tmp_path / "basis.safetensors", framework="pt") as file:
         content = json.loads(file.metadata()["egop"])
         assert torch.equal(file.get_tensor("rnn/basis"), basis["rnn"].tensors["basis"])
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert [block["name"] for block in content["blocks"]] == ["rnn", "head.weight"]
     assert content["blocks"][0]["parameters"] == ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]
     assert content["blocks"][0]["shapes"] == [[12, 3], [12, 4]]
@@ -281,7 +281,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 def test_a_file_of_another_version_names_both_versions(tmp_path, basis):
     path = tmp_path / "basis.safetensors"
     altered(path, basis, content=lambda content: content | {"version": 99})
-    with pytest.raises(ValueError, match="has format version 99; this egop reads 1"):
+    with pytest.raises(ValueError, match="has format version 99; this egop reads 1 and 2"):
         egop.Reparameterization.load(path)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import cases
 import egop
-from egop.basis.spectrum import agreement
+from egop.basis.spectrum import _descending, compare
 from egop.numerics.linalg import random_orthonormal
 
 
@@ -76,32 +76,114 @@ def plane(angle):
     return torch.stack([torch.cat([turned.cos(), -turned.sin()]), torch.cat([turned.sin(), turned.cos()])])
 
 
-def test_the_agreement_is_the_squared_cosine_between_leading_directions():
+def held(angle):
+    """What the first axis of a turned plane holds of a spectrum of 0.95 and 0.05 on the axes."""
+    return 0.95 * math.cos(angle) ** 2 + 0.05 * math.sin(angle) ** 2
+
+
+def test_the_stability_is_what_leading_directions_hold_of_the_other_half_over_what_they_hold_of_their_own():
     one, other = side([9.5, 0.5], plane(0.0)), side([9.5, 0.5], plane(0.7))
-    assert agreement([one], [one]) == pytest.approx(1)
-    assert agreement([one], [other]) == pytest.approx(math.cos(0.7) ** 2)
-    assert agreement([one], [side([5.0, 5.0], plane(0.7))]) == pytest.approx(math.cos(0.7) ** 2)  # the smaller k
+    assert compare([one], [one]).stability == pytest.approx(1)
+    found = compare([one], [other])
+    assert found.stability == pytest.approx(held(0.7) / 0.95)
+    assert found.chance == pytest.approx(0.5 / 0.95)
+    assert found.held_out.tolist() == pytest.approx([held(0.7), 1 - held(0.7)])
     both = side([5.0, 5.0], plane(0.0)), side([5.0, 5.0], plane(0.7))
-    assert agreement([both[0]], [both[1]]) == pytest.approx(1)  # two planes in the plane are the same
+    assert compare([both[0]], [both[1]]).stability == pytest.approx(1)  # two planes in the plane are the same
+    assert compare([both[0]], [both[1]]).chance == 1
 
 
-def test_the_agreement_of_two_sides_is_that_of_the_product_of_their_subspaces():
+def test_the_one_norm_compares_with_the_axes():
+    one = side([9.5, 0.5], plane(0.0))
+    assert compare([one], [one]).one_norm == pytest.approx(1)  # axes already
+    turned = side([1.0, 0.0], plane(math.pi / 4))
+    assert compare([turned], [turned]).one_norm == pytest.approx(1 / math.sqrt(2))
+    leading = side([1.0], plane(math.pi / 4)[:, :1])
+    assert compare([leading], [leading]).one_norm is None
+
+
+def test_two_sides_are_compared_as_their_kronecker_product():
     one, other = side([9.5, 0.5], plane(0.0)), side([9.5, 0.5], plane(0.7))
-    directions = [torch.kron(plane(angle)[:, 0], plane(angle)[:, 0]) for angle in (0.0, 0.7)]
-    expected = (directions[0] @ directions[1]).item() ** 2
-    assert agreement([one, one], [other, other]) == pytest.approx(expected)
+    single, double = compare([one], [other]), compare([one, one], [other, other])
+    assert double.stability == pytest.approx(single.stability**2)
+    assert double.chance == pytest.approx(single.chance**2)
+    assert double.one_norm == pytest.approx(single.one_norm**2)
+    a, b = single.held_out.tolist()
+    assert double.held_out.tolist() == pytest.approx([a * a, a * b, a * b, b * b])
 
 
-def test_there_is_no_agreement_where_nothing_was_decomposed_or_all_is_zero():
-    assert agreement([], []) is None
-    assert agreement([side([0.0, 0.0], plane(0.0))], [side([1.0, 0.0], plane(0.0))]) is None
+def test_there_is_nothing_to_compare_where_nothing_was_decomposed_or_all_is_zero():
+    assert compare([], []) is None
+    assert compare([side([0.0, 0.0], plane(0.0))], [side([1.0, 0.0], plane(0.0))]) is None
 
 
-def test_independent_subspaces_agree_to_about_k_over_d():
+def test_independent_subspaces_agree_as_chance_says():
     generator = torch.Generator().manual_seed(0)
     values = [1.0] * 9 + [0.0] * 41
     found = [
-        agreement(*([side(values, random_orthonormal(50, 50, generator))] for _ in range(2)), fraction=1.0)
+        compare(*([side(values, random_orthonormal(50, 50, generator))] for _ in range(2)), fraction=1.0)
         for _ in range(40)
     ]
-    assert sum(found) / len(found) == pytest.approx(9 / 50, rel=0.1)
+    assert all(each.chance == pytest.approx(9 / 50) for each in found)
+    assert sum(each.stability for each in found) / len(found) == pytest.approx(9 / 50, rel=0.1)
+
+
+def test_what_is_held_out_descends_and_keeps_its_sum():
+    assert _descending(torch.tensor([3.0, 1.0, 2.0, 0.5, 0.9, 0.7])).tolist() == pytest.approx(
+        [3, 1.5, 1.5, *[0.7] * 3]
+    )
+
+
+# --- reliability: how much of a spectrum is chance ---
+
+
+def rows_of(kind, draws, rows, dimension, generator):
+    """White noise, of which the rows of one draw are independent, or all along one direction, in draws of all sizes."""
+    if kind == "independent":
+        return torch.randn(draws, rows, dimension, generator=generator, dtype=torch.float64)
+    row = torch.randn(draws, 1, dimension, generator=generator, dtype=torch.float64)
+    sizes = torch.randn(draws, 1, 1, generator=generator, dtype=torch.float64).exp()
+    return sizes * row * torch.randn(draws, rows, 1, generator=generator, dtype=torch.float64)
+
+
+def estimated(structure, gradients):
+    block = egop.basis.Block("w", ("w",), (gradients.shape[1:],), torch.float64, (0,), (0,))
+    accumulator = structure.accumulator(block)
+    for chunk in gradients.split(7):
+        accumulator.add([chunk])
+    return accumulator.finish()[0]
+
+
+@pytest.mark.parametrize(
+    "structure", [egop.Full(), egop.Shared(), egop.Shared(side="output"), egop.Kronecker()], ids=str
+)
+@pytest.mark.parametrize("draws", [2, 9, 60, 400])
+@pytest.mark.parametrize("kind", ["independent", "alike"])
+def test_white_noise_is_not_reliable_however_many_draws(structure, draws, kind):
+    generator = torch.Generator().manual_seed(0)
+    found = [estimated(structure, rows_of(kind, draws, 6, 12, generator)) for _ in range(5)]
+    assert all(each.samples == draws for each in found)
+    assert sum(each.reliability for each in found) / len(found) < 0.35
+    assert sum(each.is_supported for each in found) <= (draws == 2)  # two draws may be alike by chance
+
+
+def test_the_reliability_is_what_different_draws_have_in_common():
+    gradients = rows_of("alike", 5, 4, 3, torch.Generator().manual_seed(0)) + 0.3
+    grams = [gradient.mT @ gradient for gradient in gradients]
+    whole = sum(grams) / 5
+    pairs = sum((grams[i] * grams[j]).sum() for i in range(5) for j in range(5) if i != j) / 20
+    flat = whole.trace() ** 2 / 3
+    expected = (pairs - flat) / (whole.square().sum() - flat)
+    assert estimated(egop.Shared(), gradients).reliability == pytest.approx(expected.item())
+
+
+def test_a_direction_that_all_draws_have_is_reliable():
+    direction = torch.randn(1, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = rows_of("independent", 20, 6, 12, torch.Generator().manual_seed(0)) + direction
+    found = estimated(egop.Shared(), gradients)
+    assert found.reliability > 0.9
+    assert found.is_supported
+
+
+def test_one_draw_says_nothing():
+    assert estimated(egop.Shared(), torch.ones(1, 6, 12).double()).reliability is None

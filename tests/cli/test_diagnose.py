@@ -175,6 +175,9 @@ def test_with_debug_the_error_comes_through(here):
         (["--rho", "gaussian:-1"], "Invalid rho 'gaussian:-1'"),
         (["--memory", "much"], "Invalid memory value: 'much'"),
         (["--samples", "0"], "--samples"),
+        (["--budget", "-1"], "--budget"),
+        (["--device", "abacus"], "Invalid device value: abacus"),
+        (["--device", "cuda:77"], "There is no CUDA:77 device here"),
         (["--steps", "0"], "--steps"),
     ],
 )
@@ -195,6 +198,8 @@ def test_bad_options_exit_with_2_and_are_named(here, monkeypatch, options, words
         ["--rho", "gaussian:0.5"],
         ["--rho", "recentered"],
         ["--rho", "initialization"],
+        ["--device", "cpu"],
+        ["--budget", "1"],
     ],
     ids=" ".join,
 )

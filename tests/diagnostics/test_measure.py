@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 
 import cases
 import egop
-from egop.diagnostics import rules
+from egop.basis.spectrum import Spectrum, _descending
+from egop.diagnostics import measure, rules
 from egop.diagnostics.measure import Gathering
+from egop.estimation import chunks
 from egop.numerics.linalg import random_orthonormal
 
 DIMENSION = 30
@@ -47,27 +50,135 @@ def diagnosed(objective, **options):
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("samples", [None, 10 * DIMENSION])
-def test_no_decay_is_called_flat(rotated, samples):
+def test_no_decay_is_not_told_from_noise(rotated, samples):
     objective, _ = quadratic(torch.ones(DIMENSION).double(), rotated=rotated)
     found = diagnosed(objective, samples=samples)
     (block,) = found.blocks
     assert block.verdict == "leave"
-    assert block.advice.startswith("Leave it: the spectrum is flat")
+    assert f"in {samples or DIMENSION} draws no direction matters more than in white noise" in block.advice
     assert "Nothing here suggests" in str(found)
+    assert "Refresh" not in str(found), "there is no basis to renew"
+    assert found.code == ""
 
 
-def test_few_samples_of_no_decay_are_not_taken_for_a_flat_spectrum():
-    objective, _ = quadratic(torch.ones(DIMENSION).double(), rotated=True)
-    (block,) = diagnosed(objective, samples=10).blocks
-    assert block.verdict == "sample more"
-    assert "samples=120 or so" in block.advice
+STRUCTURES = [egop.Full(), egop.Shared(), egop.Shared(side="output"), egop.Kronecker()]
+
+
+def noise(kind):
+    """A loss whose gradients are white noise; the rows of one draw are independent, or all alike but for their size."""
+    if kind == "independent":
+        return egop.Objective.from_function(lambda w: w.square().sum() / 2, {"w": torch.zeros(6, 10).double()})
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.save_for_backward(w)
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (w,) = ctx.saved_tensors
+            return grad * torch.outer(w[:, 0], w[0])
+
+    def loss(w):
+        return Outer.apply(w)
+
+    return egop.Objective.from_function(loss, {"w": torch.zeros(6, 10).double()})
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.parametrize("kind", ["independent", "alike"])
+@pytest.mark.parametrize("samples", [2, 5, 16, 60, 700])
+def test_white_noise_is_left_however_many_draws(structure, kind, samples):
+    (block,) = diagnosed(noise(kind), structure=structure, samples=samples).blocks
+    assert block.verdict == "leave", block.advice
+    assert block.samples == samples
+
+
+def planted(rank=4, dimension=40, floor=0.2):
+    """Gradients along a few directions that are dense, and little noise."""
+    scales = torch.full((dimension,), floor).double()
+    scales[:rank] = 1
+    return quadratic(scales, rotated=True)[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_planted_spectrum_is_found_with_the_draws_it_needs_and_not_before(monkeypatch, seed):
+    monkeypatch.setattr(rules, "COSTLY", math.inf)
+
+    def block_of(samples):
+        return diagnosed(planted(), samples=samples, generator=torch.Generator().manual_seed(seed)).blocks[0]
+
+    few, many = block_of(8), block_of(400)
+    assert few.verdict == "sample more"
+    assert "samples=32 or so" in few.advice
+    assert "enough" not in few.advice
+    assert block_of(160).verdict == many.verdict == "use"
+    assert many.stable_rank == pytest.approx(4 + 36 * 0.2, rel=0.1)
+
+
+@pytest.mark.parametrize("structure", [egop.Shared(), egop.Kronecker()], ids=str)
+def test_rows_of_one_draw_are_one_draw(structure):
+    """As in a small GPT: each gradient has many rows, which span little."""
+    (block,) = diagnosed(noise("alike"), structure=structure, samples=16).blocks
+    assert block.samples == 16
+    assert "enough" not in block.advice
+    assert block.stable_rank > 0.5 * block.dimension, "the spectrum of few draws is steep by chance"
+
+
+def test_draws_are_added_until_the_answer_is_clear(monkeypatch):
+    monkeypatch.setattr(rules, "COSTLY", math.inf)
+    monkeypatch.setattr(egop.Full, "samples", lambda self, block: 6)
+    found = diagnosed(planted())
+    assert found.blocks[0].verdict == "use"
+    assert found.draws == found.wanted == found.blocks[0].samples
+    assert found.draws in (12, 24, 48, 96)
+    assert diagnosed(noise("independent")).draws >= 60, "more draws may show what few do not"
+    short = diagnosed(planted(), budget=0)
+    assert (short.draws, short.blocks[0].verdict) == (6, "sample more")
+
+
+def test_the_budget_ends_the_first_draws_too_but_not_those_that_were_asked_for(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_POINTS", 8)
+    assert diagnosed(planted(), budget=0).draws == 8
+    assert diagnosed(planted(), budget=0, samples=20).draws == 20
+
+
+def test_draws_that_were_added_are_those_of_one_stream(monkeypatch):
+    monkeypatch.setattr(egop.Full, "samples", lambda self, block: 6)
+    found = diagnosed(planted())
+    gradients = cases.sample(planted(), egop.Gaussian(), 96)["theta"][: found.draws]
+    expected = torch.linalg.eigvalsh(gradients.mT @ gradients / found.draws).flip(0)
+    torch.testing.assert_close(found.basis.spectrum["theta"].eigenvalues, expected.clamp_min(0))
+
+
+def eigenbasis_network(rotated):
+    """A layer whose inputs have independent entries of many scales, or the same rotated."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.arange(1, 25).double() ** -1.0
+    Q = random_orthonormal(24, 24, generator) if rotated else torch.eye(24).double()
+    batches = [torch.randn(16, 24, generator=generator, dtype=torch.float64) * scales @ Q.mT for _ in range(50)]
+    model = nn.Sequential(nn.Linear(24, 12, bias=False), nn.Tanh(), nn.Linear(12, 3)).double()
+    return egop.Objective(model, lambda model, batch: model(batch).square().mean(), batches)
+
+
+def test_a_network_in_its_own_eigenbasis_is_left_and_the_same_rotated_is_not(monkeypatch):
+    monkeypatch.setattr(rules, "COSTLY", math.inf)
+    left, advised = (
+        diagnosed(eigenbasis_network(rotated), structure={"0.*": egop.Shared()}).blocks[0] for rotated in (False, True)
+    )
+    assert left.verdict == "leave"
+    assert "the axes are already as good" in left.advice
+    assert left.one_norm > 0.95
+    assert advised.verdict == "use"
+    assert advised.one_norm < 0.8
 
 
 def test_decay_along_the_axes_is_called_aligned():
     objective, _ = quadratic(decaying(), rotated=False)
     (block,) = diagnosed(objective).blocks
     assert block.verdict == "leave"
-    assert "axes are already aligned" in block.advice
+    assert "the axes are already as good" in block.advice
     assert block.density == pytest.approx(1 / DIMENSION, rel=0.5)
     assert block.ratio > 1
 
@@ -103,12 +214,18 @@ def test_the_numbers_are_those_of_the_spectrum():
     found = diagnosed(objective, samples=60)
     basis = egop.estimate(objective, rho=egop.Gaussian(), samples=60, progress=False, stability=True)
     (block,), spectrum = found.blocks, basis.spectrum["theta"]
-    assert block.stable_rank == pytest.approx(spectrum.stable_rank)
     assert block.density == pytest.approx(spectrum.density[0].item())
-    assert block.ratio == pytest.approx(egop.theory.leading_ratio(spectrum))
-    assert block.effective_dimension == spectrum.effective_dimension(0.9)
-    assert block.stability == pytest.approx(spectrum.stability)
-    assert block.eigenvalues == pytest.approx(spectrum.eigenvalues.tolist())
+    assert (block.stability, block.chance) == pytest.approx((spectrum.stability, spectrum.chance))
+    assert block.surprise == pytest.approx(spectrum.surprise)
+    gradients = cases.sample(objective, egop.Gaussian(), 60)["theta"]
+    halves = [half.mT @ half for half in (gradients[::2], gradients[1::2])]
+    vectors = [torch.linalg.eigh(half).eigenvectors.flip(1) for half in halves]
+    held = [(V.mT @ half @ V).diagonal() / half.trace() for V, half in zip(vectors, halves[::-1], strict=True)]
+    held_out = Spectrum(_descending((held[0] + held[1]) / 2 * spectrum.eigenvalues.sum()), spectrum.density, 60)
+    assert block.eigenvalues == pytest.approx(held_out.eigenvalues.tolist())
+    assert block.stable_rank == pytest.approx(held_out.stable_rank)
+    assert block.ratio == pytest.approx(egop.theory.leading_ratio(held_out))
+    assert block.effective_dimension == held_out.effective_dimension(0.9)
     assert (block.size, block.dimension, block.samples, found.draws) == (30, 30, 60, 60)
     assert block.bytes == basis["theta"].nbytes
     torch.testing.assert_close(found.basis["theta"].dense(), basis["theta"].dense())
@@ -138,23 +255,14 @@ def test_the_model_is_left_as_it_was(case):
     assert cases.state_of(model) == before
 
 
-def test_white_noise_shows_the_stable_rank_that_the_law_predicts():
-    generator = torch.Generator().manual_seed(0)
-    for dimension, samples in [(200, 200), (100, 1000), (300, 60), (40, 40)]:
-        noise = torch.randn(samples, dimension, generator=generator, dtype=torch.float64)
-        values = torch.linalg.svdvals(noise)
-        found = float(values.sum() / values[0])
-        assert rules.noise_stable_rank(dimension, samples) == pytest.approx(found, rel=0.08)
-
-
 # --- rules, on numbers made up for them ---
 
 
 def block_with(**numbers):
     usual = {
         "name": "w", "shapes": ((10, 10),), "size": 100, "structure": "Full", "dimension": 100, "samples": 200,
-        "stable_rank": 5.0, "noise_rank": 60.0, "axes": 50.0, "density": 0.5, "ratio": 0.1,
-        "effective_dimension": 8, "stability": 0.9, "cost": 0.1,
+        "stable_rank": 5.0, "density": 0.5, "ratio": 0.1, "effective_dimension": 8, "one_norm": 0.5,
+        "stability": 0.9, "chance": 0.1, "surprise": 50.0, "cost": 0.1,
     }  # fmt: skip
     return egop.BlockDiagnosis(**usual | numbers)
 
@@ -164,12 +272,16 @@ def block_with(**numbers):
     [
         ({}, "use", "Use egop.Full()"),
         ({"structure": None, "why": "an embedding"}, "leave", "an embedding"),
-        ({"stable_rank": 50.0}, "leave", "flat"),
-        ({"stable_rank": 50.0, "samples": 50}, "sample more", "looks flat"),
-        ({"axes": 1.3}, "leave", "already aligned"),
-        ({"stability": 0.3}, "sample more", "agree to 0.30 only"),
-        ({"stability": 0.3, "effective_dimension": 80}, "use", "Use egop.Full()"),
-        ({"stability": 0.3, "samples": 2000}, "use", "Use egop.Full()"),
+        ({}, "use", "samples=200 were enough"),
+        ({"surprise": 3.0}, "leave", "in 200 draws no direction matters more than in white noise"),
+        ({"samples": 3}, "leave", "in 3 draws no direction matters more than in white noise"),
+        ({"samples": 1, "stability": None, "surprise": None}, "sample more", "one draw cannot be compared"),
+        ({"stable_rank": 90.0, "one_norm": 0.97}, "leave", "flat"),
+        ({"one_norm": 0.97}, "leave", "the axes are already as good"),
+        ({"stability": 0.06, "chance": 0.12}, "sample more", "agree to 0.06 (chance: 0.12) only"),
+        ({"stability": 0.54}, "sample more", "agree to 0.54 (chance: 0.10) only"),
+        ({"stability": 0.56}, "use", "Use egop.Full()"),
+        ({"stability": 0.3, "samples": 1000}, "use", "Use egop.Full()"),
         ({"ratio": 1.4}, "leave", "promises nothing"),
         ({"cost": 3.0}, "leave", "costs 3 times a forward and backward pass"),
         ({"cost": 3.0, "leaner": ("Shared", 0.2)}, "use", "Use egop.Shared()"),
@@ -179,7 +291,7 @@ def block_with(**numbers):
     ],
 )
 def test_the_rules(numbers, verdict, words):
-    found, said = rules.decide(block_with(**numbers), draws=200, online=False)
+    found, said = rules.decide(block_with(**numbers), online=False)
     assert found == verdict
     assert words in said
 
@@ -205,6 +317,68 @@ def test_a_model_with_attention_or_embeddings_is_told_to_learn_its_basis_in_trai
 
 def test_a_convolution_net_is_told_of_renewing_every_epoch():
     assert "egop.Every(" in diagnosed(cases.MODELS[2].objective(), samples=4).refresh
+
+
+def wide_layer():
+    """A basis of all entries costs far more than the pass of a layer that sees one input."""
+    model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 2)).double()
+    batches = [torch.randn(1, 48, generator=torch.Generator().manual_seed(seed)).double() for seed in range(9)]
+    return egop.Objective(model, lambda model, batch: model(batch).square().mean(), batches)
+
+
+def test_auto_does_not_take_what_costs_more_than_a_pass(monkeypatch):
+    monkeypatch.setattr(measure, "_pass_seconds", lambda objective: 1e-4)
+    seconds = {"Full": 5e-4, "Shared": 1e-5}
+    monkeypatch.setattr(measure, "_change_seconds", lambda change: seconds[change.kind])
+    found = diagnosed(wide_layer(), samples=20)
+    block = found.blocks[0]
+    assert block.structure == found.basis["0.weight"].kind == "Shared"
+    assert "Full would cost 5 times a forward and backward pass" in block.why
+    assert "Full" not in found.code
+    seconds["Full"] = 5e-5
+    assert diagnosed(wide_layer(), samples=20).blocks[0].structure == "Full"
+
+
+def test_the_code_names_what_is_advised_and_runs():
+    blocks = [block_with(name=f"layers.{index}.weight", verdict="use") for index in range(3)]
+    others = [block_with(name="first.weight", verdict="use", structure="Shared"), block_with(verdict="leave")]
+    found = egop.Diagnosis((*blocks, *others), None, 200, 200, 0.01, rules.PLAIN, online=False)
+    sampled, made = found.code.splitlines()
+    assert '{"layers.*.weight": egop.Full(), "first.weight": egop.Shared()}, samples=200)' in sampled
+    assert made == "optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=lr)"
+    mixed = replace(found, blocks=(*blocks, block_with(name="layers.7.weight", verdict="leave")))
+    assert '"layers.0.weight": egop.Full(), "layers.1.weight"' in mixed.code
+    objective = eigenbasis_network(rotated=True)
+    found = diagnosed(objective, structure=egop.Shared(side="output"))
+    advised = replace(found, blocks=tuple(replace(block, verdict="use", leaner=None) for block in found.blocks))
+    names = {"egop": egop, "torch": torch, "objective": objective, "model": objective.module, "lr": 0.1}
+    exec(advised.code.replace("samples=", "progress=False, samples="), names)
+    assert {change.structure() for change in names["basis"].values()} == {egop.Shared(side="output")}
+    online = replace(found, blocks=(block_with(verdict="online"),))
+    assert "refresh=egop.Online()" in online.code
+
+
+def test_what_is_not_clear_is_neither_promising_nor_to_be_renewed():
+    unclear = egop.Diagnosis((block_with(verdict="sample more"),), None, 200, 200, 0.01, rules.PLAIN, online=False)
+    assert unclear.verdict.startswith("Whether a change of basis would help is not clear yet. For 1 of 1 blocks")
+    assert "promising" not in unclear.verdict
+    assert "Refresh" not in str(unclear)
+    assert unclear.code == ""
+
+
+def test_layers_that_are_alike_are_one_row():
+    layers = [
+        block_with(name=f"layers.{k}.weight", stable_rank=5.0 + k, one_norm=0.5 + 0.1 * k, verdict="use",
+                   advice=f"Use egop.Full(): about {5.0 + k:.1f} of 100 directions matter.")
+        for k in range(3)
+    ]  # fmt: skip
+    other = replace(layers[0], name="layers.3.weight", verdict="leave", advice="Leave it: the spectrum is flat.")
+    said = str(egop.Diagnosis((*layers, other), None, 200, 200, 0.01, rules.PLAIN, online=False))
+    rows = [line for line in said.splitlines() if line.startswith("layers.")]
+    assert len(rows) == 2
+    assert rows[0].startswith("layers.*.weight (3 alike)")
+    assert "5.0–7.0 of 100" in rows[0]
+    assert "about 7.0 of 100 directions matter" in said, "the words of the least promising one"
 
 
 # --- interruptions ---
@@ -237,15 +411,15 @@ def test_ctrl_c_before_anything_was_sampled_is_passed_on_and_what_was_known_has_
 
 
 def test_ctrl_c_in_a_decomposition_keeps_the_blocks_that_are_finished(monkeypatch):
-    finish, finished = Gathering.finish, []
+    so_far, finished = Gathering.so_far, []
 
     def interrupted(self, block):
         if finished:
             raise KeyboardInterrupt
         finished.append(block)
-        return finish(self, block)
+        return so_far(self, block)
 
-    monkeypatch.setattr(Gathering, "finish", interrupted)
+    monkeypatch.setattr(Gathering, "so_far", interrupted)
     found = diagnosed(cases.DEEP.objective(), samples=20)
     assert found.partial.startswith("interrupted after 1 of ")
     assert [block.stable_rank is not None for block in found.blocks if block.structure][:2] == [True, False]
@@ -282,6 +456,7 @@ def test_it_is_plain_values_for_json():
         ({"structure": "dense"}, TypeError, "Invalid structure value: 'dense'"),
         ({"memory": "much"}, ValueError, "Invalid memory value: 'much'"),
         ({"generator": 1}, TypeError, "generator must be a torch.Generator"),
+        ({"budget": -1}, ValueError, "Invalid budget value: -1"),
     ],
 )
 def test_bad_options_are_named(options, error, words):

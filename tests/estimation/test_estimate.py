@@ -198,8 +198,28 @@ def test_progress_is_shown_by_default_and_can_be_turned_off(capsys):
 def test_a_fall_back_is_one_line_in_the_log(caplog):
     with caplog.at_level(logging.DEBUG, logger="egop"):
         cases.estimate(cases.MODELS[2].objective())
-    assert len(caplog.messages) == 1
-    assert "one at a time" in caplog.messages[0]
+    assert sum("one at a time" in message for message in caplog.messages) == 1
+
+
+def white(rows=4, columns=12):
+    """A loss whose gradients are white noise: nothing to find, however many are drawn."""
+    return egop.Objective.from_function(lambda w: w.square().sum() / 2, {"w": torch.zeros(rows, columns)})
+
+
+def test_too_few_draws_are_one_line_that_says_how_many_to_ask_for(caplog):
+    basis = cases.estimate(white(), rho=egop.Gaussian(), structure=egop.Shared(), samples=6)
+    (said,) = caplog.messages
+    assert said.startswith("6 draws are too few for the basis of 'w'")
+    assert "Ask for samples=24" in said
+    assert "(6 draws: lower bound)" in str(basis)
+
+
+def test_enough_draws_are_not_spoken_of(caplog):
+    direction = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    objective = egop.Objective.from_function(lambda w: (w @ direction).square().sum(), {"w": torch.zeros(4, 12)})
+    basis = cases.estimate(objective, rho=egop.Gaussian(), structure=egop.Shared(), samples=6)
+    assert caplog.messages == []
+    assert "draws" not in str(basis)
 
 
 @pytest.mark.parametrize("case", cases.MODELS, ids=str)

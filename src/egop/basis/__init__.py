@@ -8,7 +8,7 @@ from egop.basis.partition import Block, Partition, check_disjoint, partition_par
 from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
 from egop.basis.reparameterization import Reparameterization
 from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
-from egop.basis.spectrum import LEADING, Spectrum, agreement
+from egop.basis.spectrum import LEADING, Halves, Spectrum, compare
 from egop.basis.structures import (
     CHANGES,
     Accumulator,
@@ -41,6 +41,7 @@ __all__ = [
     "ChangeOfBasis",
     "Cost",
     "Full",
+    "Halves",
     "Identity",
     "Known",
     "Kronecker",
@@ -56,10 +57,10 @@ __all__ = [
     "Structure",
     "StructureChoice",
     "Summary",
-    "agreement",
     "call_it",
     "check_disjoint",
     "check_structure",
+    "compare",
     "density",
     "layers_of",
     "make_plan",

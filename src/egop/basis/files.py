@@ -21,8 +21,12 @@ from egop.basis.structures import ChangeOfBasis, rebuild
 from egop.basis.texts import read_json, record, strings, whole_numbers, write_json
 from egop.distributed import claimed, new_name, remove_if_left_behind
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = (
+    2  # the first one is read too: it counted samples in another way, and its "stability" was another number
+)
 
+# What is known of how far the draws suffice, and under which names; many bases have none.
+_SHARES = {"held": "stability", "chance": "chance", "reliability": "reliability", "surprise": "surprise"}
 _EIGENVALUES, _DENSITY = "spectrum/eigenvalues", "spectrum/density"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -43,7 +47,7 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
         name, description, entries = change.block.name, change.describe(), dict(change.tensors)
         if name in content.spectra:
             spectrum = content.spectra[name]
-            description |= {"samples": spectrum.samples, "stability": spectrum.stability}
+            description |= {"draws": spectrum.samples} | {key: getattr(spectrum, name) for key, name in _SHARES.items()}
             entries |= {_EIGENVALUES: spectrum.eigenvalues, _DENSITY: spectrum.density}
         description["tensors"] = list(entries)
         tensors |= {f"{name}/{key}": tensor.detach().cpu().contiguous() for key, tensor in entries.items()}
@@ -96,8 +100,10 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Co
 
 def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
     header = record(read_json(text), "its text", "version", "blocks", "left")
-    if header["version"] != FORMAT_VERSION:
-        raise ValueError(f"it has format version {str(header['version'])[:20]}; this egop reads {FORMAT_VERSION}.")
+    if header["version"] not in (1, FORMAT_VERSION):
+        raise ValueError(
+            f"it has format version {str(header['version'])[:20]}; this egop reads 1 and {FORMAT_VERSION}."
+        )
     unrotated = record(header["left"], "the list of weights that were left alone")
     strings(list(unrotated.values()), "the list of weights that were left alone")
     if not isinstance(header["blocks"], list):
@@ -110,8 +116,11 @@ def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
             raise ValueError(f"it lacks {missing} of block '{block.name}'.")
         entries = {key: tensors[f"{block.name}/{key}"] for key in keys}
         if _EIGENVALUES in entries or _DENSITY in entries:
-            spectra[block.name] = _spectrum(block, entries.pop(_EIGENVALUES), entries.pop(_DENSITY), description)
-        changes.append(_change(block, entries, description))
+            values, density = entries.pop(_EIGENVALUES), entries.pop(_DENSITY)
+            changes.append(_change(block, entries, description))
+            spectra[block.name] = _spectrum(changes[-1], values, density, description)
+        else:
+            changes.append(_change(block, entries, description))
     names = [change.block.name for change in changes]
     parameters = [name for change in changes for name in change.block.parameters]
     if len(set(names)) < len(names) or len(set(parameters)) < len(parameters):
@@ -167,15 +176,21 @@ def orthonormality_error(basis: Tensor) -> float:
     return float(torch.linalg.vector_norm(basis.mT @ (basis @ vector) - vector, dim=(-2, -1)).max())
 
 
-def _spectrum(block: Block, values: Tensor, density: Tensor, description: Mapping[str, Any]) -> Spectrum:
-    samples = record(description, f"block '{block.name}'", "samples")["samples"]
-    # The stability came later than the format: older files, and many bases, have none.
-    stability = description.get("stability")
+def _spectrum(change: ChangeOfBasis, values: Tensor, density: Tensor, description: Mapping[str, Any]) -> Spectrum:
+    block = change.block
+    if "draws" in description:
+        samples = description["draws"]
+    else:  # older files count the rows of all gradients where rows share a basis
+        samples = record(description, f"block '{block.name}'", "samples")["samples"]
+        if type(samples) is int and change.kind == "Shared":
+            basis = change.tensors["basis"]
+            samples //= block.size // (basis.numel() // basis.shape[-1])
+    shares = {name: description.get(key) for key, name in _SHARES.items()}
     fine = all(part.dim() == 1 and part.is_floating_point() and part.isfinite().all() for part in (values, density))
     fine = fine and 0 < len(values) == len(density) <= block.size and type(samples) is int and samples >= 0
-    if not fine or not (stability is None or type(stability) is float):
+    if not fine or not all(share is None or type(share) is float for share in shares.values()):
         raise ValueError(f"the spectrum of block '{block.name}' is not one.")
-    return Spectrum(values, density, samples, stability)
+    return Spectrum(values, density, samples, **shares)
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:

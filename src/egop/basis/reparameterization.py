@@ -15,7 +15,7 @@ from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.basis.structures.views import Coordinates, as_tuple
 from egop.distributed import processes
-from egop.runs import format_bytes, format_count, format_table
+from egop.runs import counted, format_bytes, format_count, format_table
 
 Finished = tuple[Spectrum | None, ChangeOfBasis]
 
@@ -149,8 +149,8 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             " + ".join(" x ".join(map(str, shape)) or "1" for shape in change.block.shapes),
             format_bytes(change.nbytes),
             f"{format_count(change.cost_per_step)}flop",
-            f"{spectrum.stable_rank:.1f} of {len(spectrum.eigenvalues)}" if spectrum else "",
-            f"{spectrum.stability:.2f}" if spectrum and spectrum.stability is not None else "",
+            _rank(spectrum) if spectrum else "",
+            f"{spectrum.stability:.2f} ({spectrum.chance:.2f})" if spectrum and spectrum.stability is not None else "",
         ]
 
     __repr__ = __str__
@@ -171,6 +171,12 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         """
         changes, spectra, unrotated = files.read(path, device)
         return cls(changes, spectra, unrotated)
+
+
+def _rank(spectrum: Spectrum) -> str:
+    """The stable rank, marked where the draws do not support it: chance makes spectra steeper than they are."""
+    rank = f"{spectrum.stable_rank:.1f} of {len(spectrum.eigenvalues)}"
+    return rank if spectrum.is_supported else f"{rank} ({counted(spectrum.samples, 'draw')}: lower bound)"
 
 
 def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:

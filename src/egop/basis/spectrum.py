@@ -10,6 +10,8 @@ from torch import Tensor
 
 # The leading directions are those that hold this share of the trace, where nothing else is said.
 LEADING = 0.9
+# A spectrum of which less than this share is not chance is not supported by its draws.
+SUPPORTED = 0.5
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,16 @@ class Spectrum:
     Attributes:
         eigenvalues: λ₁ ≥ λ₂ ≥ … ≥ 0, in float64.
         density: β_k = ‖v_k‖₁² / d of each eigenvector, between 1/d (a coordinate axis) and 1 (all entries alike).
-        samples: how many gradients they were estimated from.
-        stability: how far two bases, each from half of the samples, agree: the mean squared cosine between their
-            leading subspaces of k = ``effective_dimension(0.9)`` directions (the smaller k of both halves), from 0 to
-            1. Independent subspaces would agree to about k/d. None when it was not asked for, or there is nothing to
-            compare. A basis of two sides has the product of both sides' agreements.
+        samples: how many gradients they were estimated from: draws, however many rows each of them has.
+        stability: how far two bases, each from half of the draws, agree: what the leading directions of one half hold
+            of the other half's squared gradients, over what they hold of their own; the mean of both ways, from 0 to
+            1. None when it was not asked for, or there is nothing to compare. A basis of two sides has the product of
+            both sides' agreements.
+        chance: what the stability of unrelated bases would be, about k/d for k leading directions.
+        reliability: which share of the difference from a flat spectrum is not chance, from how much one draw differs
+            from another: about 0 for white noise, however many draws, and towards 1 with enough draws where there is
+            something to find. None with one draw, and where only leading eigenvalues are known.
+        surprise: how far the spectrum is from that of white noise, in the latter's standard deviations.
 
     Example:
         >>> loss = lambda theta: (torch.tensor([1.0, 0.1, 0.01]) * theta.square()).sum()
@@ -38,6 +45,14 @@ class Spectrum:
     density: Tensor
     samples: int
     stability: float | None = None
+    chance: float | None = None
+    reliability: float | None = None
+    surprise: float | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether it is more than chance, as far as that is known; if not, the true stable rank is higher."""
+        return self.reliability is None or self.reliability >= SUPPORTED
 
     @property
     def decay(self) -> Tensor:
@@ -70,10 +85,36 @@ def effective_dimension(eigenvalues: Tensor, fraction: float) -> int:
     return int((held < fraction * held[-1] * (1 - 1e-12)).sum()) + 1
 
 
-def agreement(
+@dataclass(frozen=True)
+class Halves:
+    """What two estimates of one block, each from half of the draws, say of each other.
+
+    Attributes:
+        stability: see :attr:`Spectrum.stability`.
+        chance: see :attr:`Spectrum.chance`.
+        held_out: the squared gradients of one half along the eigenvectors of the other, the mean of both ways, in
+            shares of the whole: a spectrum that chance does not make steeper. It descends, by averages of neighbours.
+        one_norm: the 1-norm of the root-mean-square gradient in the new coordinates, held out, over that in the old
+            ones. 1 in white noise, 1 or more where the axes are eigenvectors already. None where only leading
+            directions are known.
+    """
+
+    stability: float
+    chance: float
+    held_out: Tensor
+    one_norm: float | None
+
+    @property
+    def stable_rank(self) -> float:
+        """Σ √λ_k / √λ₁ of what is held out."""
+        roots = self.held_out.sqrt()
+        return float(roots.sum() / roots[0])
+
+
+def compare(
     one: Sequence[tuple[Tensor, Tensor]], other: Sequence[tuple[Tensor, Tensor]], fraction: float = LEADING
-) -> float | None:
-    """How far the leading subspaces of two estimates agree, see :attr:`Spectrum.stability`.
+) -> Halves | None:
+    """Compare two estimates of one block.
 
     Args:
         one: eigenvalues, descending, and eigenvectors (columns) of each side; of a stack of matrices stacked.
@@ -81,27 +122,69 @@ def agreement(
         fraction: the share of the trace that the leading directions hold.
 
     Returns:
-        The mean squared cosine, over several sides their product (which is that of the product of the subspaces), over
-        a stack the mean; None when there are no sides, or only zero gradients.
+        What they say of each other, over several sides that of their Kronecker product; None when there are no sides,
+        or only zero gradients.
     """
-    result = 1.0
-    for side in zip(one, other, strict=True):
+    sides = []
+    for pair in zip(one, other, strict=True):
         stacks = [
-            (values.reshape(-1, values.shape[-1]), vectors.reshape(-1, *vectors.shape[-2:])) for values, vectors in side
+            (values.reshape(-1, values.shape[-1]), vectors.reshape(-1, *vectors.shape[-2:])) for values, vectors in pair
         ]
-        agreements = [_agreement(*pair, fraction) for pair in zip(*stacks[0], *stacks[1], strict=True)]
-        known = [value for value in agreements if value is not None]
-        if not known:
-            return None
-        result *= sum(known) / len(known)
-    return result if one else None
-
-
-def _agreement(
-    values: Tensor, vectors: Tensor, other_values: Tensor, other_vectors: Tensor, fraction: float
-) -> float | None:
-    k = min(effective_dimension(values, fraction), effective_dimension(other_values, fraction))
-    if k == 0:
+        sides.append([_compare(*matrices, fraction) for matrices in zip(*stacks[0], *stacks[1], strict=True)])
+    known = [[side for side in each if side is not None] for each in zip(*sides, strict=True)]
+    matrices = [_product(each) for each in known if len(each) == len(sides)]
+    if not matrices:
         return None
-    cosines = vectors[:, :k].double().mT @ other_vectors[:, :k].double()
-    return float(torch.clamp(cosines.square().sum() / k, 0, 1))
+    count = len(matrices)
+    norms = [matrix.one_norm for matrix in matrices if matrix.one_norm is not None]
+    return Halves(
+        sum(matrix.stability for matrix in matrices) / count,
+        sum(matrix.chance for matrix in matrices) / count,
+        torch.cat([matrix.held_out for matrix in matrices]).sort(descending=True).values / count,
+        sum(norms) / len(norms) if norms else None,
+    )
+
+
+def _product(sides: Sequence[Halves]) -> Halves:
+    """The same of the Kronecker product of all sides."""
+    first, *others = sides
+    for side in others:
+        norm = None if first.one_norm is None or side.one_norm is None else first.one_norm * side.one_norm
+        held_out = torch.outer(first.held_out, side.held_out).flatten().sort(descending=True).values
+        first = Halves(first.stability * side.stability, first.chance * side.chance, held_out, norm)
+    return first
+
+
+def _compare(
+    values: Tensor, vectors: Tensor, other_values: Tensor, other_vectors: Tensor, fraction: float
+) -> Halves | None:
+    if not (values.sum() > 0 and other_values.sum() > 0):
+        return None
+    shares = [each.double() / each.sum() for each in (values, other_values)]
+    bases = [each.double() for each in (vectors, other_vectors)]
+    cosines = (bases[0].mT @ bases[1]).square()
+    held = [cosines @ shares[1], shares[0] @ cosines]
+    dimension = len(vectors)
+    leading = [effective_dimension(share, fraction) for share in shares]
+    own = [float(share[:k].sum()) for share, k in zip(shares, leading, strict=True)]
+    found = [float(each[:k].sum()) / most for each, k, most in zip(held, leading, own, strict=True)]
+    chances = [k / dimension / most for k, most in zip(leading, own, strict=True)]
+    held_out = _descending((held[0] + held[1]) / 2)
+    norm = None
+    if vectors.shape[-1] == dimension:
+        axes = (bases[0].square() @ shares[0] + bases[1].square() @ shares[1]) / 2
+        norm = float(held_out.sqrt().sum() / axes.sqrt().sum())
+    return Halves(min(1.0, sum(found) / 2), min(1.0, sum(chances) / 2), held_out, norm)
+
+
+def _descending(values: Tensor) -> Tensor:
+    """The nearest numbers that do not ascend: neighbours that do are replaced by their mean, until none do."""
+    pools: list[tuple[float, int]] = []
+    for value in values.tolist():
+        total, count = value, 1
+        while pools and pools[-1][0] * count < total * pools[-1][1]:
+            before, size = pools.pop()
+            total, count = total + before, count + size
+        pools.append((total, count))
+    means = [total / count for total, count in pools for _ in range(count)]
+    return torch.tensor(means, dtype=values.dtype, device=values.device)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from egop import __version__
-from egop.cli.commands import application, fail, one_line_errors, typer
+from egop.cli.commands import application, device_of, fail, one_line_errors, typer
 
 app = application(
     "egop", __version__, "Run any torch optimizer in the eigenbasis of the expected gradient outer product."
@@ -32,6 +32,7 @@ def diagnose(
     probe: Annotated[bool, typer.Option("--probe", help="Also run a short race in both coordinates.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Of each run of the race.")] = 300,
     samples: Annotated[int | None, typer.Option(min=1, help="Points to draw; by default what is needed.")] = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no more points are added.")] = 60.0,
     structure: Annotated[
         str,
         typer.Option(
@@ -45,6 +46,7 @@ def diagnose(
     ),
     seed: Annotated[int, typer.Option(min=0, help="Of the factory, the sampled gradients and the race.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda: where the model is moved; by default not.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:
     """Say whether a change of basis would help a model, what it would cost, and how sure that is."""
@@ -52,7 +54,10 @@ def diagnose(
         typer.echo(f"Diagnosing {target}")
         from egop.diagnostics import factories, stages
 
-        settings = stages.Settings(target, probe, steps, samples, structure, rho, memory, out, seed, threads, debug)
+        place = device_of(device) if device is not None else None
+        settings = stages.Settings(
+            target, probe, steps, samples, budget, structure, rho, memory, out, seed, threads, place, debug
+        )
         try:
             complete = stages.run(settings, echo=typer.echo)
         except factories.FactoryError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from egop import __version__
 from egop.diagnostics.racing import Race, end
-from egop.diagnostics.values import COLUMNS, BlockDiagnosis, Diagnosis
+from egop.diagnostics.values import COLUMNS, BlockDiagnosis, Diagnosis, alike, cells, least_promising
 from egop.runs import Panel, Run, Series, counted, document, plotting, replacing, text, write_json
 
 __all__ = ["page", "write"]
@@ -59,7 +59,8 @@ def page(diagnosis: Diagnosis, race: Race | None = None, *, title: str, settings
         f"<h1>{text(title)}</h1>",
         banner if missing else "",
         f'<p class="verdict">{text(diagnosis.verdict)}</p>',
-        f"<p><strong>When to renew the basis:</strong> {text(diagnosis.refresh)}</p>",
+        f"<p><strong>When to renew the basis:</strong> {text(diagnosis.refresh)}</p>" if diagnosis.is_of_use else "",
+        f"<pre>{text(diagnosis.code)}</pre>" if diagnosis.code else "",
         f'<p class="small">{diagnosis.draws} of {diagnosis.wanted} points drawn{speed}.</p>',
         "<h2>Advice</h2>",
         _advice(diagnosis.blocks),
@@ -78,19 +79,20 @@ def page(diagnosis: Diagnosis, race: Race | None = None, *, title: str, settings
 def _table(blocks: Sequence[BlockDiagnosis]) -> str:
     heads = "".join(f'<th scope="col" title="{text(meaning)}">{text(name)}</th>' for name, meaning in COLUMNS.items())
     rows = []
-    for block in blocks:
-        first, *cells = block.cells()
-        labelled = zip(list(COLUMNS)[1:], cells, strict=True)
+    for name, group in alike(blocks):
+        first, *others = cells(name, group)
+        labelled = zip(list(COLUMNS)[1:], others, strict=True)
         numbers = "".join(f'<td data-label="{text(label)}">{text(cell)}</td>' for label, cell in labelled)
         rows.append(f'<tr><th scope="row">{text(first)}</th>{numbers}</tr>')
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _advice(blocks: Sequence[BlockDiagnosis]) -> str:
+    shown = [(name, least_promising(group)) for name, group in alike(blocks)]
     items = [
         f'<li><span class="badge {block.verdict.replace(" ", "-")}">{block.verdict}</span> '
-        f"<strong>{text(block.name)}</strong> {text(block.advice)}</li>"
-        for block in blocks
+        f"<strong>{text(name)}</strong> {text(block.advice)}</li>"
+        for name, block in shown
     ]
     return f'<ul class="advice">{"".join(items)}</ul>'
 

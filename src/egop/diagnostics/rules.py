@@ -5,26 +5,25 @@ The thresholds are rules of thumb. They decide on wording only; every number the
 
 from __future__ import annotations
 
-import math
-
-import torch
-
 from egop.basis import Layer
 from egop.diagnostics.values import BlockDiagnosis, Verdict
+from egop.estimation import MORE
 from egop.runs import format_bytes
 
-# A stable rank of at least this share of what directionless noise would show is a flat spectrum.
+# A spectrum that is less than so many standard deviations of white noise away from it, or of fewer draws, is not told
+# from it.
+SEEN = 7.0
+FEW = 4
+# Two halves that agree less than this, on a scale from chance (0) to perfectly (1), say that the draws were too few.
+UNSTABLE = 0.5
+# With this many draws to a dimension more of them are no cure: directions that matter alike have no order.
+PLENTY = 10
+# A basis in which the gradients' 1-norm is at least this share of that along the axes changes nothing.
+UNCHANGED = 0.95
+# A stable rank of at least this share of the dimension is a flat spectrum.
 FLAT = 0.8
-# Leading eigenvectors that are spread over fewer axes than this are axes already.
-ALIGNED = 2.0
 # From here on sr/(dβ₁) promises nothing.
 NO_GAIN = 0.9
-# Two halves that agree less than this, on a scale from chance (0) to perfectly (1), say that M was too small.
-UNSTABLE = 0.5
-# Where more than this share of all directions is leading, their subspace is nearly everything, and is not judged.
-BROAD = 0.5
-# With this many samples to a dimension more of them are no cure: directions that matter alike have no order.
-PLENTY = 20
 # A block whose basis products take longer than this many forward and backward passes is too costly.
 COSTLY = 1.0
 
@@ -39,25 +38,8 @@ CONVOLUTION = (
 PLAIN = "estimate once before training."
 
 
-def noise_stable_rank(dimension: int, samples: int) -> float:
-    """The stable rank that this many gradients with no preferred direction show: what a flat spectrum looks like.
-
-    With few samples even white noise has a spectrum that decays. Its singular values follow the law of Marchenko and
-    Pastur: with c = m/n of the smaller and the larger number, they lie between √n (1 ± √c).
-    """
-    small, large = sorted((dimension, samples))
-    ratio = small / large
-    low, high = 1 - math.sqrt(ratio), 1 + math.sqrt(ratio)
-    # s = middle + half·cos(t) takes the square roots at both ends out of the integrals
-    t = torch.linspace(0, math.pi, 1001, dtype=torch.float64)
-    s = (high + low) / 2 + (high - low) / 2 * torch.cos(t)
-    root = ((high**2 - s.square()) * (s.square() - low**2)).clamp_min(0).sqrt()
-    mean = float(torch.trapezoid(root * torch.sin(t) * (high - low) / 2, t)) / (math.pi * ratio)
-    return max(1.0, small * mean / high)
-
-
-def decide(block: BlockDiagnosis, draws: int, online: bool) -> tuple[Verdict, str]:
-    """The verdict on a block and the advice, from its measured numbers and the number of points drawn for them."""
+def decide(block: BlockDiagnosis, online: bool) -> tuple[Verdict, str]:
+    """The verdict on a block and the advice, from its measured numbers."""
     if block.structure is None:
         return "leave", f"Leave it in original coordinates: {block.why}."
     if block.stable_rank is None or block.ratio is None:
@@ -66,52 +48,71 @@ def decide(block: BlockDiagnosis, draws: int, online: bool) -> tuple[Verdict, st
         return "leave", "Leave it: every sampled gradient was zero."
     if block.dimension == 1:
         return "leave", "Leave it: with one entry there are no other coordinates."
-    verdict, words = _unpromising(block, draws) or _costly(block, draws) or _promising(block, block.structure, draws)
+    verdict, words = _unpromising(block) or _costly(block) or _promising(block, block.structure)
     if online:  # whatever the spectrum of the start is
         up_front = f"For a basis estimated up front: {words[0].lower()}{words[1:]}"
         return "online", f"Learn its basis in training, with refresh=egop.Online(). {up_front}"
     return verdict, words
 
 
-def _unpromising(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | None:
+def is_open(block: BlockDiagnosis, online: bool) -> bool:
+    """Whether more draws may change the answer: they were too few, or show nothing and are fewer than directions."""
+    verdict, _ = decide(block, online)
+    few = block.dimension is not None and block.samples < block.dimension
+    return verdict == "sample more" or (verdict == "leave" and few and not _is_seen(block))
+
+
+def _is_seen(block: BlockDiagnosis) -> bool:
+    """Whether the spectrum is told from that of white noise; where that is not known it is believed."""
+    return block.surprise is None or (block.surprise >= SEEN and block.samples >= FEW)
+
+
+def _unpromising(block: BlockDiagnosis) -> tuple[Verdict, str] | None:
     assert block.stable_rank is not None
     assert block.ratio is not None
     assert block.dimension is not None
-    more = f"Sample more (samples={max(4 * draws, math.ceil(4 * draws * block.dimension / block.samples))} or so)"
-    if block.noise_rank is not None and block.stable_rank >= FLAT * block.noise_rank:
-        flat = f"stable rank {block.stable_rank:.1f} of {block.dimension}, noise would show {block.noise_rank:.1f}"
-        if block.samples < block.dimension:
-            return "sample more", f"{more}: the spectrum looks flat ({flat}), but {block.samples} gradients are few."
-        return "leave", f"Leave it: the spectrum is flat ({flat}), no direction matters more than others."
-    if block.axes is not None and block.axes < ALIGNED:
-        axes = f"the leading directions are spread over {block.axes:.1f} of {block.dimension} axes"
-        return "leave", f"Leave it: the axes are already aligned with the spectrum ({axes})."
-    if _unstable(block):
-        return "sample more", (
-            f"{more}: two bases from half of the draws each agree to {block.stability:.2f} only "
-            f"(unrelated ones: {block.chance:.2f})."
-        )
+    more = f"Sample more (samples={MORE * block.samples} or so)"
+    if block.samples < 2:
+        return "sample more", f"{more}: one draw cannot be compared with another."
+    draws = f"{block.samples} draws"
+    if not _is_seen(block):
+        return "leave", f"Leave it: in {draws} no direction matters more than in white noise{_agreed(block)}."
+    if _is_unstable(block):
+        return "sample more", f"{more}: the spectrum is not that of white noise, but{_agreed(block)[1:]} only."
+    if block.one_norm is not None and block.one_norm >= UNCHANGED:
+        kept = f"the gradients' 1-norm is {block.one_norm:.2f} times that of the original coordinates"
+        if block.stable_rank >= FLAT * block.dimension:
+            flat = f"stable rank {block.stable_rank:.1f} of {block.dimension}, {kept}"
+            return "leave", f"Leave it: the spectrum is flat ({flat}), no direction matters more than others."
+        return "leave", f"Leave it: the axes are already as good as its eigenvectors ({kept})."
     if block.ratio >= NO_GAIN:
         return "leave", f"Leave it: sr/(dβ₁) = {block.ratio:.2g} promises nothing."
     return None
 
 
-def _unstable(block: BlockDiagnosis) -> bool:
-    """Whether two halves agree badly, and more samples could change that."""
+def _is_unstable(block: BlockDiagnosis) -> bool:
+    """Whether two halves agree badly, and more draws could change that."""
     if block.stability is None or block.chance is None or block.dimension is None:
         return False
-    if block.chance > BROAD or block.samples >= PLENTY * block.dimension:
+    if block.chance >= 1 or block.samples >= PLENTY * block.dimension:
         return False
     return (block.stability - block.chance) / (1 - block.chance) < UNSTABLE
 
 
-def _costly(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | None:
+def _agreed(block: BlockDiagnosis) -> str:
+    """How far two halves agree, to go on with; nothing where they were not compared."""
+    if block.stability is None:
+        return ""
+    return f", two halves of the draws agree to {block.stability:.2f} (chance: {block.chance:.2f})"
+
+
+def _costly(block: BlockDiagnosis) -> tuple[Verdict, str] | None:
     if block.cost is None or block.cost <= COSTLY:
         return None
     much = f"egop.{block.structure} costs {block.cost:.2g} times a forward and backward pass in every step"
     if block.leaner is not None and block.leaner[1] <= COSTLY:
         name, cost = block.leaner
-        verdict, words = _promising(block, name, draws)
+        verdict, words = _promising(block, name)
         how = f"with structure=egop.{name}(), or --structure {name.lower()}"
         return verdict, f"{words} ({much}, egop.{name} {cost:.2g} times; diagnose that one too, {how}.)"
     return "leave", (
@@ -120,12 +121,12 @@ def _costly(block: BlockDiagnosis, draws: int) -> tuple[Verdict, str] | None:
     )
 
 
-def _promising(block: BlockDiagnosis, structure: str, draws: int) -> tuple[Verdict, str]:
-    agreed = "" if block.stability is None else f", and two halves of the samples agree to {block.stability:.2f}"
-    remark = f" (samples={draws} were enough, {format_bytes(block.bytes)})" if structure == block.structure else ""
+def _promising(block: BlockDiagnosis, structure: str) -> tuple[Verdict, str]:
+    enough = f"samples={block.samples} were enough, " if block.stability is not None else ""
+    remark = f" ({enough}{format_bytes(block.bytes)})" if structure == block.structure else ""
     return "use", (
         f"Use egop.{structure}(){remark}: about {block.stable_rank:.1f} of {block.dimension} directions matter, "
-        f"sr/(dβ₁) = {block.ratio:.2g}{agreed}."
+        f"sr/(dβ₁) = {block.ratio:.2g}{_agreed(block)}."
     )
 
 

@@ -25,18 +25,21 @@ class Settings:
     probe: bool
     steps: int
     samples: int | None
+    budget: float
     structure: str
     rho: str | None
     memory: str
     out: Path
     seed: int
     threads: int | None
+    device: torch.device | None
     debug: bool
 
     def shown(self) -> dict[str, object]:
         """Those that decide the outcome, for the page."""
         values = {"structure": self.structure, "rho": self.rho, "samples": self.samples, "memory": self.memory}
         values |= {"seed": self.seed, "steps": self.steps if self.probe else None}
+        values |= {"device": None if self.device is None else str(self.device)}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -61,6 +64,10 @@ def run(settings: Settings, *, echo: Callable[[str], object], progress: bool = T
         torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     objective = load_objective(settings.target)
+    if settings.device is not None:
+        if objective.module is None:
+            raise FactoryError(f"{settings.target} has no model that could be moved to {settings.device}.")
+        objective.module.to(settings.device)
 
     def save(diagnosis: Diagnosis, result: Race | None = None) -> Path:
         return page.write(settings.out, diagnosis, result, title=settings.target, settings=settings.shown())
@@ -72,6 +79,7 @@ def run(settings: Settings, *, echo: Callable[[str], object], progress: bool = T
                 rho=rho,
                 structure=structure,
                 samples=settings.samples,
+                budget=settings.budget,
                 memory=settings.memory,
                 generator=torch.Generator().manual_seed(settings.seed),
                 progress=progress,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,16 +30,17 @@ class BlockDiagnosis:
         cost: that, as a fraction of one forward and backward pass of the model.
         leaner: where that is much and a leaner structure exists, its name and its measured cost.
         dimension: the number d of directions that its spectrum is about: of all entries, or of one row or kernel.
-        samples: how many gradients the spectrum comes from.
-        eigenvalues: λ₁ ≥ λ₂ ≥ ….
+        samples: how many draws the spectrum comes from: gradients, not their rows.
+        eigenvalues: λ₁ ≥ λ₂ ≥ …: the squared gradients of one half of the draws along the eigenvectors of the other.
         stable_rank: Σ √λ_k / √λ₁.
-        noise_rank: the stable rank that as many gradients without any preferred direction would show.
         density: β₁, of the leading eigenvector.
-        axes: the number of axes that the leading eigenvectors share: d β_k, averaged over those that hold 90 % of the
-            trace with their eigenvalues as weights; about 1 means that they are coordinate axes already.
         ratio: sr / (d β₁), the theory's leading term; near or above 1 it promises nothing.
         effective_dimension: how many directions hold 90 % of the trace.
+        one_norm: the 1-norm of the root-mean-square gradient in the new coordinates over that in the original ones;
+            1 for white noise, and where the axes are eigenvectors already.
         stability: how far two bases from half of the draws agree, see :attr:`egop.Spectrum.stability`.
+        chance: what the stability of two unrelated bases would be.
+        surprise: how far the spectrum is from that of white noise, see :attr:`egop.Spectrum.surprise`.
         verdict: in a word.
         advice: in a sentence.
 
@@ -60,36 +64,68 @@ class BlockDiagnosis:
     samples: int = 0
     eigenvalues: tuple[float, ...] = ()
     stable_rank: float | None = None
-    noise_rank: float | None = None
     density: float | None = None
-    axes: float | None = None
     ratio: float | None = None
     effective_dimension: int | None = None
+    one_norm: float | None = None
     stability: float | None = None
+    chance: float | None = None
+    surprise: float | None = None
     verdict: Verdict = "unknown"
     advice: str = ""
 
-    @property
-    def chance(self) -> float | None:
-        """What the stability of two unrelated bases would be, k/d."""
-        if self.effective_dimension is None or not self.dimension:
-            return None
-        return self.effective_dimension / self.dimension
 
-    def cells(self) -> list[str]:
-        """Its row in a table, in the order of :data:`COLUMNS`."""
-        return [
-            self.name,
-            " + ".join(" × ".join(map(str, shape)) or "1" for shape in self.shapes),
-            self.structure or "-",
-            format_bytes(self.bytes) if self.structure else "",
-            "" if self.cost is None else f"{self.cost:.2g} ×",
-            "" if self.stable_rank is None else f"{self.stable_rank:.1f} of {self.dimension}",
-            "" if self.density is None else f"{self.density:.2g}",
-            "" if self.ratio is None else f"{self.ratio:.2g}",
-            "" if self.effective_dimension is None else str(self.effective_dimension),
-            "" if self.stability is None else f"{self.stability:.2f} ({self.chance:.2f})",
-        ]
+def alike(blocks: Sequence[BlockDiagnosis]) -> list[tuple[str, list[BlockDiagnosis]]]:
+    """Blocks in groups, each with its name: those of one place in several layers, with one shape and one advice.
+
+    Advice that differs in its numbers only is one advice.
+    """
+    groups: dict[tuple[object, ...], list[BlockDiagnosis]] = {}
+    for block in blocks:
+        words = re.sub(r"[\d.]*\d", "#", block.advice)
+        groups.setdefault((_place(block.name), block.shapes, block.structure, block.verdict, words), []).append(block)
+    return [
+        (f"{_place(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
+        for group in groups.values()
+    ]
+
+
+def least_promising(group: Sequence[BlockDiagnosis]) -> BlockDiagnosis:
+    """The one whose words are shown for all."""
+    return max(group, key=lambda block: block.one_norm or block.ratio or 0)
+
+
+def cells(name: str, group: Sequence[BlockDiagnosis]) -> list[str]:
+    """The row of one group in a table, in the order of :data:`COLUMNS`."""
+    first = group[0]
+    return [
+        name,
+        " + ".join(" × ".join(map(str, shape)) or "1" for shape in first.shapes),
+        first.structure or "-",
+        format_bytes(first.bytes) if first.structure else "",
+        _span(group, "cost", "{:.2g}", " ×"),
+        _span(group, "stable_rank", "{:.1f}", f" of {first.dimension}"),
+        _span(group, "density", "{:.2g}"),
+        _span(group, "ratio", "{:.2g}"),
+        _span(group, "one_norm", "{:.2f}"),
+        _span(group, "effective_dimension", "{}"),
+        _span(group, "samples", "{}") if first.stable_rank is not None else "",
+        _span(group, "stability", "{:.2f}", f" ({_span(group, 'chance', '{:.2f}')})"),
+    ]
+
+
+def _place(name: str) -> str:
+    """The name with a star for the number of a layer."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _span(group: Sequence[BlockDiagnosis], name: str, form: str, unit: str = "") -> str:
+    """A number of all blocks: one, or from the smallest to the largest; nothing where it was not measured."""
+    values = [value for block in group if (value := getattr(block, name)) is not None]
+    if not values:
+        return ""
+    ends = [form.format(end) for end in (min(values), max(values))]
+    return f"{'–'.join(dict.fromkeys(ends))}{unit}"
 
 
 # The headings of a table of blocks, and what each column means.
@@ -102,8 +138,10 @@ COLUMNS = {
     "stable rank": "about how many directions matter, of how many there are",
     "β₁": "how dense the leading eigenvector is, from 1/d (an axis) to 1",
     "sr/(dβ₁)": "the theory's leading term: well below 1 is promising, near or above 1 promises nothing",
+    "1-norm": "of the gradients in the new coordinates, over that in the original ones: 1 or more changes nothing",
     "90 % in": "how many directions hold 90 % of the squared gradients",
-    "stability": "how far two bases from half of the draws each agree, from 0 to 1 (unrelated ones: this much)",
+    "draws": "how many gradients it was estimated from",
+    "stability": "how far two bases from half of the draws each agree, up to 1 (unrelated ones: this much)",
 }
 
 
@@ -115,7 +153,7 @@ class Diagnosis:
         blocks: in the model's order, those left in original coordinates included.
         basis: the basis itself, ready for :class:`egop.ReparameterizedOptimizer`; only of the blocks that were
             finished, and None before the first one is.
-        draws: how many points were drawn.
+        draws: how many points were drawn; a block that was clear earlier has fewer, see its ``samples``.
         wanted: how many were to be drawn.
         pass_seconds: the time of one forward and backward pass on one batch; the median of several.
         refresh: when to renew the basis, in a sentence.
@@ -153,27 +191,67 @@ class Diagnosis:
         good = [block.name for block in tried if block.verdict == "use"]
         unclear = [block.name for block in tried if block.verdict == "sample more"]
         said = f"A change of basis is promising for {len(good)} of {len(tried)} blocks."
-        if not good and not unclear:
+        if not good:
             said = "Nothing here suggests that a change of basis would help."
+        if unclear and not good:
+            said = "Whether a change of basis would help is not clear yet."
         if any(block.verdict == "online" for block in tried):
             said = "For a model of this kind the basis should be learnt in training, not estimated up front."
         if unclear:
-            said += f" For {len(unclear)} there are too few samples to tell."
-        if self.cost is not None:
+            said += f" For {len(unclear)} of {len(tried)} blocks there are too few draws to tell."
+        if self.cost is not None and (good or unclear or self.online):
             said += f" With the bases in the table a training step takes about {1 + self.cost:.3g} times as long."
         return said
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether a basis is advised for any block, so that it matters when to renew it."""
+        return any(block.verdict in ("use", "online") for block in self.blocks)
+
+    @property
+    def code(self) -> str:
+        """What to paste for the advice: the blocks and structures that are advised, and no others; empty for none."""
+        make = "optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, {}, lr=lr)"
+        if any(block.verdict == "online" for block in self.blocks):
+            return make.format("refresh=egop.Online()")
+        advised = [(_place(block.name), block) for block in self.blocks if block.verdict == "use"]
+        if not advised:
+            return ""
+        others = [block.name for block in self.blocks if block.verdict != "use"]
+        structures = {}
+        for place, block in advised:
+            same = {each.structure for where, each in advised if fnmatch.fnmatchcase(each.name, place)}
+            alone = len(same) == 1 and not fnmatch.filter(others, place)
+            structures[place if alone else block.name] = self._structure(block)
+        listed = ", ".join(f'"{name}": {structure}' for name, structure in structures.items())
+        draws = max(block.samples for _, block in advised)
+        sample = f"basis = egop.estimate(objective, structure={{{listed}}}, samples={draws})"
+        return f"{sample}\n{make.format('basis')}"
+
+    def _structure(self, block: BlockDiagnosis) -> str:
+        """The structure that is advised for a block, as it is written in code."""
+        if block.cost is not None and block.leaner is not None:
+            return f"egop.{block.leaner[0]}()"
+        if self.basis is None or block.name not in self.basis:
+            return f"egop.{block.structure}()"
+        structure = self.basis[block.name].structure()
+        given = [(field.name, getattr(structure, field.name), field.default) for field in dataclasses.fields(structure)]
+        options = [f"{name}={value!r}" for name, value, usual in given if value != usual]
+        return f"egop.{type(structure).__name__}({', '.join(options)})"
+
     def __str__(self) -> str:
-        """The table of the blocks, the advice for each, and for the whole."""
-        table = format_table(list(COLUMNS), [block.cells() for block in self.blocks])
-        width = max(len(block.name) for block in self.blocks)
-        advice = [f"  {block.name:<{width}}  {block.advice}" for block in self.blocks]
-        closing = [self.verdict, f"Refresh: {self.refresh}"]
+        """The table of the blocks, the advice for each, and for the whole; blocks that are alike in one line."""
+        groups = alike(self.blocks)
+        table = format_table(list(COLUMNS), [cells(name, group) for name, group in groups])
+        width = max(len(name) for name, _ in groups)
+        advice = [f"  {name:<{width}}  {least_promising(group).advice}" for name, group in groups]
+        closing = [self.verdict, *([f"Refresh: {self.refresh}"] if self.is_of_use else [])]
+        code = ["", *(f"    {line}" for line in self.code.splitlines())] if self.code else []
         opening = [f"PARTIAL: {self.partial}", ""] if self.partial else []
-        return "\n".join([*opening, table, "", "Advice", *advice, "", *closing])
+        return "\n".join([*opening, table, "", "Advice", *advice, "", *closing, *code])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the basis itself, as plain values for JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "basis"}
-        blocks = [dataclasses.asdict(block) | {"chance": block.chance} for block in self.blocks]
-        return values | {"blocks": blocks, "cost": self.cost, "verdict": self.verdict}
+        blocks = [dataclasses.asdict(block) for block in self.blocks]
+        return values | {"blocks": blocks, "cost": self.cost, "verdict": self.verdict, "code": self.code}

@@ -26,17 +26,24 @@ class Holding(NamedTuple):
         pieces: the shapes of the pieces in which it keeps them.
         dtype: of these.
         folded: whether it has made a matrix of them instead.
+        draws: how many gradients the rows come from.
+        fourth: the sum of the squared norms of these gradients' own matrices, see :class:`egop.numerics.OuterProducts`.
     """
 
     seen: int
     pieces: list[tuple[int, ...]]
     dtype: torch.dtype | None
     folded: bool = False
+    draws: int = 0
+    fourth: float = 0.0
 
     @classmethod
-    def of(cls, seen: int, rows: Sequence[Tensor], folded: bool = False) -> Holding:
+    def of(
+        cls, seen: int, rows: Sequence[Tensor], folded: bool = False, draws: int = 0, fourth: float = 0.0
+    ) -> Holding:
         """What a process has that keeps these rows."""
-        return cls(seen, [tuple(tensor.shape) for tensor in rows], rows[0].dtype if rows else None, folded)
+        pieces, dtype = [tuple(tensor.shape) for tensor in rows], rows[0].dtype if rows else None
+        return cls(seen, pieces, dtype, folded, draws, fourth)
 
 
 def world_size() -> int:

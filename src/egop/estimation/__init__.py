@@ -4,6 +4,7 @@ The model is left exactly as it was. A new rho is a subclass of ``Distribution``
 """
 
 from egop.estimation.algorithm import (
+    MORE,
     Gathering,
     NoGradientError,
     blocks_of,
@@ -20,6 +21,7 @@ from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Re
 from egop.estimation.sampling import sample_gradients
 
 __all__ = [
+    "MORE",
     "Ball",
     "Distribution",
     "Gathering",

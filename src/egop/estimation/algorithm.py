@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from egop.basis import (
     Block,
     ChangeOfBasis,
+    Halves,
     Layer,
     Partition,
     Plan,
@@ -22,7 +23,7 @@ from egop.basis import (
     Spectrum,
     StructureChoice,
     Summary,
-    agreement,
+    compare,
     layers_of,
     make_plan,
     partition_parameters,
@@ -36,6 +37,9 @@ from egop.estimation.sampling import check_samples, sample_gradients
 from egop.runs import parse_bytes
 
 logger = logging.getLogger("egop")
+
+# Where there were too few draws, this many times as many are advised.
+MORE = 4
 
 
 def estimate(
@@ -102,7 +106,9 @@ def estimate(
     where, source, plan = processes.agreed(planned)
     if progress and structure == "auto" and processes.rank() == 0:
         tqdm.write(str(plan), file=sys.stderr)
-    return estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
+    basis = estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
+    _look_for_support(basis.spectrum)
+    return basis
 
 
 class NoGradientError(ValueError):
@@ -219,6 +225,23 @@ def _look_for_differences(gradients: dict[str, Tensor], count: int) -> None:
         )
 
 
+def _look_for_support(spectra: Mapping[str, Spectrum]) -> None:
+    """Log it once when there were too few draws for what is returned."""
+    doubtful = {name: spectrum for name, spectrum in spectra.items() if not spectrum.is_supported}
+    if not doubtful or processes.rank() != 0:
+        return
+    names = [f"'{name}'" for name in doubtful]
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    drawn = max(spectrum.samples for spectrum in doubtful.values())
+    logger.warning(
+        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Ask for samples=%d, or "
+        "where that does not help leave the weight in original coordinates (egop.diagnose tells).",
+        "1 draw is" if drawn == 1 else f"{drawn} draws are",
+        listed,
+        MORE * drawn,
+    )
+
+
 def samples_wanted(plan: Plan) -> int:
     """How many draws the structures of a plan ask for."""
     return max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
@@ -252,6 +275,7 @@ class Gathering:
             {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
             for _ in range(2 if stability else 1)
         ]
+        self.plan = plan
         self.draws = 0
         self.first = first
         self.reached = False  # whether any gradient was not zero
@@ -286,12 +310,31 @@ class Gathering:
         self.draws = draws
 
     def finish(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis]:
-        """The spectrum and the change of basis of one block; each block can be finished once."""
+        """The spectrum and the change of basis of one block; each block can be finished once, which frees its parts."""
+        halves = self._compared(block)
         whole, *others = [accumulators.pop(block) for accumulators in self.parts]
-        stability = None
         for other in others:
-            if self.draws > 1:
-                stability = agreement(whole.eigenbases(), other.eigenbases())
             whole.merge(other)
-        spectrum, change = whole.finish()
-        return spectrum and replace(spectrum, stability=stability), change
+        return _judged(*whole.finish(), halves)
+
+    def so_far(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis, Halves | None]:
+        """The same while more gradients may come, and what the halves say of each other."""
+        halves = self._compared(block)
+        whole = self.plan.chosen[block].accumulator(block)
+        for accumulators in self.parts:
+            whole.merge(accumulators[block])
+        return *_judged(*whole.finish(), halves), halves
+
+    def _compared(self, block: Block) -> Halves | None:
+        if len(self.parts) < 2 or self.draws < 2:
+            return None
+        one, other = (accumulators[block].eigenbases() for accumulators in self.parts)
+        return compare(one, other)
+
+
+def _judged(
+    spectrum: Spectrum | None, change: ChangeOfBasis, halves: Halves | None
+) -> tuple[Spectrum | None, ChangeOfBasis]:
+    if spectrum is not None and halves is not None:
+        spectrum = replace(spectrum, stability=halves.stability, chance=halves.chance)
+    return spectrum, change

@@ -96,6 +96,9 @@ def leading_eigenbasis(matrix: Tensor, rank: int) -> Tensor:
 class OuterProducts:
     """The mean outer product of rows that come in chunks: kept as rows while they are few, then as the matrix.
 
+    The rows of one gradient are one draw, not many: they may all be alike. How much of the result is chance is told by
+    how much one draw differs from another, so the squared norms of the draws' own matrices are added up too.
+
     Args:
         dimension: the length of a row.
         route: ``"eigh"`` adds up the matrix and decomposes it; ``"svd"`` keeps all rows and decomposes those;
@@ -108,27 +111,30 @@ class OuterProducts:
         self.rows: list[Tensor] = []
         self.total: Tensor | None = None
         self.count = 0
+        self.draws = 0
+        self.fourth: Tensor | float = 0.0  # Σ ‖Gᵀ G‖² over the draws G; on the device, which is not waited for
 
-    def add(self, rows: Tensor) -> None:
-        """Take in rows."""
-        self.rows.append(rows)
-        self.count += len(rows)
-        if self._is_enough(self.count) or self.total is not None:
-            self._fold()
+    def add(self, rows: Tensor, draws: int | None = None) -> None:
+        """Take in the rows of so many draws, as many of each and in order; every row is a draw by default."""
+        draws = len(rows) if draws is None else draws
+        if draws:
+            self.draws += draws
+            self.fourth = self.fourth + _squared_norms(rows.unflatten(0, (draws, -1)))
+        self._keep(rows)
 
     def merge(self, other: OuterProducts) -> None:
         """Take in all that another one has seen."""
-        count = self.count + other.count
+        count, draws, fourth = self.count + other.count, self.draws + other.draws, self.fourth + other.fourth
         for rows in other.rows:
-            self.add(rows)
+            self._keep(rows)
         if other.total is not None:
             self._fold()
             self.total = other.total.clone() if self.total is None else self.total + other.total
-        self.count = count
+        self.count, self.draws, self.fourth = count, draws, fourth
 
     def holding(self) -> Holding:
         """What this process has of the rows of all processes."""
-        return Holding.of(self.count, self.rows, folded=self.total is not None)
+        return Holding.of(self.count, self.rows, self.total is not None, self.draws, float(self.fourth))
 
     def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
         """Make ready for :meth:`collect` what may fail; given what each process has, and where the result is wanted."""
@@ -146,6 +152,31 @@ class OuterProducts:
             rows_at(owner, self.rows, holdings, device, rows.append)
             self.rows = rows
         self.count = sum(holding.seen for holding in holdings)
+        self.draws = sum(holding.draws for holding in holdings)
+        self.fourth = sum(holding.fourth for holding in holdings)
+
+    def anisotropy(self, values: Tensor) -> tuple[float, float] | None:
+        """How far the eigenvalues are from being all alike, and how much of that is not chance.
+
+        ‖P‖² / (tr P)² − 1/d is zero for a flat spectrum. In the mean of M draws chance adds to ‖P‖² what each draw
+        has with itself; what pairs of different draws have in common is the unbiased rest.
+
+        Args:
+            values: the eigenvalues of the mean outer product.
+
+        Returns:
+            The part that is not chance, which may be slightly negative, and the whole; None with fewer than two draws,
+            or where there is nothing to tell apart.
+        """
+        trace = float(values.sum())
+        if self.draws < 2 or not trace > 0:
+            return None
+        squares = float(values.square().sum()) / trace**2
+        alone = float(self.fourth) / (self.count * trace) ** 2
+        whole = squares - 1 / self.dimension
+        if whole <= 1e-12:
+            return None
+        return (squares - alone) * self.draws / (self.draws - 1) - 1 / self.dimension, whole
 
     def eigenbasis(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues and eigenvectors of the mean outer product."""
@@ -157,6 +188,12 @@ class OuterProducts:
         """Whether so many rows are better kept as the matrix."""
         return self.route == "eigh" or (self.route == "auto" and count >= self.dimension)
 
+    def _keep(self, rows: Tensor) -> None:
+        self.rows.append(rows)
+        self.count += len(rows)
+        if self._is_enough(self.count) or self.total is not None:
+            self._fold()
+
     def _fold(self) -> None:
         for rows in self.rows:
             if self.total is None:
@@ -165,6 +202,18 @@ class OuterProducts:
             for part in rows.split(max(1, _SLICE_BYTES // (8 * self.dimension))):
                 self.total.addmm_(part.double().mT, part.double())
         self.rows.clear()
+
+
+def _squared_norms(draws: Tensor) -> Tensor:
+    """Σ ‖Gᵀ G‖² over matrices G, in float64; ‖Gᵀ G‖ = ‖G Gᵀ‖, so the smaller one is made."""
+    _, rows, columns = draws.shape
+    if rows == 1:
+        return draws.double().square().sum(-1).square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=draws.device)
+    for part in draws.split(max(1, _SLICE_BYTES // (8 * rows * columns))):
+        matrices = part.double()
+        total += (matrices @ matrices.mT if rows <= columns else matrices.mT @ matrices).square().sum()
+    return total
 
 
 def random_orthonormal(rows: int, columns: int, generator: torch.Generator, stack: Sequence[int] = ()) -> Tensor:

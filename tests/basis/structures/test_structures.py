@@ -355,7 +355,7 @@ def test_the_memory_of_full_does_not_grow_with_the_number_of_gradients(route):
         accumulator.add(gradients_of(block, 16))
         held.append(held_bytes(accumulator))
     assert held[0] > 0
-    assert max(held) <= 64 * 64 * 8
+    assert max(held) <= 64 * 64 * 8 + 8  # and one number beside the matrix
     assert held[-1] == held[-2]
 
 

@@ -114,7 +114,12 @@ class PredictionExperiment(Experiment):
         few = max(2, int(settings["probe"] * steps) // 2 * 2)  # halves of it are looked at
         entries: dict[str, dict[str, Any]] = {
             "times": settings["timing"],
-            "predictors": {"draws": settings["draws"], "steps": few, "lr": settings["probe rates"][1]},
+            "predictors": {
+                "draws": settings["draws"],
+                "agreement": "what halves hold of each other",
+                "steps": few,
+                "lr": settings["probe rates"][1],
+            },
             "probes": {"steps": few, "rates": settings["probe rates"]},
         }
         return trials.do(what=what, seed=TUNING, **entries[what])

@@ -60,8 +60,8 @@ def _spectral(start: Start) -> dict[str, float]:
         density = float(spectrum.density[:leading].mean())
         rank = spectrum.stable_rank / width
         corrected = _stable_rank(values / noise.clamp_min(noise[0] * 1e-6)) / width
-        chance = leading / width
-        agreed = 0.0 if spectrum.stability is None or chance == 1 else (spectrum.stability - chance) / (1 - chance)
+        held, chance = spectrum.stability, spectrum.chance
+        agreed = 0.0 if held is None or chance is None or chance == 1 else (held - chance) / (1 - chance)
         entries = start.basis[name].block.size
         rows.append(
             (

@@ -29,7 +29,7 @@ class EigenAccumulator(Accumulator):
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Take in a stack of gradients."""
-        self.products.add(self.rows(gradients, self.block).detach().clone())
+        self.products.add(self.rows(gradients, self.block).detach().clone(), len(gradients[0]))
 
     def merge(self, other: Self) -> None:
         """Take in all that another accumulator has seen."""
@@ -40,7 +40,8 @@ class EigenAccumulator(Accumulator):
         if self.products.count == 0:
             raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
         values, vectors = self.products.eigenbasis()
-        spectrum = Spectrum(values, density(vectors), self.products.count)
+        judged = reliability([self.products.anisotropy(values)], [self.products.dimension])
+        spectrum = Spectrum(values, density(vectors), self.products.draws, **judged)
         return spectrum, self.build(self.block, {"basis": vectors.to(self.block.dtype)})
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
@@ -88,7 +89,8 @@ class StackAccumulator(Accumulator):
         values = torch.cat([spectrum.eigenvalues for spectrum in spectra])
         values, order = values.sort(descending=True, stable=True)
         densities = torch.cat([spectrum.density for spectrum in spectra])[order] / len(spectra)
-        return Spectrum(values, densities, spectra[0].samples), self.structure.change(self.block, tensors)
+        spectrum = Spectrum(values, densities, spectra[0].samples, **_together(spectra))
+        return spectrum, self.structure.change(self.block, tensors)
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         """Those of each side, stacked."""
@@ -98,6 +100,35 @@ class StackAccumulator(Accumulator):
     def summaries(self) -> Sequence[Summary]:
         """Those of all matrices."""
         return [summary for part in self.parts for summary in part.summaries()]
+
+
+def reliability(sides: Sequence[tuple[float, float] | None], widths: Sequence[int]) -> dict[str, float]:
+    """What :class:`Spectrum` says of its draws, from the anisotropy of each side; nothing where nothing is known.
+
+    The anisotropy of white noise is a sum of squares of d(d + 1)/2 − 1 numbers that are about normal.
+    """
+    known = [(real, whole, width) for pair, width in zip(sides, widths, strict=True) if pair for real, whole in [pair]]
+    if not known:
+        return {}
+    share = sum(real for real, _, _ in known) / sum(whole for _, whole, _ in known)
+    freedoms = [width * (width + 1) / 2 - 1 for _, _, width in known]
+    surprises = [
+        real / max(whole - real, 1e-12 * whole) * math.sqrt(freedom / 2)
+        for (real, whole, _), freedom in zip(known, freedoms, strict=True)
+    ]
+    return {"reliability": share, "surprise": max(surprises)}
+
+
+def _together(spectra: Sequence[Spectrum]) -> dict[str, float]:
+    """Of several matrices side by side: the mean, and independent surprises added up."""
+    shares = [spectrum.reliability for spectrum in spectra if spectrum.reliability is not None]
+    surprises = [spectrum.surprise for spectrum in spectra if spectrum.surprise is not None]
+    if not shares or not surprises:
+        return {}
+    return {
+        "reliability": sum(shares) / len(shares),
+        "surprise": sum(surprises) / math.sqrt(len(surprises)),
+    }
 
 
 def density(vectors: Tensor) -> Tensor:

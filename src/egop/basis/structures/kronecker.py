@@ -12,7 +12,7 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.accumulators import StackAccumulator, density
+from egop.basis.structures.accumulators import StackAccumulator, density, reliability
 from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
 from egop.basis.structures.shared import ROWS_WANTED
 from egop.basis.structures.views import (
@@ -97,13 +97,13 @@ class _KroneckerAccumulator(Accumulator):
 
     @property
     def count(self) -> int:
-        """How many gradients it has seen: the left side has a row for each column of each of them."""
-        return self.left.count // matrix_shape(self.block)[1]
+        """How many gradients it has seen."""
+        return self.left.draws
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         matrices = as_matrix(gradients, self.block).detach().clone()
-        self.left.add(matrices.mT.flatten(0, -2))
-        self.right.add(matrices.flatten(0, -2))
+        self.left.add(matrices.mT.flatten(0, -2), len(matrices))
+        self.right.add(matrices.flatten(0, -2), len(matrices))
 
     def merge(self, other: Self) -> None:
         self.left.merge(other.left)
@@ -125,4 +125,6 @@ class _KroneckerAccumulator(Accumulator):
         values, order = (scale * torch.outer(left_values, right_values)).flatten().sort(descending=True, stable=True)
         densities = torch.outer(density(left), density(right)).flatten()[order]
         tensors = {"left": left.to(self.block.dtype), "right": right.to(self.block.dtype)}
-        return Spectrum(values, densities, self.count), KroneckerChange(self.block, tensors)
+        sides = [self.left.anisotropy(left_values), self.right.anisotropy(right_values)]
+        judged = reliability(sides, [len(left), len(right)])
+        return Spectrum(values, densities, self.count, **judged), KroneckerChange(self.block, tensors)

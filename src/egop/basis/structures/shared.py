@@ -81,7 +81,8 @@ class SharedChange(ChangeOfBasis):
 class Shared(Structure):
     """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel; one for each of many experts.
 
-    Every row's gradient is a sample, so few passes are enough: as many as give every layer 1000 of them.
+    Every row of a gradient adds to the basis, so few draws are asked for: as many as give every layer 1000 rows.
+    The rows of one gradient are often alike, and then this is too few: :func:`egop.estimate` says so.
 
     Args:
         side: which side of a weight is rotated. ``"input"``, the paper's: each row (all inputs of one output, a
