@@ -296,7 +296,32 @@ def test_one_that_needs_the_loss_is_refused_when_it_is_made():
 def test_a_group_may_have_a_key_of_that_name():
     model = network()
     groups = [{"params": list(model.named_parameters()), "outside": "mine"}]
-    optimizer = egop.ReparameterizedOptimizer(groups, torch.optim.SGD, model=model, lr=0.1, outside=torch.optim.AdamW)
+    optimizer = egop.ReparameterizedOptimizer(
+        groups, torch.optim.SGD, model=model, lr=0.1, outside=torch.optim.AdamW, refresh=egop.Online()
+    )
     backward(model, 0)
     optimizer.step()
     assert optimizer.param_groups[0]["outside"] == "mine"
+
+
+def test_without_any_block_it_would_step_everything_which_is_refused():
+    """Silently, the class that was named would not run at all."""
+    model = network()
+    with pytest.raises(ValueError, match="PolarAdam nothing"):
+        egop.ReparameterizedOptimizer(model, egop.optim.PolarAdam, outside=torch.optim.AdamW, lr=0.1)
+
+
+def test_a_weight_decay_of_its_own_is_seen_in_the_groups_and_in_the_state():
+    model = network()
+    options = {"weight_decay": 0.5, "eps": 1e10}  # so that only the decay moves anything
+    optimizer = made(model, outside=(torch.optim.AdamW, options), lr=1.0, weight_decay=0.25)
+    assert optimizer.param_groups[0]["outside/weight_decay"] == 0.5
+    for decay in (0.5, 0.0):
+        optimizer.param_groups[0]["outside/weight_decay"] = decay
+        backward(model, 0)
+        before = cases.parameters_of(model)["0.bias"]
+        optimizer.step()
+        torch.testing.assert_close(cases.parameters_of(model)["0.bias"], (1 - decay) * before, rtol=1e-6, atol=1e-6)
+    resumed = made(network(), outside=torch.optim.AdamW)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0]["outside/weight_decay"] == 0.0

@@ -125,7 +125,7 @@ class Base:
             for target in targets
             if OUTSIDE in target
             for key, value in target.items()
-            if key not in (*_OWN, *self._shared)
+            if key not in _OWN and (key not in self._shared or key in target[OUTSIDE])
         }
 
     def drop_beyond(self, groups: Sequence[Group], inner: Optimizer) -> None:

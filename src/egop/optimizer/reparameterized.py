@@ -59,10 +59,10 @@ class ReparameterizedOptimizer(Optimizer):
         model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
-            options; by default ``optimizer_class`` steps these too. It has the learning rate, the weight decay and
-            ``maximize`` of the groups; its other settings are there as ``"outside/betas"`` ...
-        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.WhenDrifted(...)``;
-            never by default.
+            options; by default ``optimizer_class`` steps these too. It has the learning rate, the weight decay (if its
+            options have none) and ``maximize`` of the groups; its other settings are there as ``"outside/betas"`` ...
+        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)``, ``egop.WhenDrifted(...)`` or
+            ``egop.Aligned(...)``; never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
         any_class: whether to run a class that was tried and found not to work coordinate by coordinate (``SOAP``,
             ``Adafactor``) on the coordinates nonetheless, whatever their shape. A class that is meant for coordinates
@@ -102,6 +102,12 @@ class ReparameterizedOptimizer(Optimizer):
             raise TypeError(
                 f"{name} runs an optimizer in a basis itself, and cannot run in another. Call it with the model: "
                 f"egop.{name}(model, ...)."
+            )
+        if outside is not None and refresh is None and basis is None and all(each is None for each in bases):
+            raise ValueError(
+                "outside= is for what no block has, and without basis= and refresh= there are no blocks: it would step "
+                f"everything, and {optimizer_class.__name__} nothing. Give refresh=egop.Online() or basis=; or, to use "
+                f"{optimizer_class.__name__} without a rotation, make one optimizer of each class."
             )
         # Frameworks copy these attributes into wrappers, so that both work with the same two objects.
         self._engine = engine = Engine(
