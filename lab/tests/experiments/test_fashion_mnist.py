@@ -38,7 +38,9 @@ def judged(tmp_path, monkeypatch):
             def curves(self, config):
                 rank, epochs = config["rank"], config["epochs"]
                 losses = [1.0 if epoch < reached.get(rank, epochs) else 0.1 for epoch in range(epochs + 1)]
-                best = (accuracy or {}).get(-rank if config.get("reduced") else rank, 0.8 if config.get("reduced") else 0.9)
+                best = (accuracy or {}).get(
+                    -rank if config.get("reduced") else rank, 0.8 if config.get("reduced") else 0.9
+                )
                 shares = [0.1] * (epochs // 2) + [best] * (epochs + 1 - epochs // 2)
                 if config["seed"] == TUNING:
                     place = config["lr"], config["weight_decay"]
@@ -89,7 +91,9 @@ def test_each_claim_fails_where_the_records_say_so(judged, options, expected):
 def test_what_the_other_search_and_equal_settings_say_stands_beside(judged):
     _, store = judged(FASTER, seconds=SECONDS, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
     grows = next(each for each in FashionMnistExperiment().judge(store, "full") if each.id.endswith("/grows"))
-    assert [other.rule.partition(":")[0] for other in grows.beside] == ["final loss at equal learning rate and weight decay"]
+    assert [other.rule.partition(":")[0] for other in grows.beside] == [
+        "final loss at equal learning rate and weight decay"
+    ]
     assert grows.beside[0].verdict == "does not hold"
     assert grows_at_equal([0, 50, 200], [[1.0, 2.0, 1.5], [1.0, 0.9, 0.8], [math.nan, 1.0, 1.0]]).verdict == "holds"
     assert grows_at_equal([0, 50, 200], [[1.0, 0.9, 0.9]]).found == (

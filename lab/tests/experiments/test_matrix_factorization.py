@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from egop_lab.experiments import tuned
-from egop_lab.experiments.matrix_factorization import PRINTED, SPEED, Factorization, MatrixFactorizationExperiment, crossing
+from egop_lab.experiments.matrix_factorization import (
+    PRINTED,
+    SPEED,
+    Factorization,
+    MatrixFactorizationExperiment,
+    crossing,
+)
 from egop_lab.experiments.tuned import Method
 from egop_lab.training.context import Context
 from egop_lab.training.records import Store

@@ -266,7 +266,8 @@ def _html(section: Section) -> list[str]:
     one = section.experiment
     assert section.preset is not None
     title = f"{text(one.title)} ({text(one.id)}): {text(words.held(section.judged))}"
-    parts = [f'<details class="part" id="{text(one.id)}"><summary>{title}</summary>']
+    # Inside, since a browser opens what a link leads into.
+    parts = [f'<details class="part"><summary>{title}</summary><div id="{text(one.id)}">']
     parts += [f'<p class="partial">{text(remark)}</p>' for remark in section.remarks]
     parts.append(f'<p class="small">{text(_place(one).replace("`", ""))}</p>')
     parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {text(_ran(section))}</p>")
@@ -289,22 +290,20 @@ def _html(section: Section) -> list[str]:
         caption = f"<figcaption>{text(picture.caption)}</figcaption>"
         panels = plotting.inline_picture(picture)
         parts.append(f'<figure class="wide"><div class="plots">{panels}</div>{caption}</figure>')
-    return [*parts, "</details>"]
+    return [*parts, "</div></details>"]
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table from cells that are HTML; those of words are set to the left."""
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table from cells that are HTML; columns of words are set to the left."""
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
+    kinds = [_WORDS if max(map(len, column)) > _LONG else "" for column in zip(*rows, strict=True)]
     lines = []
     for first, *entries in rows:
-        cells = "".join(
-            f'<td{_WORDS if len(entry) > _LONG else ""} data-label="{text(name)}">{entry}</td>'
-            for name, entry in zip(header[1:], entries, strict=True)
-        )
+        columns = zip(header[1:], kinds[1:], entries, strict=True)
+        cells = "".join(f'<td{kind} data-label="{text(name)}">{entry}</td>' for name, kind, entry in columns)
         lines.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-_WORDS = ' class="words"'
-_LONG = 24  # characters, from which on a cell is words
+_WORDS, _LONG = ' class="words"', 24  # a column with more characters in a cell is one of words
 _BADGES = {"holds": "use", "does not hold": "sample-more", "cannot be judged": "leave"}

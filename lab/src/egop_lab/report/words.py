@@ -65,8 +65,9 @@ def reason(judged: Sequence[Judged]) -> str:
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
         parts = [f"does not hold: {worst.words.removesuffix('.').removeprefix('Target: ')}{more}"]
     else:
-        parts = ["all that could be judged hold" if unknown else "all hold"]
-    parts += [f"{unknown} cannot be judged"] if unknown else []
+        some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
+        parts = [some if unknown else "all hold"]
+    parts += [f"{unknown} cannot be judged"] if 0 < unknown < len(own) else []
     parts += [f"{flipped} otherwise by our rule"] if flipped else []
     line = "; ".join(parts)
     return f"{line[0].upper()}{line[1:]}."
@@ -90,7 +91,11 @@ def apart(item: Judged) -> str:
     """How far apart its numbers are."""
     assert item.margin is not None
     factor = abs(item.margin)
-    return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {10**factor:.2g}"
+    return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {_rounded(10**factor)}"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.2g}" if number < 100 else f"{float(f'{number:.2g}'):.0f}"
 
 
 def found(item: Judged) -> list[str]:
