@@ -252,6 +252,14 @@ def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) ->
     return svg.replace(_PAGE_TEXT, "currentColor").replace(_PAGE_GRID, "var(--grid)")
 
 
+# Black lines (Muon's), dark whiskers and dark violet would vanish on a dark page.
+_PAGE_COLORS = {
+    _PAGE_TEXT: "currentColor",
+    _PAGE_GRID: "var(--grid)",
+    "#000000": "currentColor",
+    "#333333": "currentColor",
+    "#4b2991": "var(--violet)",
+}
 _PAGE_STYLE = {
     "axes.edgecolor": _PAGE_TEXT,
     "axes.labelcolor": _PAGE_TEXT,
@@ -271,10 +279,9 @@ def inline_picture(picture: Picture) -> str:
         with matplotlib.rc_context(STYLE | _PAGE_STYLE):  # type: ignore[arg-type]
             figure = _drawn(Picture(picture.name, picture.caption, [panel]))
             svg = _embedded(figure, f"{picture.name}-{place}", panel.title or picture.caption, transparent=True)
-        # Black lines (Muon's) and dark whiskers would vanish on a dark page.
-        for color in (_PAGE_TEXT, "#000000", "#333333"):
-            svg = svg.replace(color, "currentColor")
-        panels.append(svg.replace(_PAGE_GRID, "var(--grid)"))
+        for color, of_page in _PAGE_COLORS.items():
+            svg = svg.replace(color, of_page)
+        panels.append(svg)
     return "".join(panels)
 
 

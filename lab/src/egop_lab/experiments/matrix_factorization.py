@@ -187,7 +187,8 @@ class MatrixFactorizationExperiment(TunedExperiment):
         return [
             Picture(
                 self.id,
-                "Loss above the optimum (known in closed form) and reconstruction error by step. Above: each method at "
+                f"Loss above the optimum (known in closed form) and reconstruction error by step, from {SPECTRAL}. "
+                "Above: each method at "
                 "the learning rate with the lowest final loss, as in the paper; below: at the one that comes fastest "
                 f"to {SPEED:g} above the optimum. Medians and quartiles over fresh trials.",
                 panels,
