@@ -90,7 +90,7 @@ def grows_at_equal(ranks: Sequence[int], finals: Sequence[Sequence[float]]) -> B
         verdict(
             bool(finite) and all(2 * count > len(finite) for count in better[1:])
         ),  # the first is from none to some
-        f"Lower, of {len(finite)} combinations: {'; '.join(steps)}.",
+        f"Lower, of {len(finite)} combinations: {'; '.join(steps[1:])}. Not counted, {steps[0]}.",
     )
 
 

@@ -218,30 +218,28 @@ class LinearNetworksExperiment(SweptExperiment):
         )
 
     def _faster(self, store: Store, preset: Preset, optimizer: str) -> Judged:
-        """Curves are kept at the rate of the tuning trials only."""
-        kept: dict[str, list[int | None]] = {}
+        """Curves are kept at the rate of the tuning trials only; what happens at the floor is said, not counted."""
+        needed: list[list[float]] = []
         for kind in (EGOP, ORIGINAL):
             runs = self.reported(store, preset, optimizer, kind)
             middle, epochs = quartiles([run.result["loss"] for run in runs])[1], runs[0].result["epoch"]
-            places = [first_below(middle, level) for level in _LEVELS]
-            kept[kind] = [None if place is None else epochs[place] for place in places]
-        pairs = [[math.inf if place is None else place for place in pair] for pair in zip(*kept.values(), strict=True)]
-        reached = [(a, b) for a, b in pairs if min(a, b) < math.inf]
-        shown = "; ".join(
-            f"{level:g}: {'never' if a is None else a} and {'never' if b is None else b}"
-            for level, a, b in zip(_LEVELS, *kept.values(), strict=True)
-        )
-        every = runs[0].result["epoch"][1]
-        finite = [(max(a, 1), b) for a, b in reached if max(a, b) < math.inf]
+            places = [first_below(middle, level) for level in (*_LEVELS, _FLOOR)]
+            needed.append([math.inf if place is None else float(epochs[place]) for place in places])
+        pairs = list(zip(*needed, strict=True))
+        shown = [
+            f"{level:g}: {_epochs(a)} and {_epochs(b)}" for level, (a, b) in zip((*_LEVELS, _FLOOR), pairs, strict=True)
+        ]
+        reached = [(a, b) for a, b in pairs[:-1] if min(a, b) < math.inf]
+        ratios = [math.log10(b / max(a, 1)) for a, b in reached if max(a, b) < math.inf and b > 0]
+        holds = verdict(any(a < b for a, b in reached) and all(a <= b for a, b in reached))
         return Judged(
             f"linear-networks/{optimizer}-faster",
             f"EGOP {optimizer} converges faster than {optimizer}.",
-            verdict(any(a < b for a, b in reached) and all(a <= b for a, b in reached))
-            if reached
-            else "cannot be judged",
-            f"Epochs to a training loss of so much, EGOP and original, counted by {every}: {shown}.",
+            holds if reached else "cannot be judged",
+            f"Epochs to a training loss of so much, EGOP and original, by {epochs[1]}: {'; '.join(shown[:-1])}. "
+            f"Not counted, the rounding floor, {shown[-1]}.",
             threshold="fewer epochs to one of these losses, more to none",
-            margin=max((math.log10(b / a) for a, b in finite), default=None),
+            margin=max(ratios, default=None),
         )
 
     def _robust(self, store: Store, preset: Preset, optimizer: str) -> Judged:
@@ -356,6 +354,10 @@ def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any
     epochs = len(result["loss"]) - 1
     kept = sorted({round(place * epochs / _POINTS) for place in range(_POINTS + 1)})
     return numbers | {"epoch": kept} | {name: [values[k] for k in kept] for name, values in result.items()}
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.0f}" if math.isfinite(count) else "never"
 
 
 def _floors(*losses: float) -> str:
