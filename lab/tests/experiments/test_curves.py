@@ -14,7 +14,8 @@ def test_medians_and_quartiles_count_what_is_not_finite_as_worst():
     assert (low, middle, high) == ([2.0, 6.0], [3.0, math.inf], [4.0, math.inf])
     assert median([math.nan, 1.0, math.inf]) == math.inf
     assert median([3.0, math.nan, 1.0]) == 3.0
-    assert median([4.0, 1.0]) == 1.0
+    assert median([4.0, 1.0]) == 2.5
+    assert quartiles([[4.0], [1.0]])[1] == [2.5]
 
 
 def test_first_below():

@@ -23,35 +23,56 @@ LOSSES = {
 }
 
 
-def judged(tmp_path, losses, accuracy=None, only_at_chosen=False):
-    """Verdicts on made-up runs; the second of the rates has the best validation accuracy."""
+def faked(tmp_path, losses, accuracy=None, only_at_chosen=False, tuned=1):
+    """Made-up runs; one of the rates has the best validation accuracy, on tuning trials perhaps another one."""
     experiment, store = DigitsExperiment(), Store(tmp_path / "records.jsonl")
     for optimizer, rates in experiment.settings("quick")["rates"].items():
         for kind in (ORIGINAL, EGOP):
             for rate in rates:
-                chosen = rate == rates[1]
-                loss = losses[optimizer][kind] * (1e9 if only_at_chosen and kind == EGOP and not chosen else 1)
+                turned = kind == EGOP and optimizer in ("Adam", "Adagrad")
+                elsewhere = only_at_chosen and turned and rate != rates[1]
+                loss = losses[optimizer][kind] * (1e9 if elsewhere else 1)
                 share = (accuracy or {}).get((optimizer, kind), 0.9)
                 for seed in (0, 1, 2, TUNING):
                     config = {"optimizer": optimizer, "coordinates": kind, "lr": rate, "seed": seed}
-                    result = {"loss": [loss, loss], "test accuracy": share}
-                    result["best validation accuracy"] = 0.95 if chosen else 0.5
+                    soon = loss if turned else 2 * loss
+                    result = {"loss": [10.0, soon, loss], "test accuracy": share}
+                    best = rates[tuned if seed == TUNING else 1]
+                    result["best validation accuracy"] = 0.95 if rate == best else 0.5
                     store.add(Record(experiment.config("quick", **config), result))
-    return verdicts(experiment, store)
+    return experiment, store
+
+
+def judged(*arguments, **options):
+    return verdicts(*faked(*arguments, **options))
+
+
+def test_rates_are_chosen_as_in_the_paper_and_those_of_tuning_trials_stand_beside(tmp_path):
+    experiment, store = faked(tmp_path, LOSSES, only_at_chosen=True, tuned=2)
+    found = {each.id: each for each in experiment.judge(store, "quick") if each.kind == "claim"}
+    lower = found["digits/Adam-lower"]
+    assert lower.verdict == "holds"
+    (other,) = lower.beside
+    assert (other.verdict, other.rule) == ("does not hold", "rates chosen on tuning trials of their own")
+    assert "EGOP: 1e+05" in other.found
+    assert found["digits/Adam-robust"].beside == ()
 
 
 def test_all_claims_hold_where_the_records_are_as_the_paper_says(tmp_path):
     found = judged(tmp_path, LOSSES)
-    assert len(found) == 10
+    assert len(found) == 14
     assert set(found.values()) == {"holds"}
 
 
 @pytest.mark.parametrize(
     ("losses", "failing"),
     [
-        ({"Adam": {ORIGINAL: 1e-3, EGOP: 2e-3}}, {"Adam-lower", "Adam-robust"}),
-        ({"Adagrad": {ORIGINAL: 1.0, EGOP: 0.5}}, {"Adagrad-below-sgd"}),
-        ({"SGD": {ORIGINAL: 1e-5, EGOP: 1e-5}}, {"Adam-below-sgd", "Adagrad-below-sgd"}),
+        ({"Adam": {ORIGINAL: 1e-3, EGOP: 2e-3}}, {"Adam-lower", "Adam-faster", "Adam-robust"}),
+        ({"Adagrad": {ORIGINAL: 1.0, EGOP: 0.5}}, {"Adagrad-below-sgd", "Adagrad-faster-than-sgd"}),
+        (
+            {"SGD": {ORIGINAL: 1e-5, EGOP: 1e-5}},
+            {f"{name}-{claim}" for name in ("Adam", "Adagrad") for claim in ("below-sgd", "faster-than-sgd")},
+        ),
     ],
 )
 def test_each_claim_fails_where_the_records_say_so(tmp_path, losses, failing):

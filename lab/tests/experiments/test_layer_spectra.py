@@ -5,7 +5,7 @@ import torch
 from egop_lab.data.batches import DataSet, Split
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import layer_spectra
-from egop_lab.experiments.layer_spectra import LayerSpectraExperiment
+from egop_lab.experiments.layer_spectra import NORMAL, LayerSpectraExperiment
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import subsampled
@@ -17,15 +17,26 @@ def layer(size, decades):
     return {**subsampled(list(values), leading=50), "stable rank": float(np.sqrt(values).sum())}
 
 
-def judged(tmp_path, digits=(8, 2), fashion=(8, 2)):
+def judged(tmp_path, digits=(8, 2), fashion=(8, 2), as_digits=None):
+    return verdicts(*faked(tmp_path, digits, fashion, as_digits))
+
+
+def faked(tmp_path, digits=(8, 2), fashion=(8, 2), as_digits=None):
     experiment, store = LayerSpectraExperiment(), Store(tmp_path / "records.jsonl")
     sizes = {"digits": (2048, 320), "fashion": (3920, 80)}
     for config in experiment._configs("quick"):
         data = config["data"]
-        decades = digits if data == "digits" else fashion
+        decades = digits if data == "digits" else fashion if "rho" in config else as_digits or fashion
         pair = [layer(size, each) for size, each in zip(sizes[data], decades, strict=True)]
         store.add(Record(config, dict(zip(("0.weight", "2.weight"), pair, strict=True))))
-    return verdicts(experiment, store)
+    return experiment, store
+
+
+def test_another_initialisation_of_fashion_mnist_stands_beside_its_own(tmp_path):
+    experiment, store = faked(tmp_path, fashion=(4, 2), as_digits=(8, 2))
+    similar = experiment.judge(store, "quick")[-1]
+    assert similar.verdict == "does not hold"
+    assert [other.verdict for other in similar.beside] == ["holds"]
 
 
 def test_claims_hold_where_the_first_layer_decays_faster(tmp_path):
@@ -68,10 +79,11 @@ def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
     )
     store, said = Store(tmp_path / "records.jsonl"), []
     Toy().run(store, Context(progress=False, say=said.append))
-    assert [line.partition(": ")[0] for line in said] == ["images"]
-    assert [record.config["data"] for record in store] == ["digits", "fashion"]
+    assert {line.partition(": ")[0] for line in said} == {"images"}
+    assert [record.config["data"] for record in store] == ["digits", "fashion", "fashion"]
     sizes = [[layer["dimension"] for layer in record.result.values()] for record in store]
-    assert sizes == [[2048, 320], [392, 8]]
+    assert sizes == [[2048, 320], [392, 8], [392, 8]]
+    assert [record.config.get("rho") for record in store] == [None, None, NORMAL]
     assert {claim.id for claim in Toy().judge(store, "quick")} == {
         "layer-spectra/digits",
         "layer-spectra/fashion",
@@ -79,6 +91,7 @@ def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
     }
     (picture,) = Toy().pictures(store, "quick")
     assert [panel.title.split(", ")[1] for panel in picture.panels] == ["first layer", "second layer"] * 2
+    assert [len(panel.series) for panel in picture.panels] == [1, 1, 2, 2]
 
 
 def test_without_fashion_mnist_the_digits_are_kept_and_judged(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ FINALS = {
 def judged(tmp_path, monkeypatch):
     """Verdicts on made-up final losses; the second of the rates is the best one of original coordinates."""
 
-    def go(finals, only_at_chosen=False, diverging=None):
+    def go(finals, only_at_chosen=False, diverging=None, slow=True):
         def train(problem, optimizer, rates, steps, *, basis, record_every, **_):
             final = finals[optimizer][basis or ORIGINAL]
             every = LinearNetworksExperiment().settings("quick")["rates"][optimizer]
@@ -35,7 +35,10 @@ def judged(tmp_path, monkeypatch):
             if optimizer == diverging:
                 factors[-1] = math.nan
             last = (final * factors).expand(len(problem.seeds), -1)
-            curve = torch.stack([last] * (steps // record_every + 1), dim=-1)
+            count = steps // record_every + 1
+            late = count // 2 if basis is None and optimizer in ("Adam", "Adagrad") and slow else 1
+            before = torch.ones_like(last)
+            curve = torch.stack([before if place < late else last for place in range(count)], dim=-1)
             return {"loss": curve, "validation loss": 2 * curve}, 1.0
 
         monkeypatch.setattr(batched, "train", train)
@@ -56,7 +59,7 @@ def changed(optimizer, **finals):
 
 def test_all_claims_hold_where_the_records_are_as_the_paper_says(judged):
     found = judged(FINALS)
-    assert len(found) == 13
+    assert len(found) == 17
     assert set(found.values()) == {"holds"}
 
 
@@ -65,17 +68,35 @@ def test_all_claims_hold_where_the_records_are_as_the_paper_says(judged):
     [
         (changed("Adam", whole=5e-7, block=5e-7, first=9e-7), {"Adam-lower"}),
         (changed("Adagrad", block=5e-7), {"Adagrad-block"}),
+        (changed("Adam", block=1e-5), {"Adam-block", "Adam-block-lower"}),
         (changed("Adagrad", first=5e-7), {"Adagrad-first-layer"}),
         (changed("Adam", first=1e-10), {"Adam-first-layer"}),
         (changed("SGD", original=1e-8, whole=1e-8), {"adaptive"}),
         (
             changed("Adam", whole=math.nan),
-            {"Adam-lower", "Adam-robust", "Adam-validation", "Adam-block", "Adam-first-layer", "adaptive"},
+            {"adaptive"}
+            | {f"Adam-{name}" for name in ("lower", "faster", "robust", "validation", "block", "first-layer")},
         ),
     ],
 )
 def test_each_claim_fails_where_the_records_say_so(judged, finals, failing):
     assert {claim for claim, verdict in judged(finals).items() if verdict != "holds"} == failing
+
+
+def test_a_loss_that_is_reached_no_sooner_is_not_faster(judged):
+    found = judged(changed("Adagrad", original=1e-9), slow=False)
+    assert {claim for claim, verdict in found.items() if claim.endswith("faster") and verdict == "holds"} == {
+        "Adam-faster"
+    }, "which ends lower"
+
+
+def test_losses_at_the_rounding_floor_are_said_to_be(judged, tmp_path):
+    found = judged(changed("Adam", original=1e-33, whole=1e-35))
+    assert found["Adam-lower"] == found["Adam-validation"] == "does not hold"
+    store = Store(tmp_path / "records.jsonl")
+    lower = LinearNetworksExperiment().judge(store, "quick")[0]
+    assert lower.found.endswith("both at the rounding floor.")
+    assert lower.margin == 0
 
 
 def test_a_gain_at_one_learning_rate_only_is_not_robust(judged):

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from egop_lab.experiments import tuned
-from egop_lab.experiments.matrix_factorization import SPEED, Factorization, MatrixFactorizationExperiment, crossing
+from egop_lab.experiments.matrix_factorization import (
+    PRINTED,
+    SPEED,
+    Factorization,
+    MatrixFactorizationExperiment,
+    crossing,
+)
 from egop_lab.experiments.tuned import Method
 from egop_lab.training.context import Context
 from egop_lab.training.records import Store
@@ -29,6 +35,8 @@ def test_the_start_is_the_spectral_one():
     product = start["L"][0] @ start["R"][0].mT
     assert torch.allclose(product, U[:, :2] * values[:2] @ Vh[:2])
     assert torch.allclose(start["L"][0].mT @ start["L"][0], start["R"][0].mT @ start["R"][0])  # balanced
+    printed = Factorization([3], **SIZES, start=PRINTED).alone(3).start()
+    assert torch.allclose(printed["L"][0] @ printed["R"][0].mT, U[:, :2] / values[:2] @ Vh[:2])
 
 
 def test_the_optimum_is_attained_and_not_undercut():
@@ -105,6 +113,20 @@ def test_the_claims_hold_where_the_records_say_so(tmp_path):
     )
     assert set(found.values()) == {"holds"}
     assert len(found) == 8
+
+
+def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path):
+    def result(config):
+        turned = config["coordinates"] == EGOP
+        return outcome(lambda method, rate: 12 if turned == ("start" in config) else 3)(config)
+
+    experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path, preset="full")
+    judged = experiment.judge(store, "full")
+    assert {each.verdict for each in judged} == {"holds"}
+    assert {other.verdict for each in judged for other in each.beside} == {"does not hold"}
+    assert [each.kind for each in judged] == ["claim", "claim", "reading", "reading"] * 2
+    methods = {record.config["optimizer"] for record in store if "start" in record.config}
+    assert methods == {"Adam", "Adagrad", "SOAP", "Shampoo"}, "the paper's"
 
 
 def test_the_claims_fail_where_the_records_say_so(tmp_path):

@@ -14,9 +14,9 @@ from egop.runs import Panel, Picture, Series
 from egop_lab.cli import app
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import registry, reproduce
-from egop_lab.experiments.base import Experiment, Judged, Table, compare
+from egop_lab.experiments.base import Beside, Experiment, Judged, Table, compare
 from egop_lab.experiments.curves import quartiles
-from egop_lab.report import reproduction
+from egop_lab.report import reproduction, words
 from egop_lab.training.context import Context, finished
 from egop_lab.training.records import Store
 
@@ -109,15 +109,18 @@ def test_the_report_shows_claims_numbers_settings_device_and_figures(tmp_path, t
     reproduction.write_html(found, tmp_path / "out" / "reproduction.html")
     text = (tmp_path / "out" / "reproduction.md").read_text()
     assert "Of 1 claim of the paper 1 holds." in text
-    assert "| Fast is lower than slow \\| really. | holds | fast: 0.25; slow: 0.5. |" in text
+    assert "| Fast is lower than slow \\| really. | holds | fast: 0.25; slow: 0.5. |  |" in text
+    assert "| [A <toy>](#toy) | 1 / 1 | All hold. |" in text
     assert "Preset: **quick**. 4 runs, 2 seconds in all, on CPU" in text
-    assert "trials: 2; rates: [0.1, 0.2]; methods: [SGD; SGD, two-sided]; sizes: [n 1, d 2; n 3, d 4]." in text
-    assert "It has not been run." in text
+    assert "| methods | [SGD; SGD, two-sided] |\n| sizes | [n 1, d 2; n 3, d 4] |" in text
+    assert "Not run: hungry.\n" in text
     assert (tmp_path / "out" / "images" / "reproduction" / "toy.svg").exists()
     page = (tmp_path / "out" / "reproduction.html").read_text()
     assert "A &lt;toy&gt;" in page
     assert "A <toy>" not in page
-    assert 'aria-label="Loss &amp; more"' in page
+    assert 'aria-label="Loss"' in page
+    assert "<figcaption>Loss &amp; more</figcaption>" in page
+    assert "<p>Not run: hungry.</p>" in page
     assert "http" not in page.replace("https://matplotlib.org", "")
     HTMLParser().feed(page)
 
@@ -150,19 +153,81 @@ def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
     assert reproduction.counts([section()]) == "Nothing has been run yet."
 
 
-def test_a_claim_that_is_judged_twice_counts_once(tmp_path):
-    found = section(
-        *(judged("a"), judged("a")),
-        *(judged("b"), judged("b", "does not hold")),
-        *(judged("c", "does not hold"), judged("c", "does not hold")),
-    )
+def test_readings_of_ours_are_not_claims_of_the_paper(tmp_path):
+    found = section(judged("a"), judged("b", "does not hold", "reading"))
     assert reproduction.counts([found]) == (
-        "Of 3 claims of the paper 1 holds, 1 does not hold, 1 depends on how the learning rate was searched for."
+        "Of 1 claim of the paper 1 holds; of 1 reading of ours of its figures 1 does not hold."
     )
-    for sections, said in (([found], 1), ([section(judged("a"))], 0)):
-        for path, write in (("r.md", reproduction.write_markdown), ("r.html", reproduction.write_html)):
-            write(sections, tmp_path / path)
-            assert (tmp_path / path).read_text().count("count once in the summary") == said
+    assert words.held(found.judged) == "1 / 1"
+    reproduction.write_markdown([found], tmp_path / "r.md")
+    assert "| Our reading: So it is. | **does not hold** |" in (tmp_path / "r.md").read_text()
+
+
+def flipped(name, verdict, other):
+    beside = (Beside("ours", other, "3 and 4."),)
+    return Judged(f"toy/{name}", "So it is.", verdict, "1 and 2.", paper="5 and 6", threshold="by 7", beside=beside)
+
+
+def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
+    found = [section(flipped("a", "holds", "does not hold"), flipped("b", "does not hold", "holds"),
+                     flipped("c", "does not hold", "holds"))]  # fmt: skip
+    row = (
+        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>By our rule (ours): does not hold. 3 and 4. "
+        "| 5 and 6 |"
+    )
+    reproduction.write_markdown(found, tmp_path / "r.md")
+    reproduction.write_html(found, tmp_path / "r.html")
+    text = (tmp_path / "r.md").read_text()
+    assert row in text
+    assert "2 claims more would hold and 1 would not" in text
+    assert "Does not hold: So it is and 1 more; 3 otherwise by our rule." in text
+    assert "In the paper: 5 and 6." in (tmp_path / "r.html").read_text()
+
+
+def compared(experiment, name, verdict, margin, kind="claim"):
+    return Judged(f"{experiment}/{name}", f"{name}.", verdict, "1 and 2.", kind, margin=margin)
+
+
+def test_the_strongest_and_the_clearest_are_those_furthest_apart_one_an_experiment():
+    items = [
+        compared("one", "a", "holds", 2.0),
+        compared("one", "b", "holds", 3.0),
+        compared("two", "c", "holds", 1.0),
+        compared("three", "d", "does not hold", -0.5),
+        compared("three", "e", "does not hold", None),
+        compared("four", "f", "does not hold", -9.0, "target"),
+        compared("five", "g", "does not hold", -1.0),
+        compared("six", "h", "does not hold", 0.0),
+    ]
+    assert [item.words for item in words.furthest(items, "holds")] == ["b.", "c."]
+    assert [item.words for item in words.furthest(items, "does not hold")] == ["g.", "d."]
+    assert [words.apart(item) for item in (items[1], items[3])] == ["a factor of 1000", "a factor of 3.2"]
+    assert words.apart(compared("one", "a", "holds", 25.2)) == "25 decades"
+
+
+class Named(Toy):
+    labels: ClassVar = ("fig:toy", "table:toy")
+    paper: ClassVar = {"trials": "2", "rates": "[0.1]"}
+
+    def settings(self, preset):
+        return super().settings(preset) | {"tasks": {"one": {"n": 1}, "two": {"n": 2, "d": 3}}}
+
+
+def test_what_differs_from_the_paper_is_said_from_the_settings(tmp_path):
+    assert words.deviations(Named(), "quick") == "Differs from the paper in rates: [0.1, 0.2] (paper: [0.1])."
+    assert words.deviations(Toy(), "quick") == ""
+    assert words.settings(Named(), "quick")[-2:] == [("tasks: one", "n 1"), ("tasks: two", "n 2, d 3")]
+    reproduction.write_markdown([reproduction.Section(Named(), "quick")], tmp_path / "r.md")
+    text = (tmp_path / "r.md").read_text()
+    assert "In the paper: Figure 0 (`fig:toy`, `table:toy`)." in text
+    assert "| tasks: two | n 2, d 3 |" in text
+
+
+@pytest.mark.parametrize("id", registry.IDS)
+def test_what_the_paper_has_is_named_of_settings_that_there_are(id):
+    one = registry.experiment(id)
+    assert set(one.paper) <= set(one.settings("full"))
+    assert bool(one.paper) == bool(one.labels), "what is not in the paper has neither"
 
 
 def test_the_quick_preset_is_explained_only_where_a_section_has_it(tmp_path):

@@ -121,6 +121,11 @@ def loss_and_spectra(runs: Sequence[Run], spectra: Mapping[str, Sequence[float]]
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 def draw(picture: Picture) -> Figure:
     """A picture of an experiment: its panels in rows of three."""
+    return _drawn(picture)
+
+
+def _drawn(picture: Picture) -> Figure:
+    """In whatever style is set."""
     columns = min(3, len(picture.panels))
     rows = -(-len(picture.panels) // columns)
     wide = any(panel.kind == "cells" for panel in picture.panels)
@@ -247,10 +252,37 @@ def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) ->
     return svg.replace(_PAGE_TEXT, "currentColor").replace(_PAGE_GRID, "var(--grid)")
 
 
-@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
+# Black lines (Muon's), dark whiskers and dark violet would vanish on a dark page.
+_PAGE_COLORS = {
+    _PAGE_TEXT: "currentColor",
+    _PAGE_GRID: "var(--grid)",
+    "#000000": "currentColor",
+    "#333333": "currentColor",
+    "#4b2991": "var(--violet)",
+}
+_PAGE_STYLE = {
+    "axes.edgecolor": _PAGE_TEXT,
+    "axes.labelcolor": _PAGE_TEXT,
+    "axes.titlecolor": _PAGE_TEXT,
+    "grid.color": _PAGE_GRID,
+    "legend.labelcolor": _PAGE_TEXT,
+    "text.color": _PAGE_TEXT,
+    "xtick.color": _PAGE_TEXT,
+    "ytick.color": _PAGE_TEXT,
+}
+
+
 def inline_picture(picture: Picture) -> str:
-    """A whole picture, with its legends and a white background, as SVG to be put into a page."""
-    return _embedded(draw(picture), picture.name, picture.caption, transparent=False)
+    """A picture's panels with their legends as SVGs to be put into a page, in its colours; the page places them."""
+    panels = []
+    for place, panel in enumerate(picture.panels, start=1):
+        with matplotlib.rc_context(STYLE | _PAGE_STYLE):  # type: ignore[arg-type]
+            figure = _drawn(Picture(picture.name, picture.caption, [panel]))
+            svg = _embedded(figure, f"{picture.name}-{place}", panel.title or picture.caption, transparent=True)
+        for color, of_page in _PAGE_COLORS.items():
+            svg = svg.replace(color, of_page)
+        panels.append(svg)
+    return "".join(panels)
 
 
 def _embedded(figure: Figure, name: str, label: str, *, transparent: bool) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +13,22 @@ from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 
 Verdict = Literal["holds", "does not hold", "cannot be judged"]
-Kind = Literal["claim", "target", "check"]
+Kind = Literal["claim", "reading", "target", "check"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What another rule says of a claim.
+
+    Attributes:
+        rule: in what it differs.
+        verdict: by that rule.
+        found: the numbers it looks at.
+    """
+
+    rule: str
+    verdict: Verdict
+    found: str
 
 
 @dataclass(frozen=True)
@@ -19,12 +36,17 @@ class Judged:
     """A claim of the paper and what was found.
 
     Attributes:
-        id: of the claim, ``experiment/short-name``; one that is judged more than once has it every time.
+        id: of the claim, ``experiment/short-name``.
         words: the paper's claim in short.
-        verdict: what the records say; "cannot be judged" where this preset is too small for it.
+        verdict: what the records say by the paper's own rule; "cannot be judged" where this preset is too small for it.
         found: the measured numbers on both sides, in a sentence made from the records.
-        kind: a claim of the paper, a target of this project, or a check that the code is right: one that fails is an
-            error, so there are only checks that hold.
+        kind: a claim of the paper, a reading of a figure of it that is ours, a target of this project, or a check that
+            the code is right: one that fails is an error, so there are only checks that hold.
+        paper: the paper's numbers, where it has some.
+        threshold: where the paper's words have none: from when on it holds, by our choice.
+        beside: what it is by other rules, ours.
+        margin: how far apart the compared numbers are, in decades; negative where they are the other way round. None
+            where there are no two numbers.
     """
 
     id: str
@@ -32,6 +54,10 @@ class Judged:
     verdict: Verdict
     found: str
     kind: Kind = "claim"
+    paper: str = ""
+    threshold: str = ""
+    beside: tuple[Beside, ...] = ()
+    margin: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +81,9 @@ class Experiment(abc.ABC):
     id: ClassVar[str]
     title: ClassVar[str]
     figures: ClassVar[str]  # which ones of the paper
+    labels: ClassVar[tuple[str, ...]] = ()  # what they are called in its source
+    # By setting, what the paper has; a setting of which it says nothing is not here.
+    paper: ClassVar[Mapping[str, str]] = {}
     version: ClassVar[int] = 1  # goes into every configuration; raised when the code changes what a run does
 
     @abc.abstractmethod
@@ -77,6 +106,10 @@ class Experiment(abc.ABC):
         """What is better read than seen, from the records alone; none by default."""
         return []
 
+    def remarks(self, store: Store, preset: Preset) -> list[str]:
+        """What is to be said before anything else, from the records alone; nothing by default."""
+        return []
+
     def config(self, preset: Preset, **entries: Any) -> dict[str, Any]:
         """The configuration of one run: what is common to all, and its own settings."""
         return {"experiment": self.id, "version": self.version, "preset": preset, **entries}
@@ -92,9 +125,19 @@ def verdict(holds: bool) -> Verdict:
     return "holds" if holds else "does not hold"
 
 
-def compare(
-    id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], *, judged: bool = True
-) -> Judged:
-    """The verdict on a claim that one measured number is smaller than another."""
+def decades(smaller: float, larger: float, floor: float = 0.0) -> float | None:
+    """How many decades a number is below another one, both seen no lower than a floor; None without positive ones."""
+    one, other = max(smaller, floor), max(larger, floor)
+    return math.log10(other / one) if 0 < one < math.inf and 0 < other < math.inf else None
+
+
+def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], **more: Any) -> Judged:
+    """The verdict on a claim that one measured number is smaller than another; more: of what is judged."""
     finding = f"{smaller[0]}: {smaller[1]:.3g}; {larger[0]}: {larger[1]:.3g}."
-    return Judged(id, words, verdict(smaller[1] < larger[1]) if judged else "cannot be judged", finding)
+    margin = decades(smaller[1], larger[1])
+    return Judged(id, words, verdict(smaller[1] < larger[1]), finding, margin=margin, **more)
+
+
+def beside(rule: str, other: Judged) -> Beside:
+    """What was judged by another rule, to stand beside."""
+    return Beside(rule, other.verdict, other.found)

@@ -18,8 +18,8 @@ from egop_lab.training.sweeps import ORIGINAL
 def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
     """First quartile, median and third quartile over trials, entry by entry; what is not finite counts as worst."""
     stacked = np.nan_to_num(np.asarray(curves, dtype=float), nan=np.inf, posinf=np.inf)
-    low, middle, high = np.quantile(stacked, (0.25, 0.5, 0.75), axis=0, method="nearest")
-    return low.tolist(), middle.tolist(), high.tolist()
+    low, high = np.quantile(stacked, (0.25, 0.75), axis=0, method="nearest")  # between infinite ones there is nothing
+    return low.tolist(), np.median(stacked, axis=0).tolist(), high.tolist()
 
 
 def bar_panel(title: str, what: str, runs: Mapping[str, Sequence[Record]], number: Callable[[Record], float]) -> Panel:
@@ -33,7 +33,7 @@ def bar_panel(title: str, what: str, runs: Mapping[str, Sequence[Record]], numbe
 
 def median(values: Sequence[float]) -> float:
     """The median, what is not finite counting as worst (largest)."""
-    return statistics.median_low([value if value == value else float("inf") for value in values])
+    return statistics.median([value if value == value else math.inf for value in values])
 
 
 def first_below(curve: Sequence[float], target: float) -> int | None:

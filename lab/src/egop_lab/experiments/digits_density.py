@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments.base import Experiment, Judged, verdict
+from egop_lab.experiments.base import Experiment, Judged, decades, verdict
 from egop_lab.experiments.digits_spectrum import NORMAL, DigitsSpectrumExperiment, measure
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.records import Record, Store
@@ -21,6 +22,8 @@ class DigitsDensityExperiment(Experiment):
     id: ClassVar[str] = "digits-density"
     title: ClassVar[str] = "The density of the leading EGOP eigenvectors"
     figures: ClassVar[str] = "Supplementary: density of the 100 leading eigenvectors"
+    labels: ClassVar[tuple[str, ...]] = ("fig:MNIST-global-eigvec-density",)
+    paper: ClassVar[Mapping[str, str]] = {"samples per dimension": "10", "eigenvectors": "100"}
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         settings = DigitsSpectrumExperiment().settings(preset)
@@ -49,18 +52,24 @@ class DigitsDensityExperiment(Experiment):
                 "The leading eigenvector is dense: β₁ > 0.5.",
                 verdict(densities[0] > 0.5),
                 f"β₁ = {densities[0]:.3f}.",
+                paper="β₁ > 0.5",
             ),
             Judged(
                 "digits-density/several",
                 "Several eigenvectors have β > 0.3.",
                 verdict(dense >= _SEVERAL),
-                f"{dense} of the {count} leading ones (holds from {_SEVERAL}).",
+                f"{dense} of the {count} leading ones.",
+                paper="several > 0.3",
+                threshold=f"several: from {_SEVERAL}",
             ),
             Judged(
                 "digits-density/all",
                 f"All {count} leading eigenvectors have β ≫ 1/d.",
                 verdict(lowest * size > _FAR_ABOVE),
-                f"The smallest is {lowest:.3f}, {lowest * size:.3g} times 1/d (holds above {_FAR_ABOVE}).",
+                f"The smallest is {lowest:.3f}, {lowest * size:.3g} times 1/d.",
+                paper=f"1/d < 5e-4, here {1 / size:.2g}",
+                threshold=f"≫: above {_FAR_ABOVE} times",
+                margin=decades(1 / size, lowest),
             ),
         ]
 

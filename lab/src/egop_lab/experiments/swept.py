@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from egop_lab.experiments.base import Experiment
+from egop_lab.experiments.base import Experiment, Judged, beside
 from egop_lab.experiments.curves import best_rate
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
@@ -14,23 +15,37 @@ from egop_lab.training.sweeps import ORIGINAL, TUNING
 
 
 class SweptExperiment(Experiment):
-    """The learning rate of original coordinates is that of EGOP ones too."""
+    """The learning rate of original coordinates is that of EGOP ones too.
+
+    The paper chooses it on the trials that it reports. Here tuning trials choose the one of the figures; claims are
+    judged by both.
+    """
 
     @abc.abstractmethod
     def score(self, result: Mapping[str, Any]) -> float:
-        """What a learning rate is chosen by, median over the tuning trials; the smaller the better."""
+        """What a learning rate is chosen by, median over trials; the smaller the better."""
 
-    def chosen(self, store: Store, preset: Preset, optimizer: str) -> float:
-        """The rate of the best score."""
+    def chosen(self, store: Store, preset: Preset, optimizer: str, *, apart: bool = True) -> float:
+        """The rate of the best score on the tuning trials, or, not apart, on the reported ones."""
         runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
-        return best_rate([run for run in runs if run.config["seed"] >= TUNING], self.score)
+        return best_rate([run for run in runs if (run.config["seed"] >= TUNING) == apart], self.score)
 
     def fresh(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
         """The runs on reported trials, at all rates."""
         runs = self.records(store, preset, optimizer=optimizer, coordinates=coordinates)
         return [run for run in runs if run.config["seed"] < TUNING]
 
-    def reported(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
+    def reported(
+        self, store: Store, preset: Preset, optimizer: str, coordinates: str, *, apart: bool = True
+    ) -> list[Record]:
         """Those at the chosen rate."""
-        rate = self.chosen(store, preset, optimizer)
+        rate = self.chosen(store, preset, optimizer, apart=apart)
         return [run for run in self.fresh(store, preset, optimizer, coordinates) if run.config["lr"] == rate]
+
+
+def by_both(judge: Callable[[bool], Judged]) -> Judged:
+    """A claim by the rates that the paper's rule gives, beside it by those of tuning trials where they differ."""
+    paper, ours = judge(False), judge(True)
+    if (paper.verdict, paper.found) == (ours.verdict, ours.found):
+        return paper
+    return replace(paper, beside=(*paper.beside, beside("rates chosen on tuning trials of their own", ours)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Experiment, Judged, Kind, verdict
+from egop_lab.experiments.base import Experiment, Judged, Kind, beside, decades, verdict
 from egop_lab.experiments.curves import best_rate, first_below, median, quartiles
 from egop_lab.methods import label
 from egop_lab.training.context import Context, Preset
@@ -31,6 +31,9 @@ class Claim:
         method: whose number is to be the smaller one.
         other: whose is the larger one.
         part: how much of that it may be; strictly less than the whole by default.
+        paper: both numbers there.
+        threshold: where the part is our choice.
+        kind: other than that of the experiment's claims.
     """
 
     name: str
@@ -39,6 +42,9 @@ class Claim:
     method: str
     other: str
     part: float | None = None
+    paper: str = ""
+    threshold: str = ""
+    kind: Kind | None = None
 
     def holds(self, one: float, other: float) -> bool:
         """Whether it does, for the two numbers."""
@@ -63,7 +69,7 @@ class TimedExperiment(Experiment):
         """The learning rate that the tuning runs give; a LookupError when some are missing."""
 
     def measures(self, goal: float) -> Measures:
-        """What is compared, by name; the goal is AdamW's best validation loss."""
+        """What is compared, by name; the goal is a validation loss."""
         where = f"to a validation loss of {goal:.3f}"
         return {
             self.length: (f"{self.length.capitalize()} {where}", lambda run: length_to(run, goal)),
@@ -110,16 +116,34 @@ class TimedExperiment(Experiment):
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         runs = self.reported(store, preset)
-        measures = self.measures(self.goal(runs))
-        results = []
-        for claim in self.claims:
-            what, number = measures[claim.measure]
-            one, other = (median([number(run) for run in runs[method]]) for method in (claim.method, claim.other))
-            judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
-            decided = verdict(claim.holds(one, other)) if judged else "cannot be judged"
-            said = f"{what}: {self.said(claim, one, other)}."
-            results.append(Judged(f"{self.id}/{claim.name}", claim.words, decided, said, self.kind))
-        return results
+        (_, goal), *others = self.goals(runs).items()
+        judged = [self._judged(claim, runs, goal, preset) for claim in self.claims]
+        for rule, goal in others:
+            pairs = zip(judged, [self._judged(claim, runs, goal, preset) for claim in self.claims], strict=True)
+            judged = [
+                one if one.found == other.found else replace(one, beside=(*one.beside, beside(rule, other)))
+                for one, other in pairs
+            ]
+        return judged
+
+    def _judged(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judged:
+        what, number = self.measures(goal)[claim.measure]
+        one, other = (median([number(run) for run in runs[method]]) for method in (claim.method, claim.other))
+        judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
+        return Judged(
+            f"{self.id}/{claim.name}",
+            claim.words,
+            verdict(claim.holds(one, other)) if judged else "cannot be judged",
+            f"{what}: {self.said(claim, one, other)}.",
+            claim.kind or self.kind,
+            claim.paper,
+            claim.threshold,
+            margin=decades(one, other) if judged else None,
+        )
+
+    def goals(self, runs: Runs) -> Mapping[str, float]:
+        """The validation losses to be reached, by rule; the first is what claims are judged by, others stand beside."""
+        return {"AdamW's lowest": self.goal(runs)}
 
     def goal(self, runs: Runs) -> float:
         """AdamW's lowest median validation loss after any pass."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments.base import Experiment, Judged, verdict
+from egop_lab.experiments.base import Experiment, Judged, decades, verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
 from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
 from egop_lab.experiments.tuned import Method, small
@@ -71,6 +71,14 @@ class TrajectoriesExperiment(Experiment):
     id: ClassVar[str] = "trajectories"
     title: ClassVar[str] = "Adagrad in the plane"
     figures: ClassVar[str] = "Figure 1 (left)"
+    labels: ClassVar[tuple[str, ...]] = ("fig:opener-cartoon",)
+    paper: ClassVar[Mapping[str, str]] = {
+        "trials": "5",
+        "steps": "1000",
+        "learning rate": "30",
+        "problem": "n 100, decay 1.5; neither samples nor start named",
+        "shown seed": "chosen by its picture, not named",
+    }
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         return {
@@ -139,9 +147,20 @@ class TrajectoriesExperiment(Experiment):
         aligned = verdict(turned < min(original, _ALIGNED))
         one, other = (self._runs(store, preset, "SGD", kind, settings["SGD rate"]) for kind in (ORIGINAL, EGOP))
         return [
-            Judged(f"{self.id}/differ", words, verdict(median(apart) > _APART), finding),
             Judged(
-                f"{self.id}/aligned", "In EGOP coordinates the main directions lie along the axes.", aligned, numbers
+                f"{self.id}/differ",
+                words,
+                verdict(median(apart) > _APART),
+                finding,
+                threshold=f"differ: by {_APART:g} of that distance",
+            ),
+            Judged(
+                f"{self.id}/aligned",
+                "In EGOP coordinates the main directions lie along the axes.",
+                aligned,
+                numbers,
+                threshold=f"within {_ALIGNED:g}°",
+                margin=decades(turned, original),
             ),
             self._solved(store, preset),
             same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
@@ -188,7 +207,8 @@ class TrajectoriesExperiment(Experiment):
             "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
         )
         finding = f"Median final loss above the minimum: {min(medians.values()):.2g} to {max(medians.values()):.2g}."
-        return Judged(f"{self.id}/solved", words, verdict(max(medians.values()) < 1e-10), finding)
+        holds = verdict(max(medians.values()) < 1e-10)
+        return Judged(f"{self.id}/solved", words, holds, finding, paper="< 1e-10")
 
     def _seeds(self, preset: Preset) -> list[int]:
         settings = self.settings(preset)

@@ -70,6 +70,10 @@ class TunedExperiment(Experiment):
         coordinatewise = [Method(name, kind) for name in ("Adam", "Adagrad") for kind in kinds]
         return coordinatewise + [Method(name) for name in self.settings(preset)["baselines"]]
 
+    def pairs(self, preset: Preset) -> list[tuple[Case, Method]]:
+        """What is run: every method on every case."""
+        return [(case, method) for case in self.cases(preset) for method in self.methods(preset)]
+
     @abc.abstractmethod
     def trials(self, case: Case, seeds: Sequence[int]) -> Trials:
         """The problems of several seeds."""
@@ -89,7 +93,7 @@ class TunedExperiment(Experiment):
     def run(self, store: Store, context: Context) -> None:
         with small(context) as context:
             settings = self.settings(context.preset)
-            pairs = [(case, method) for case in self.cases(context.preset) for method in self.methods(context.preset)]
+            pairs = self.pairs(context.preset)
             while tasks := [task for pair in pairs for task in self._tuning_left(store, context.preset, *pair)]:
                 self._do(tasks, store, context, "tuning")
             fresh = range(settings["trials"])

@@ -1,0 +1,126 @@
+"""What the report says of settings and verdicts, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from egop.runs import counted
+from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.training.context import Preset
+
+RULE = (
+    "Chosen from the records by a rule: of the claims of the paper that compare two measured numbers, those whose "
+    "numbers are furthest apart by their ratio, one an experiment."
+)
+
+
+def settings(experiment: Experiment, preset: Preset) -> list[tuple[str, str]]:
+    """Names and values; what is nested has a row of its own for each part."""
+    rows: list[tuple[str, str]] = []
+    for name, value in experiment.settings(preset).items():
+        parts = value if isinstance(value, Mapping) and any(isinstance(v, Mapping) for v in value.values()) else None
+        rows += [(f"{name}: {part}", words(own)) for part, own in parts.items()] if parts else [(name, words(value))]
+    return rows
+
+
+def deviations(experiment: Experiment, preset: Preset) -> str:
+    """Where the settings are not what the paper names, in a sentence; nothing where it names none."""
+    ours = {name: words(value) for name, value in experiment.settings(preset).items()}
+    if not experiment.paper:
+        return ""
+    differing = [f"{name}: {ours[name]} (paper: {there})" for name, there in experiment.paper.items()
+                 if ours[name] != there]  # fmt: skip
+    return f"Differs from the paper in {'; '.join(differing)}." if differing else "All settings are the paper's."
+
+
+def words(value: Any) -> str:
+    """A setting as it is read."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {words(entry)}" for key, entry in value.items())
+    if isinstance(value, (list, tuple, range)):
+        entries = [words(entry) for entry in value]
+        return f"[{('; ' if any(', ' in entry for entry in entries) else ', ').join(entries)}]"
+    return str(value)
+
+
+def held(judged: Sequence[Judged]) -> str:
+    """How many of the claims that were judged hold; of targets where there are no claims."""
+    kind = "claim" if any(item.kind == "claim" for item in judged) else "target"
+    decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
+    good = sum(item.verdict == "holds" for item in decided)
+    return f"{good} / {len(decided)}{'' if kind == 'claim' else ' targets'}"
+
+
+def reason(judged: Sequence[Judged]) -> str:
+    """Why not all of them hold, in a line."""
+    own = [item for item in judged if item.kind in ("claim", "target")]
+    failed = [item for item in own if item.verdict == "does not hold"]
+    unknown = sum(item.verdict == "cannot be judged" for item in own)
+    flipped = sum(any(other.verdict != item.verdict for other in item.beside) for item in own)
+    if failed:
+        worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
+        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        parts = [f"does not hold: {worst.words.removesuffix('.').removeprefix('Target: ')}{more}"]
+    else:
+        some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
+        parts = [some if unknown else "all hold"]
+    parts += [f"{unknown} cannot be judged"] if 0 < unknown < len(own) else []
+    parts += [f"{flipped} otherwise by our rule"] if flipped else []
+    line = "; ".join(parts)
+    return f"{line[0].upper()}{line[1:]}."
+
+
+def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Judged]:
+    """The claims of the paper with a verdict whose numbers are furthest apart, one an experiment."""
+    sign = 1 if verdict == "holds" else -1
+    margins = [
+        (sign * item.margin, item)
+        for item in judged
+        if item.kind == "claim" and item.verdict == verdict and item.margin is not None and sign * item.margin > 0
+    ]
+    best: dict[str, Judged] = {}
+    for _, item in sorted(margins, key=lambda pair: -pair[0]):
+        best.setdefault(item.id.partition("/")[0], item)
+    return list(best.values())[:count]
+
+
+def apart(item: Judged) -> str:
+    """How far apart its numbers are."""
+    assert item.margin is not None
+    factor = abs(item.margin)
+    return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {_rounded(10**factor)}"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.2g}" if number < 100 else f"{float(f'{number:.2g}'):.0f}"
+
+
+def found(item: Judged) -> list[str]:
+    """What was measured, our threshold and what other rules say, a sentence each."""
+    lines = [item.found]
+    lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
+    lines += [f"By our rule ({other.rule}): {other.verdict}. {other.found}" for other in item.beside]
+    return lines
+
+
+def claim(item: Judged) -> str:
+    """The claim, marked where it is not the paper's."""
+    return f"Our reading: {item.words}" if item.kind == "reading" else item.words
+
+
+def changed(judged: Sequence[Judged]) -> str:
+    """How many claims come out otherwise by rules of ours, in both directions; nothing where there are none."""
+    claims = [item for item in judged if item.kind == "claim"]
+    gained, lost = (
+        sum(item.verdict == one and any(o.verdict == other for o in item.beside) for item in claims)
+        for one, other in (("does not hold", "holds"), ("holds", "does not hold"))
+    )
+    if not gained + lost:
+        return ""
+    return (
+        f"By rules of ours, which stand beside, {counted(gained, 'claim')} more would hold and {lost} would not; "
+        "those that the paper's own rule cannot judge are not counted in either."
+    )
