@@ -8,7 +8,8 @@ from torch import nn
 
 import cases
 import egop
-from egop.diagnostics.learning_rates import _proposed, _searched
+from egop.diagnostics import rate_search
+from egop.diagnostics.rate_search import proposed
 
 LADDER = (1e-3, 1e-2, 1e-1)
 
@@ -199,7 +200,7 @@ def searched(losses, start=3.0):
         tried.append(rate)
         return None if losses[rate] is None else (losses[rate],)
 
-    _searched(list(losses), end, (start,))
+    rate_search.searched(list(losses), end, (start,))
     return tried
 
 
@@ -235,34 +236,34 @@ def test_diverging_runs_end_early():
 def test_a_best_rate_at_an_end_is_said():
     assert "0.0001 is at the end of the rates to try: larger ones may be better" in found(rates=(1e-5, 1e-4)).said
     losses = {1.0: (0.5,), 2.0: (1.0,)}
-    assert "1 is at the end of the rates to try: smaller ones" in _proposed([1.0, 2.0], losses, (3.0,), 50).said
+    assert "1 is at the end of the rates to try: smaller ones" in proposed([1.0, 2.0], losses, (3.0,), 50).said
 
 
-def test_the_smallest_rate_that_is_about_as_good_is_proposed():
+def test_the_smallest_rate_that_is_about_as_good_isproposed():
     ends = {1e-3: (1.2,), 1e-2: (1.04,), 1e-1: (1.0,), 1.0: (1.01,)}
-    result = _proposed([1e-4, *ends, 2.0], ends, (3.0,), 50)  # 5 % of what was gained is 0.1
+    result = proposed([1e-4, *ends, 2.0], ends, (3.0,), 50)  # 5 % of what was gained is 0.1
     assert result.lr == 1e-2
     assert result.said.startswith("lr 0.01. The lowest loss after 50 steps is 1, with 0.1, of 4 rates from 0.001 to 1.")
     assert "0.01 is about as good: of such rates the smallest is proposed." in result.said
     small = {1e-3: (0.02,), 1e-2: (0.012,), 1e-1: (0.01,)}  # 25 % of the loss is less than 5 % of the gain
-    assert _proposed(list(small), small, (3.0,), 50).lr == 1e-2
+    assert proposed(list(small), small, (3.0,), 50).lr == 1e-2
 
 
 def test_a_rate_as_good_beyond_a_worse_one_does_not_count():
     ends = {1e-3: (1.0,), 1e-2: None, 1e-1: (1.0,), 1.0: (0.99,)}
-    assert _proposed(list(ends), ends, (3.0,), 50).lr == 1e-1
+    assert proposed(list(ends), ends, (3.0,), 50).lr == 1e-1
 
 
 def test_rates_that_are_all_as_good_are_said_to_be():
     ends = {1e-3: (1.0,), 1e-2: (1.001,)}
-    assert "All of them are about as good" in _proposed(list(ends), ends, (3.0,), 50).said
+    assert "All of them are about as good" in proposed(list(ends), ends, (3.0,), 50).said
 
 
 def test_a_gain_that_chance_could_bring_is_none():
     start = (1.0, 1.0, 1.0, 1.0)
-    assert _proposed([0.1], {0.1: (0.9, 0.91, 0.9, 0.91)}, start, 50).lr == 0.1
+    assert proposed([0.1], {0.1: (0.9, 0.91, 0.9, 0.91)}, start, 50).lr == 0.1
     with pytest.raises(ValueError, match=r"by more than chance could: the lowest loss is 0\.95, at 0\.1"):
-        _proposed([0.1], {0.1: (0.5, 1.6, 0.4, 1.3)}, start, 50)
+        proposed([0.1], {0.1: (0.5, 1.6, 0.4, 1.3)}, start, 50)
 
 
 def test_it_is_short_and_prints_words():

@@ -3,8 +3,9 @@
 ``scaling`` says what a basis costs from shapes alone. The stages of the command line are imported when they are run.
 """
 
-from egop.diagnostics.learning_rates import FoundRate, find_lr
+from egop.diagnostics.learning_rates import find_lr
 from egop.diagnostics.measure import diagnose
+from egop.diagnostics.rate_search import FoundRate
 from egop.diagnostics.values import BlockDiagnosis, Diagnosis
 
 __all__ = ["BlockDiagnosis", "Diagnosis", "FoundRate", "diagnose", "factories", "find_lr", "scaling", "stages"]

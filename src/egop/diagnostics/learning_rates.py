@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from egop.diagnostics.rate_search import FoundRate, finite, mean, proposed, searched
 from egop.diagnostics.short_runs import (
     Stretches,
     batch_losses,
@@ -21,12 +20,9 @@ from egop.diagnostics.short_runs import (
 )
 from egop.estimation import Objective, checked
 from egop.optimizer import ReparameterizedOptimizer
-from egop.runs import Panel, Picture, Series, counted, train
+from egop.runs import train
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["RATES", "STEPS", "FoundRate", "find_lr"]
+__all__ = ["RATES", "STEPS", "find_lr"]
 
 STEPS = 50
 RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1)
@@ -42,61 +38,6 @@ _WARM_UP, _DECAY = 0.1, 0.4
 # It is looked at so often at most, over the first so many batches: a look at more than so many times the loss of the
 # start ends it.
 _LOOKS, _LOOKED_AT, _RUNAWAY = 5, 3, 10.0
-# A rate is as good as the best one when its loss is higher by less than these parts: of the lowest loss, and of what
-# the best rate gained. The smallest such rate is proposed: where it was wrong, it was less so than the best one.
-_OF_LOSS, _OF_GAIN = 0.25, 0.05
-# A gain counts when it is more than so many standard errors over the batches.
-_ERRORS = 2.0
-# So many rates in a row that are no better going up, or not as good going down, end the search in their direction.
-_WORSE = 2
-
-
-@dataclass(frozen=True, repr=False)
-class FoundRate:
-    """What :func:`egop.find_lr` found; ``print(...)`` shows it in words.
-
-    Attributes:
-        lr: the learning rate that it proposes.
-        rates: those that were tried, from small to large.
-        losses: at the end of their runs, over all batches held; infinite for a run that diverged.
-        said: the outcome in words.
-
-    Example:
-        >>> found = egop.FoundRate(lr=0.02, rates=(0.01, 0.02, 0.05), losses=(0.7, 0.4, 0.9), said="lr 0.02.")
-        >>> found
-        FoundRate(lr=0.02, 3 rates tried)
-        >>> print(found)
-        lr 0.02.
-    """
-
-    lr: float
-    rates: tuple[float, ...]
-    losses: tuple[float, ...]
-    said: str
-
-    def __repr__(self) -> str:
-        """The rate, and of how many it is."""
-        return f"FoundRate(lr={self.lr:g}, {counted(len(self.rates), 'rate')} tried)"
-
-    def __str__(self) -> str:
-        """The outcome in words."""
-        return self.said
-
-    def plot(self) -> Figure:
-        """The losses by rate, as a figure of matplotlib; ``plot().savefig("rates.png")`` writes it."""
-        from egop.runs import plotting  # needs matplotlib
-
-        ended = [(rate, loss) for rate, loss in zip(self.rates, self.losses, strict=True) if math.isfinite(loss)]
-        rates, losses = zip(*ended, strict=True)
-        panel = Panel(
-            title=f"lr {self.lr:g}",
-            xlabel="learning rate",
-            ylabel="loss",
-            series=[Series("loss after a short run", rates, losses, chosen=self.lr)],
-            xscale="log",
-            yscale="log" if min(losses) > 0 else "linear",
-        )
-        return plotting.draw(Picture("learning-rates", self.said, [panel]))
 
 
 def find_lr(
@@ -148,8 +89,8 @@ def find_lr(
     ladder = _checked_rates(rates)
     seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
     runs = _Runs(objective, make, steps, held_batches(objective, steps, seed), seed, progress)
-    ends = _searched(ladder, runs.end, runs.start)
-    return _proposed(ladder, ends, runs.start, steps)
+    ends = searched(ladder, runs.end, runs.start)
+    return proposed(ladder, ends, runs.start, steps)
 
 
 def _checked_rates(rates: Sequence[float]) -> list[float]:
@@ -177,9 +118,9 @@ class _Runs:
                 batch_losses(model, loss_fn, batches)
                 model.eval()
                 self.start = batch_losses(model, loss_fn, batches)
-        if not _finite(self.start):
+        if not finite(self.start):
             raise ValueError(
-                f"The loss is not finite before the first step: {_mean(self.start)}. "
+                f"The loss is not finite before the first step: {mean(self.start)}. "
                 "No learning rate can be found from here: look at the model's parameters and at the batches."
             )
 
@@ -218,7 +159,7 @@ class _Runs:
             model.eval()
             with torch.no_grad():
                 losses = batch_losses(model, loss_fn, self._batches)
-        return losses if _finite(losses) else None
+        return losses if finite(losses) else None
 
     @property
     def _highest(self) -> float:
@@ -281,91 +222,3 @@ def _mode(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Schedule-free optimizers show the weights of training or those to evaluate; others have no modes."""
     if hasattr(optimizer, name):
         getattr(optimizer, name)()
-
-
-Ends = dict[float, "tuple[float, ...] | None"]
-
-
-def _searched(
-    ladder: Sequence[float], end: Callable[[float], tuple[float, ...] | None], start: tuple[float, ...]
-) -> Ends:
-    """The ends of the runs that were needed: from the middle up, then down, until rates only get worse."""
-    middle = len(ladder) // 2
-    ends: Ends = {ladder[middle]: end(ladder[middle])}
-    for upward, direction in ((True, ladder[middle + 1 :]), (False, ladder[:middle][::-1])):
-        worse = 0
-        for rate in direction:
-            if upward and next(reversed(ends.values())) is None:  # above a rate that diverges all do
-                break
-            best = _loss(ends, _best(ends))
-            ends[rate] = end(rate)
-            if upward:
-                is_worse = _loss(ends, rate) >= best
-            else:  # until a rate is of use there is nothing to be worse than
-                is_worse = best < _mean(start) and _loss(ends, rate) > _as_good(best, _mean(start))
-            worse = worse + 1 if is_worse else 0
-            if worse == _WORSE:
-                break
-    return dict(sorted(ends.items()))
-
-
-def _proposed(ladder: Sequence[float], ends: Ends, start: tuple[float, ...], steps: int) -> FoundRate:
-    rates, losses = tuple(ends), tuple(_loss(ends, rate) for rate in ends)
-    best = _best(ends)
-    lowest, before = _loss(ends, best), _mean(start)
-    tried = f"{counted(len(rates), 'rate')} from {rates[0]:g} to {rates[-1]:g}"
-    if not _gains(ends[best], start):
-        what = "all runs diverged" if math.isinf(lowest) else f"the lowest loss is {lowest:.3g}, at {best:g}"
-        raise ValueError(
-            f"None of {tried} brings the loss below that of the start, {before:.3g}, in {counted(steps, 'step')} by "
-            f"more than chance could: {what}. Try other rates (rates=) or more steps (steps=)."
-        )
-    first = last = rates.index(best)
-    while first > 0 and losses[first - 1] <= _as_good(lowest, before):
-        first -= 1
-    while last + 1 < len(rates) and losses[last + 1] <= _as_good(lowest, before):
-        last += 1
-    lr = rates[first]
-    said = [f"lr {lr:g}. The lowest loss after {counted(steps, 'step')} is {lowest:.3g}, with {best:g}, of {tried}."]
-    if last - first + 1 == len(rates) > 1:
-        said.append("All of them are about as good: these runs cannot tell them apart, longer ones (steps=) might.")
-    elif lr < best:
-        said.append(f"{lr:g} is about as good: of such rates the smallest is proposed.")
-    if lr == ladder[0]:
-        said.append(f"{lr:g} is at the end of the rates to try: smaller ones may be better (rates=).")
-    if best == ladder[-1]:
-        said.append(f"{best:g} is at the end of the rates to try: larger ones may be better (rates=).")
-    if diverged := [rate for rate, its_losses in ends.items() if its_losses is None]:
-        said.append(f"Runs diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
-    return FoundRate(lr, rates, losses, " ".join(said))
-
-
-def _as_good(lowest: float, before: float) -> float:
-    """Up to which loss a rate is as good as the best one."""
-    return lowest + min(_OF_LOSS * abs(lowest), _OF_GAIN * (before - lowest))
-
-
-def _gains(losses: tuple[float, ...] | None, start: tuple[float, ...]) -> bool:
-    """Whether the losses of the batches are lower than at the start by more than chance could."""
-    if losses is None:
-        return False
-    gains = [before - after for before, after in zip(start, losses, strict=True)]
-    chance = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return _mean(gains) > _ERRORS * chance
-
-
-def _best(ends: Ends) -> float:
-    return min(ends, key=lambda rate: _loss(ends, rate))
-
-
-def _loss(ends: Ends, rate: float) -> float:
-    losses = ends[rate]
-    return math.inf if losses is None else _mean(losses)
-
-
-def _mean(losses: Sequence[float]) -> float:
-    return sum(losses) / len(losses)
-
-
-def _finite(losses: Sequence[float]) -> bool:
-    return all(math.isfinite(loss) for loss in losses)

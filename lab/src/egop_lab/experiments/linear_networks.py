@@ -244,25 +244,13 @@ class LinearNetworksExperiment(SweptExperiment):
 
     def _robust(self, store: Store, preset: Preset, optimizer: str) -> Judged:
         original, turned = (by_rate(self.fresh(store, preset, optimizer, kind), _final) for kind in (ORIGINAL, EGOP))
-        better = sum(turned[rate][1] < original[rate][1] for rate in turned)
-        return Judged(
-            f"linear-networks/{optimizer}-robust",
-            f"EGOP {optimizer} is lower over a range of learning rates.",
-            verdict(better > 0.75 * len(turned)),
-            f"Lower at {better} of {len(turned)} learning rates.",
-            threshold="at more than three quarters of them",
-        )
+        better = [turned[rate][1] < original[rate][1] for rate in turned]
+        return _mostly(f"{optimizer}-robust", f"EGOP {optimizer} is lower over a range of learning rates.", better)
 
     def _block_lower(self, store: Store, preset: Preset, optimizer: str) -> Judged:
         original, turned = (self._medians(store, preset, optimizer, kind) for kind in (ORIGINAL, BLOCK))
-        better = sum(turned[rate] < original[rate] for rate in turned)
-        return Judged(
-            f"linear-networks/{optimizer}-block-lower",
-            f"EGOP {optimizer} with {KINDS[BLOCK]} ends at a lower training loss than {optimizer}, rate by rate.",
-            verdict(better > 0.75 * len(turned)),
-            f"Lower at {better} of {len(turned)} learning rates.",
-            threshold="at more than three quarters of them",
-        )
+        words = f"EGOP {optimizer} with {KINDS[BLOCK]} ends at a lower training loss than {optimizer}, rate by rate."
+        return _mostly(f"{optimizer}-block-lower", words, [turned[rate] < original[rate] for rate in turned])
 
     def _share(self, store: Store, preset: Preset, optimizer: str, kind: str, *, wanted: bool) -> Judged:
         """Gains in decades, as the figure shows them: rate by rate, and the mean over rates."""
@@ -332,6 +320,17 @@ class LinearNetworksExperiment(SweptExperiment):
             else f" Its rate is {rate:g}{', the end of its grid' if not larger else ''}."
         )
         return replace(judged, found=judged.found + end)
+
+
+def _mostly(name: str, words: str, better: Sequence[bool]) -> Judged:
+    """A claim that holds rate by rate."""
+    return Judged(
+        f"linear-networks/{name}",
+        words,
+        verdict(sum(better) > 0.75 * len(better)),
+        f"Lower at {sum(better)} of {len(better)} learning rates.",
+        threshold="at more than three quarters of them",
+    )
 
 
 def _final(result: Mapping[str, Any]) -> float:

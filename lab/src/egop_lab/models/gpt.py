@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from egop_lab.models.attention import attended
+
 __all__ = ["GPT", "Block", "initialize_"]
 
 _DEVIATION = 0.02  # of GPT-2's weights at the start
@@ -35,11 +37,7 @@ class Block(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """The stream with what this block adds to it, (n, length, width)."""
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(stream)).chunk(3, -1)
-        )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.mixed(attended.transpose(1, 2).flatten(2))
+        stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=True))
         return stream + self.narrower(F.gelu(self.wider(self.norm2(stream))))
 
 

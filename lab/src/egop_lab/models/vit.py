@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from egop_lab.models.attention import attended
+
 __all__ = ["Block", "VisionTransformer", "initialize_"]
 
 _DEVIATION = 0.02
@@ -35,11 +37,7 @@ class Block(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """The stream with what this block adds to it, (n, patches, width)."""
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(stream)).chunk(3, -1)
-        )
-        attended = F.scaled_dot_product_attention(query, key, value)
-        stream = stream + self.mixed(attended.transpose(1, 2).flatten(2))
+        stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=False))
         normed = self.norm2(stream)
         return stream + self.narrower(F.silu(self.gate(normed)) * self.wider(normed))
 

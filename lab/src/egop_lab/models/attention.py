@@ -1,0 +1,20 @@
+"""Attention of several heads, as the transformers here have it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["attended"]
+
+
+def attended(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
+    """What attention makes of queries, keys and values side by side, (n, length, 3 widths); (n, length, width).
+
+    Args:
+        projected: all three, in this order.
+        heads: they divide the width.
+        causal: whether a token sees only those before it, and itself.
+    """
+    query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
