@@ -1,15 +1,14 @@
-"""The comparison of coordinates: planted records decide what is chosen and judged; slices, shares, several stores."""
+"""The comparison of coordinates: planted records decide what is chosen and judged; slices, several stores."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 
 import pytest
 
 from egop_lab.experiments import coordinates
-from egop_lab.experiments.coordinates import CoordinatesExperiment, part_of
+from egop_lab.experiments.coordinates import CoordinatesExperiment
 from egop_lab.experiments.coordinates_found import (
     ADAMW,
     CELL,
@@ -198,14 +197,6 @@ def test_pictures_and_tables_show_what_is_there(store):
     assert longer.rows == ((SMALL_GPT, "1.500", "1.000", "0.750", "0.500", "1.200", "1.30"),)
 
 
-def test_a_share_has_every_method_exactly_once():
-    costs = {str(number): 1.0 + 4 * (number == 0) for number in range(17)}
-    for count in (1, 3, 4):
-        parts = [part_of(costs, index, count) for index in range(count)]
-        assert Counter(name for part in parts for name in part) == Counter(list(costs))
-    assert len(parts[0]) < len(parts[1]), "the one with the long runs has fewer"
-
-
 class Fake:
     """A run that takes ten seconds of a clock."""
 
@@ -232,19 +223,19 @@ def fake(monkeypatch, tmp_path):
     return text_folder(tmp_path)
 
 
-def test_shares_of_several_processes_make_the_records_of_one(fake, tmp_path):
+def test_methods_in_several_processes_make_the_records_of_one(fake, tmp_path):
     alone = Store(tmp_path / "alone.jsonl")
     EXPERIMENT.run(alone, Context(data=fake, progress=False), phases=["scouting", "trainings"])
+    methods = [ADAMW, CHOSEN, *EXPERIMENT.settings("quick")["methods"][1:]]
     paths = [tmp_path / f"part-{index}.jsonl" for index in range(3)]
     context = Context(data=fake, progress=False)
     for task, phase in (("tiny GPT", "scouting"), ("tiny GPT", "trainings"), ("tiny ViT", "trainings")):
         for index, path in enumerate(paths):
             part = merge(path, [tmp_path / "merged.jsonl"])
-            EXPERIMENT.run(part, context, share=(index, 3), tasks=[task], phases=[phase, "times"])
+            EXPERIMENT.run(part, context, tasks=[task], methods=methods[index::3], phases=[phase])
         merged = merge(tmp_path / "merged.jsonl", paths)
         assert len(merge(tmp_path / "merged.jsonl", paths)) == len(merged), "nothing twice"
     assert {run.key for run in alone} == {run.key for run in merged}
-    assert not [run for run in merged if "rounds" in run.config], "no times by several processes"
 
 
 def test_no_time_no_new_run_and_the_next_slice_goes_on(fake, tmp_path):

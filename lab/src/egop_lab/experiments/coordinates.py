@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -50,6 +50,7 @@ _FULL: dict[str, dict[str, Any]] = {
     VIT: {"network": "transformer", "patch": 8, "layers": 6, "width": 384, "heads": 6, "hidden": 1024}
     | {"weight decay": 0.1, "epochs": 16, **_IMAGES},
 }
+_EAGER = {RESNET: [False, True]}  # also without the CUDA graph: convolutions are launched one by one by most people
 _TINY = {"batch": 8, "warm-up": 4, "samples": 2}
 _QUICK: dict[str, dict[str, Any]] = {
     "tiny GPT": {**_FULL[SMALL_GPT], "layers": 1, "width": 32, "heads": 2, "context": 32, "windows": 32}
@@ -77,6 +78,7 @@ class CoordinatesExperiment(Experiment):
             "trials": 3 if full else 1,
             "scouting length": 0.5,
             "multiples": [1.5, 2.0, 3.0] if full else [2.0],
+            "multiples elsewhere": "AdamW's longer runs have one trial, not three, on the tasks after the first",
             "ladder": [6.25e-5 * 2**power for power in range(11)] if full else [2e-3, 8e-3, 3.2e-2],
             "timing": {"rounds": 2, "warm": 24, "timed": 40} if full else {"rounds": 1, "warm": 2, "timed": 2},
             "rate": "lowest last validation loss on one trial of its own; while it is at an end of the rates tried, "
@@ -100,20 +102,21 @@ class CoordinatesExperiment(Experiment):
         store: Store,
         context: Context,
         *,
-        share: tuple[int, int] = (0, 1),
         tasks: Sequence[str] | None = None,
+        methods: Sequence[str] | None = None,
         phases: Sequence[str] = PHASES,
     ) -> None:
         """Do the runs that the store does not have yet: task by task, and last those for the rule of learning rates.
 
-        Several processes may work at once, each with a store of its own (see :func:`egop_lab.training.records.merge`).
-        The tasks after the first need its results: each process then has to begin with a merged store.
+        Several processes may train at once, each other methods and with a store of its own (see
+        :func:`egop_lab.training.records.merge`); times are to be measured by one process alone. The tasks after the
+        first need its results: each process then has to begin with a merged store.
 
         Args:
             store: where finished runs are.
             context: preset, device, data, time.
-            share: which part of the methods is done here, and of how many; times are only measured by one process.
             tasks: which ones; all by default.
+            methods: which ones; all by default.
             phases: what is done of each, of :data:`PHASES`.
         """
         settings = self.settings(context.preset)
@@ -127,20 +130,21 @@ class CoordinatesExperiment(Experiment):
             works += [(name, [phase for phase in phases if phase == "rule"]) for name in names]
             for name, parts in works:
                 left = None if ends is None else ends - time.monotonic()
-                if parts and not self._work(name, store, replace(context, time_budget=left), share, parts):
+                if parts and not self._work(name, store, replace(context, time_budget=left), methods, parts):
                     return
 
-    def _work(self, task: str, store: Store, context: Context, share: tuple[int, int], phases: Sequence[str]) -> bool:
+    def _work(
+        self, task: str, store: Store, context: Context, methods: Sequence[str] | None, phases: Sequence[str]
+    ) -> bool:
         """Some phases of a task; whether they are all done, as far as this process does them."""
         trials, make = self.trials(task, store, context)
         found = functools.partial(self._found, store, trials, task)
         settings = self.settings(context.preset)
-        if task == found().grid and "scouting" in phases:
-            methods = part_of(dict.fromkeys(settings["methods"], 1.0), *share)
-            if not _scout(trials, found, methods):
-                return False
+        scouts = task == found().grid and "scouting" in phases
+        if scouts and not _scout(trials, found, _of(settings["methods"], methods)):
+            return False
         try:
-            return self._finish(task, trials, make, found, share, phases)
+            return self._finish(task, trials, make, found, methods, phases)
         except LookupError as error:  # what the first task has to say first
             context.say(f"{task} has to wait: {error}")
             return False
@@ -151,15 +155,14 @@ class CoordinatesExperiment(Experiment):
         trials: Trials,
         make: Callable[[dict[str, Any]], Run],
         found: Callable[[], Found],
-        share: tuple[int, int],
+        methods: Sequence[str] | None,
         phases: Sequence[str],
     ) -> bool:
-        methods = found().methods(task)
-        own = part_of({method: 6.0 if method != ADAMW else 25.0 for method in methods}, *share)
+        own = _of(found().methods(task), methods)
         done = {"scouting": lambda: True}
         # Method by method, the first ones being those that all others are compared with.
         done["trainings"] = lambda: all(_train(trials, found, task, method) for method in own)
-        done["times"] = lambda: share[1] > 1 or self._time(trials, make, methods)
+        done["times"] = lambda: all(self._time(trials, make, own, eager) for eager in _EAGER.get(task, [False]))
         done["rule"] = lambda: CHOSEN not in own or _try_rates(trials, found, task)
         return all(done[phase]() for phase in phases)
 
@@ -184,13 +187,14 @@ class CoordinatesExperiment(Experiment):
         common = self.config(context.preset, task=task, **own, data=summary, precision=precision(device))
         return Trials(store, context, lambda **entries: common | entries, make, lambda config: None), make
 
-    def _time(self, trials: Trials, make: Callable[[dict[str, Any]], Run], methods: Sequence[str]) -> bool:
-        """Time the steps of methods that are not timed yet."""
+    def _time(self, trials: Trials, make: Callable[[dict[str, Any]], Run], methods: Sequence[str], eager: bool) -> bool:
+        """Time the steps of methods that are not timed yet; eager ones without a CUDA graph of the network."""
         store, context = trials.store, trials.context
         common = trials.configured()
         settings = self.settings(context.preset)
         task = settings["tasks"][common["task"]]
         timing = settings["timing"] | {"lr": 1e-3, "seed": 0, unit(task): task[unit(task)]}
+        timing |= {"eager": True} if eager else {}
         configs = {method: common | timing | {"method": method} for method in methods}
         left = {method: config for method, config in configs.items() if config not in store}
         if not left:
@@ -219,16 +223,9 @@ class CoordinatesExperiment(Experiment):
         return Found(settings, as_last(self.records(store, preset), list(settings["tasks"])))
 
 
-def part_of(costs: Mapping[str, float], index: int, count: int) -> list[str]:
-    """The methods that one of several processes does; each goes to the process that has least to do so far."""
-    loads = [0.0] * count
-    mine = []
-    for method, cost in costs.items():
-        place = loads.index(min(loads))
-        loads[place] += cost
-        if place == index:
-            mine.append(method)
-    return mine
+def _of(all_: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+    """Those that are wanted; all where nothing is said."""
+    return [method for method in all_ if wanted is None or method in wanted]
 
 
 def _scout(trials: Trials, found: Callable[[], Found], methods: Sequence[str]) -> bool:
@@ -255,7 +252,7 @@ def _train(trials: Trials, found: Callable[[], Found], task: str, method: str) -
     return all(
         trials.do(method=method, **{where: known.length(task, multiple)}, lr=rate, seed=seed)
         for multiple in (1.0, *(known.settings["multiples"] if method == ADAMW else ()))
-        for seed in range(known.settings["trials"])
+        for seed in range(known.seeds(task, multiple))
     )
 
 

@@ -42,6 +42,10 @@ class Found:
         """Of a run, in steps or epochs."""
         return round(multiple * self.tasks[task][unit(self.tasks[task])])
 
+    def seeds(self, task: str, multiple: float = 1.0) -> int:
+        """How many reported runs there are to be: longer ones have a single seed on all tasks but the first."""
+        return int(self.settings["trials"]) if multiple == 1 or task == self.grid else 1
+
     def trainings(self, task: str, method: str, multiple: float) -> list[Record]:
         """The runs of a method that are so long."""
         wanted = (method, self.length(task, multiple))
@@ -82,7 +86,7 @@ class Found:
 
     def reported(self, task: str, method: str, multiple: float = 1.0) -> list[Record]:
         """The runs at a method's learning rate, one a seed; a LookupError while some are missing."""
-        rate, count = self.rate(task, method), self.settings["trials"]
+        rate, count = self.rate(task, method), self.seeds(task, multiple)
         runs = [
             run for run in self.trainings(task, method, multiple) if run.config["lr"] == rate and not is_tuning(run)
         ]
@@ -133,10 +137,11 @@ class Found:
         """What is run on a task: finalists first; on the first the whole grid."""
         return list(dict.fromkeys([*self.finalists, *(self.settings["methods"] if task == self.grid else ())]))
 
-    def step(self, task: str, method: str) -> tuple[float, float]:
+    def step(self, task: str, method: str, eager: bool = False) -> tuple[float, float]:
         """Seconds before the first step and of a step, medians over rounds; a LookupError where not measured."""
         for run in self.records.get(task, ()):
-            if "rounds" in run.config and run.config["method"] == method:
+            timed = "rounds" in run.config and run.config.get("eager", False) == eager
+            if timed and run.config["method"] == method:
                 return statistics.median(run.result["before"]), statistics.median(run.result["step"])
         raise LookupError(f"{task}: no step of {method} was timed")
 

@@ -145,7 +145,8 @@ class Run(timed.Run):
         return F.cross_entropy(_Logits(model, self.device)(batch[0]), batch[1])
 
     def training_loss(self, batch: images.Batch) -> Tensor:
-        return F.cross_entropy(self._training_logits(batch[0]), batch[1])
+        logits = self.logits if self.config.get("eager") else self._training_logits
+        return F.cross_entropy(logits(batch[0]), batch[1])
 
     def validate(self) -> dict[str, float]:
         loss, accuracy = self._scores(self.data.validation(ten=False))
