@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -20,16 +21,42 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
+class _Place:
+    """A stream that recordings are made on, the pool of their memory, and the recordings, which last as long."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream, self.pool = stream, torch.cuda.graph_pool_handle()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+
+# The places that exist, by device and stream. A recording that goes takes with it what products work in on its stream,
+# also for other recordings made there (pytorch/pytorch#193402): their results would be wrong. So a stream has one
+# place, which goes as a whole. torch has few streams and hands them out in turn; those of this priority nobody else
+# records on, as torch.cuda.graph takes one of the usual priority.
+_places: weakref.WeakValueDictionary[tuple[torch.device, int], _Place] = weakref.WeakValueDictionary()
+_STREAMS, _PRIORITY = 32, -1
+
+
+def _new_place(device: torch.device) -> _Place | None:
+    """A place on a stream that has none; None if they all have one."""
+    for _ in range(_STREAMS):
+        stream = torch.cuda.Stream(device, priority=_PRIORITY)
+        key = (device, stream.cuda_stream)
+        if key not in _places:
+            return _places.setdefault(key, _Place(stream))
+    return None
+
+
 class Recorder:
     """Makes the recordings of one original: on one stream of a device, in one pool of its memory.
 
     So none of them runs beside another, and what one returns is used before the next one runs. All of them last as long
-    as this object: with the first one that goes, torch may free what the products of the others on its stream work in.
+    as this object.
     """
 
     def __init__(self) -> None:
-        self._places: dict[torch.device, tuple[torch.cuda.Stream, Any]] = {}
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._current: dict[torch.device, _Place] = {}
+        self._left: list[_Place] = []  # where something could not be recorded; recordings made before go on
 
     def device_for(self, tensors: Sequence[Tensor]) -> torch.device | None:
         """Where work on these tensors can be recorded; None if they are not on one GPU, or someone records already."""
@@ -43,22 +70,23 @@ class Recorder:
     ) -> tuple[Callable[[], object], Result] | None:
         """What does a function's work again, and where its results will be; None if it cannot be recorded."""
         with torch.cuda.device(device):
-            if device not in self._places:
-                self._places[device] = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-            stream, pool = self._places[device]
+            place = self._current.get(device) or _new_place(device)
+            if place is None:
+                return None
+            self._current[device] = place
             graph = torch.cuda.CUDAGraph()
-            self._graphs.append(graph)
+            place.graphs.append(graph)
             # Not by torch.cuda.graph, which collects all garbage first; other threads may go on with what they do.
             torch.cuda.synchronize()
             try:
-                with torch.cuda.stream(stream):
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                with torch.cuda.stream(place.stream):
+                    graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
                     try:
                         result = function()
                     finally:
                         graph.capture_end()
             except RuntimeError:  # not every library function can be recorded
-                del self._places[device]  # which may be left half-way
+                self._left.append(self._current.pop(device))  # the stream may be left half-way
                 return None
         return graph.replay, result
 

@@ -80,7 +80,7 @@ class CoordinatesExperiment(Experiment):
             "multiples": [1.5, 2.0, 3.0] if full else [2.0],
             "multiples elsewhere": "AdamW's longer runs have one trial, not three, on the tasks after the first",
             "ladder": [6.25e-5 * 2**power for power in range(11)] if full else [2e-3, 8e-3, 3.2e-2],
-            "timing": {"rounds": 2, "warm": 24, "timed": 40} if full else {"rounds": 1, "warm": 2, "timed": 2},
+            "timing": {"rounds": 2, "warm": 64, "timed": 60} if full else {"rounds": 1, "warm": 2, "timed": 2},
             "rate": "lowest last validation loss on one trial of its own; while it is at an end of the rates tried, "
             "the next one of the ladder is tried too. Every cell of the grid by short runs (scouting length); the "
             "finalists, which are run on all tasks, by whole runs around that rate, each task for itself",
@@ -257,9 +257,9 @@ def _train(trials: Trials, found: Callable[[], Found], task: str, method: str) -
 
 
 def _try_rates(trials: Trials, found: Callable[[], Found], task: str) -> bool:
-    """Do whole runs of EGOP with the rates around its best; whether they are all done."""
+    """Do whole runs of EGOP with more rates around its best than tuning tries; whether they are all done."""
     known = found()
-    entries = {"method": CHOSEN, unit(known.tasks[task]): known.length(task), "seed": 0}
+    entries = {"method": CHOSEN, unit(known.tasks[task]): known.length(task), "seed": TUNING}
     best = known.rate(task, CHOSEN)
     return all(trials.do(**entries, lr=rate) for rate in known.settings["ladder"] if best / 4 <= rate <= best * 4)
 

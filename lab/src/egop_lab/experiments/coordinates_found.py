@@ -138,8 +138,8 @@ class Found:
         return list(dict.fromkeys([*self.finalists, *(self.settings["methods"] if task == self.grid else ())]))
 
     def step(self, task: str, method: str, eager: bool = False) -> tuple[float, float]:
-        """Seconds before the first step and of a step, medians over rounds; a LookupError where not measured."""
-        for run in self.records.get(task, ()):
+        """Seconds before the first step and of a step, medians over rounds, as last measured; or a LookupError."""
+        for run in reversed(self.records.get(task, ())):
             timed = "rounds" in run.config and run.config.get("eager", False) == eager
             if timed and run.config["method"] == method:
                 return statistics.median(run.result["before"]), statistics.median(run.result["step"])

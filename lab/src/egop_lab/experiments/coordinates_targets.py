@@ -152,8 +152,7 @@ def _rule(found: Found) -> Decided:
     distances: dict[float, list[float]] = {}
     for task in (SMALL_GPT, LARGE_GPT, RESNET, VIT):
         rate = found.rate(task, ADAMW)
-        runs = [run for run in found.trainings(task, CHOSEN, 1.0) if run.config["seed"] == 0]
-        losses = {run.config["lr"]: final(run.result) for run in runs}
+        losses = _by_rate(found, task)
         if len(losses) < 3:
             raise LookupError(f"{task}: EGOP has whole runs with {len(losses)} learning rates")
         for tried, loss in losses.items():
@@ -163,6 +162,14 @@ def _rule(found: Found) -> Decided:
         return False, "No factor was tried on all tasks."
     best = min(everywhere, key=lambda factor: everywhere[factor])
     return everywhere[best] <= RULE, f"With {best:g} times AdamW's rate it is at most {everywhere[best]:.3f} worse."
+
+
+def _by_rate(found: Found, task: str) -> dict[float, float]:
+    """EGOP's last loss with each learning rate, of the trial with which most were tried."""
+    trials: dict[int, dict[float, float]] = {}
+    for run in found.trainings(task, CHOSEN, 1.0):
+        trials.setdefault(run.config["seed"], {})[run.config["lr"]] = final(run.result)
+    return max(trials.values(), key=len, default={})
 
 
 def _listed(values: list[float]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
+import gc
 import itertools
 import logging
 import math
@@ -204,10 +204,21 @@ def shared(run: Record) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in keys}
 
 
-@functools.lru_cache(maxsize=1)
+_networks: dict[Any, Any] = {}
+
+
 def network(make: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function makes, a network and its graph; kept for the runs to come. A process has one at a time."""
-    return make(*arguments)
+    """What a function makes, a network and its graph; kept for the runs to come. A process has one at a time.
+
+    The last one goes before the next is made: graphs are recorded on one stream, and one that goes takes with it what
+    the others' products work in (pytorch/pytorch#193402).
+    """
+    key = (make, *arguments)
+    if key not in _networks:
+        _networks.clear()
+        gc.collect()  # a graph that is still part of a cycle would go later
+        _networks[key] = make(*arguments)
+    return _networks[key]
 
 
 def precision(device: torch.device) -> str:
