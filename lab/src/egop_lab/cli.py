@@ -138,7 +138,7 @@ def report(
 ) -> None:
     """Make a page of everything that has been reproduced: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
-        from egop_lab.report import index, reproduction
+        from egop_lab.report import index, reproduction, results
 
         if not any(records.glob("*.jsonl")):
             fail(f"There are no records in {records}. Make some with: egop-lab reproduce --all", status=2)
@@ -146,8 +146,11 @@ def report(
         reproduction.write_markdown(sections, out / "reproduction.md")
         reproduction.write_html(sections, out / "reproduction.html")
         index.write_markdown(sections, out / "paper-index.md")
+        results.write_markdown(records, out / "results.md")
         typer.echo(f"{reproduction.counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
-        typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
+        typer.echo(
+            f"Where everything of the paper is: {out / 'paper-index.md'}. The table of results: {out / 'results.md'}."
+        )
 
 
 @app.command()

@@ -1,0 +1,66 @@
+"""The table of results that the README and other pages show, from the records of the race of coordinates."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from egop_lab.experiments.coordinates import CoordinatesExperiment
+from egop_lab.experiments.coordinates_found import ADAMW, CELL, CHOSEN, MUON, NORMUON, SOAP, Found, control_of, unit
+from egop_lab.experiments.coordinates_targets import to_goal
+from egop_lab.training.records import Store
+
+# In a page, what lies between these lines is the table: a test compares it with the records.
+BEGIN, END = "<!-- results of egop-lab report -->", "<!-- end of results -->"
+SHOWN = {
+    ADAMW: ADAMW,
+    SOAP: SOAP,
+    MUON: MUON,
+    NORMUON: NORMUON,
+    control_of(CELL): "EGOP without rotation",
+    CHOSEN: CHOSEN,
+}
+_MISSING = "–"
+
+
+def table(records: Path) -> str:
+    """The last loss of each method on each task, and what EGOP takes to AdamW's; in Markdown."""
+    experiment = CoordinatesExperiment()
+    found = experiment.found(Store(records / f"{experiment.id}.jsonl"), "full")
+    rows = [["", *SHOWN.values(), f"{CHOSEN} is at AdamW's loss after"]]
+    rows.append(["---"] * len(rows[0]))
+    rows += [_row(found, task) for task in found.tasks if found.has(task, ADAMW)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def write_markdown(records: Path, page: Path) -> None:
+    """Write the table to a file, with the lines around it by which pages mark it."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(f"{BEGIN}\n{table(records)}\n{END}\n", encoding="utf-8")
+
+
+def _row(found: Found, task: str) -> list[str]:
+    losses = {name: found.loss(task, name) for name in SHOWN if found.has(task, name)}
+    least = min(losses.values())
+
+    def told(name: str) -> str:
+        if name not in losses:
+            return _MISSING
+        return f"**{losses[name]:.3f}**" if losses[name] == least else f"{losses[name]:.3f}"
+
+    return [task, *map(told, SHOWN), _reached(found, task)]
+
+
+def _reached(found: Found, task: str) -> str:
+    """How many of AdamW's steps EGOP takes to its last loss, and which share of its time where that was measured."""
+    if not found.has(task, CHOSEN):
+        return _MISSING
+    steps, length = to_goal(found, task, CHOSEN)[1], found.length(task)
+    if not math.isfinite(steps):
+        return "never"
+    words = f"{steps:g} of {length} {unit(found.tasks[task])}"
+    try:
+        share = found.seconds_to(task, CHOSEN, steps) / found.seconds_to(task, ADAMW, length)
+    except LookupError:
+        return words
+    return f"{words}, {share:.2f} of the time"
