@@ -40,7 +40,7 @@ class Toy(ShortRuns):
     """So small that all methods run in seconds."""
 
     def settings(self, preset):
-        return super().settings("quick") | SMALL | {"epochs": 2}
+        return super().settings("quick") | SMALL | {"epochs": 2, "methods": list(METHODS)}
 
 
 class LongToy(LongRuns):
