@@ -44,19 +44,17 @@ def _lowest(method, epochs):
 
 
 ADAPTIVE = [(name, kind) for name in ("Adam", "Adagrad") for kind in ("original", "EGOP")]
-best_sgd = {
-    n: min(_final(n, who, "original") for who in ("SGD", "SGD+momentum")) for n in ("digits", "linear-networks")
-}
+SGD, NAMES = ("SGD", "SGD+momentum"), ("digits", "linear-networks")
+best_sgd = {name: min(_final(name, who, "original") for who in SGD) for name in NAMES}
 LONG = ("AdamW", "EGOP each epoch", "SOAP 100, ours")  # where there are runs of 30 epochs, these count
 often, epochs = (LONG[-1], 30) if all(len(_lowest(name, 30)) == 3 for name in LONG) else ("SOAP every 10", 10)
-egop, shampoo = {"optimizer": "Adam", "coordinates": "EGOP"}, {"optimizer": "Shampoo"}
+ours = {"optimizer": "Adam", "coordinates": "EGOP"}
+no_better = [_masked(nu, **ours) <= _masked(nu, optimizer="Shampoo") for nu in (0.5, 0.75, 1)]
 for claim, holds in {
     "digits/Adagrad-below-sgd": _final("digits", "Adagrad", "EGOP") < best_sgd["digits"],
     "linear-networks/adaptive": max(_final("linear-networks", *a) for a in ADAPTIVE) < best_sgd["linear-networks"],
     "digits-density/first": next(_runs("digits-density"))[1]["density"][0] > 0.5,
-    "errors-in-variables/Shampoo-no-better": all(
-        _masked(nu, **egop) <= _masked(nu, **shampoo) for nu in (0.5, 0.75, 1)
-    ),
+    "errors-in-variables/Shampoo-no-better": all(no_better),
     "resnet/validation-often": _median(_lowest("EGOP each epoch", epochs)) < _median(_lowest(often, epochs)),
 }.items():
     print(f"{claim}: {'holds' if holds else 'does not hold'}")
