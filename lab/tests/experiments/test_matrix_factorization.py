@@ -141,6 +141,17 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
     assert methods == {"Adam", "Adagrad", "SOAP", "Shampoo"}, "the paper's"
 
 
+def test_without_runs_that_have_no_schedule_the_others_are_judged(tmp_path):
+    experiment, store = faked(MatrixFactorizationExperiment, outcome(lambda method, rate: 3), tmp_path, preset="full")
+    assert not experiment.remarks(store, "full")
+    assert len(experiment.judge(store, "full")) == 11
+    fewer = Store(tmp_path / "fewer.jsonl")
+    fewer.add(*(run for run in store if run.config.get("schedule") != CONSTANT or run.config["optimizer"] != "SOAP"))
+    assert len(experiment.judge(fewer, "full")) == 9
+    assert experiment.remarks(fewer, "full") == ["Not run to their end: runs without a schedule."]
+    assert len(experiment.pictures(fewer, "full")[1].panels) == 2
+
+
 def test_the_claims_fail_where_the_records_say_so(tmp_path):
     found = verdicts(
         *faked(

@@ -162,7 +162,8 @@ class MatrixFactorizationExperiment(TunedExperiment):
 
     def _printed(self, store: Store, preset: Preset) -> list[Picture]:
         """The same from the printed start, with a schedule and without; nothing where that was not run."""
-        cases = [case for case in self.cases(preset) if case.get("start") == PRINTED]
+        there = [*self.starts(preset), *self._constant(store, preset)]
+        cases = [case for case in there if case.get("start") == PRINTED]
         if not cases:
             return []
         names = {"excess": "loss above optimum, relative", "error": "‖LRᵀ − X*‖²"}
