@@ -21,10 +21,9 @@ def _median(values):
     return statistics.median([math.inf if value is None else value for value in values])  # None: not finite
 
 
-def _best_rate(tried, score):
-    """The learning rate with the lowest median score; of equal ones the smaller."""
-    rates = sorted({config["lr"] for config, _ in tried})
-    return min(rates, key=lambda rate: _median(score(result) for config, result in tried if config["lr"] == rate))
+def _best_rate(tried, score):  # with the lowest median score; of equal ones the smaller
+    scores = {lr: _median(score(r) for c, r in tried if c["lr"] == lr) for lr in sorted({c["lr"] for c, _ in tried})}
+    return min(scores, key=scores.get, default=None)
 
 
 def _final(name, optimizer, kind):
@@ -32,29 +31,30 @@ def _final(name, optimizer, kind):
     own = [run for run in _runs(name, optimizer=optimizer) if run[0]["seed"] < 10_000]
     score = {"digits": lambda r: -r["best validation accuracy"], "linear-networks": lambda r: r["best validation"]}
     rate = _best_rate([run for run in own if run[0]["coordinates"] == "original"], score[name])
-    ends = [result for config, result in own if (config["coordinates"], config["lr"]) == (kind, rate)]
-    return _median(result["final"] if "final" in result else result["loss"][-1] for result in ends)
+    return _median(r.get("final", r["loss"][-1]) for c, r in own if (c["coordinates"], c["lr"]) == (kind, rate))
 
 
-def _masked(nu, optimizer, kind="original"):  # reported runs are there at the chosen rate only
-    own = _runs("errors-in-variables", nu=nu, optimizer=optimizer, coordinates=kind)
-    return _median(result["loss"][-1] for config, result in own if config["seed"] < 10_000)
+def _masked(nu, **who):  # reported runs are there at the chosen rate only
+    return _median(r["loss"][-1] for c, r in _runs("errors-in-variables", nu=nu, **who) if c["seed"] < 10_000)
 
 
-def _lowest(method):
+def _lowest(method, epochs):
     rate = _best_rate(list(_runs("resnet", method=method, epochs=3)), lambda r: -r["ten-crop accuracy"])
-    return _median(min(r["validation loss"]) for _, r in _runs("resnet", method=method, lr=rate, epochs=10))
+    return [min(r["validation loss"]) for _, r in _runs("resnet", method=method, lr=rate, epochs=epochs)]
 
 
-SGD = [("SGD", "original"), ("SGD+momentum", "original")]
 ADAPTIVE = [(name, kind) for name in ("Adam", "Adagrad") for kind in ("original", "EGOP")]
-best_sgd = {name: min(_final(name, *who) for who in SGD) for name in ("digits", "linear-networks")}
-no_better = [_masked(nu, "Adam", "EGOP") <= _masked(nu, "Shampoo") for nu in (0.5, 0.75, 1)]
+SGD, NAMES = ("SGD", "SGD+momentum"), ("digits", "linear-networks")
+best_sgd = {name: min(_final(name, who, "original") for who in SGD) for name in NAMES}
+LONG = ("AdamW", "EGOP each epoch", "SOAP 100, ours")  # where there are runs of 30 epochs, these count
+often, epochs = (LONG[-1], 30) if all(len(_lowest(name, 30)) == 3 for name in LONG) else ("SOAP every 10", 10)
+ours = {"optimizer": "Adam", "coordinates": "EGOP"}
+no_better = [_masked(nu, **ours) <= _masked(nu, optimizer="Shampoo") for nu in (0.5, 0.75, 1)]
 for claim, holds in {
     "digits/Adagrad-below-sgd": _final("digits", "Adagrad", "EGOP") < best_sgd["digits"],
     "linear-networks/adaptive": max(_final("linear-networks", *a) for a in ADAPTIVE) < best_sgd["linear-networks"],
     "digits-density/first": next(_runs("digits-density"))[1]["density"][0] > 0.5,
     "errors-in-variables/Shampoo-no-better": all(no_better),
-    "resnet/validation-often": _lowest("EGOP each epoch") < _lowest("SOAP every 10"),
+    "resnet/validation-often": _median(_lowest("EGOP each epoch", epochs)) < _median(_lowest(often, epochs)),
 }.items():
     print(f"{claim}: {'holds' if holds else 'does not hold'}")

@@ -65,10 +65,26 @@ def test_the_cadence_is_the_one_asked_for():
     pytest.importorskip("pytorch_optimizer")
     start = started(every=7, period=70)
     cadences = {name: made.param_groups[0]["precondition_frequency"]
-                for name, method in compared(RESNET).items() if name.startswith("SOAP")
+                for name, method in compared(RESNET).items() if name.startswith("SOAP") and "ours" not in name
                 for made in [method.make(start)]}  # fmt: skip
-    assert cadences == {"SOAP once": 10**9, "SOAP each epoch": 70, "SOAP every 10": 7}
+    assert cadences == {"SOAP once": 10**9, "SOAP 100": 100, "SOAP each epoch": 70, "SOAP every 10": 7}
     assert compared(SMALL)["Shampoo"].make(started(every=1)).preconditioning_compute_steps == 1
+
+
+def test_our_soap_has_its_constants_and_both_sides_of_every_weight():
+    start = started()
+    made = compared(RESNET)["SOAP 100, ours"].make(start)
+    start.model(torch.ones(5, 3)).square().sum().backward()
+    made.step()
+    assert made.param_groups[0]["betas"] == (0.95, 0.95)
+    assert {change.kind for change in made.basis.values()} == {"Kronecker"}
+    assert len(made.basis) == 3
+
+
+def test_a_basis_can_be_sampled_again_around_the_current_point():
+    assert started(
+        period=3, objective=egop.Objective(torch.nn.Linear(1, 1), lambda model, batch: 0.0, [0])
+    ).sampled_again(0.5).rho == egop.Recentered(0.5)
 
 
 def test_a_start_that_lacks_something_is_told_so():

@@ -16,6 +16,7 @@ from egop_lab.data.missing import MissingDataError
 
 RENEWED = 10  # steps between two renewals of a basis, for every method whose basis follows the gradients
 ADAM = (0.9, 0.999)  # Adam's decays
+SOAPS = (0.95, 0.95)  # SOAP's
 
 # torch's own that work by coordinates, with their options: what runs in original coordinates or in a basis.
 TORCH: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -97,10 +98,11 @@ class Start:
             progress=False,
         )
 
-    def sampled_again(self) -> egop.Refresh:
-        """A basis from gradients at the current point, after every period."""
+    def sampled_again(self, scale: float = 0.0) -> egop.Refresh:
+        """A basis from gradients at the current point, or around it, after every period."""
         assert self.period is not None
-        return egop.Every(self.period, self.objective, samples=self.samples, seed=self.seed)
+        rho = egop.Recentered(scale)
+        return egop.Every(self.period, self.objective, rho, samples=self.samples, seed=self.seed)
 
     def online(self, structure: egop.Structure) -> egop.Refresh:
         """A basis that follows the gradients of the training."""
@@ -192,14 +194,29 @@ def rotated(
     *,
     upfront: egop.Structure | None = None,
     renewed: bool = False,
+    scale: float = 0.0,
     online: egop.Structure | None = None,
     compile: bool = False,
 ) -> Optimizer:
     """AdamW in a basis: one from before the training, which may be sampled again, or one that follows the gradients."""
     basis = None if upfront is None else start.upfront(upfront)
-    refresh = start.online(online) if online is not None else start.sampled_again() if renewed else None
+    refresh = start.online(online) if online is not None else start.sampled_again(scale) if renewed else None
     return egop.ReparameterizedOptimizer(
         start.model, torch.optim.AdamW, basis, refresh=refresh, compile=compile, **start.options, **start.adam
+    )
+
+
+def as_soap(start: Start, *, every: int) -> Optimizer:
+    """What SOAP does, by this library, which works on all weights of one shape at once: a faster step.
+
+    Of a kernel it has two bases, of the outputs and of inputs and kernel together, where SOAP has four (docs/soap.md).
+    """
+    return egop.ReparameterizedOptimizer(
+        start.model,
+        torch.optim.AdamW,
+        refresh=egop.Online(every=every, structure=egop.Kronecker(), spread=False, memory=start.memory),
+        betas=SOAPS,
+        **start.options,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 import egop
-from egop_lab.making import ADAM, Foreign, Start, adamw, crossed, muon, recipe, rotated, stacked
+from egop_lab.making import ADAM, SOAPS, Foreign, Start, adamw, as_soap, crossed, muon, recipe, rotated, stacked
 from egop_lab.muon import Muon, NorMuon
 
 # The comparisons: three experiments, the small problems of several, and the parts of the benchmark.
@@ -128,6 +128,14 @@ METHODS: tuple[Method, ...] = (
         egop.Shared(),
         renewed=True,
     ),
+    # About what a weight moves in an epoch of the residual network at its learning rate.
+    _upfront(
+        "shared-renewed-around",
+        {RESNET: "EGOP each epoch, scale 0.01"},
+        egop.Shared(),
+        renewed=True,
+        scale=0.01,
+    ),
     _online("shared-online", {LANGUAGE: "EGOP online", RESNET: "EGOP online", BENCH: "Shared, online"}, egop.Shared()),
     _upfront("kronecker-fixed", {BENCH: "Kronecker, fixed"}, egop.Kronecker()),
     _online(
@@ -141,10 +149,12 @@ METHODS: tuple[Method, ...] = (
     # SOAP's own momentum constants are (0.95, 0.95). On small problems it has Adam's too, as every method there, and no
     # weight decay; its own are a row of their own: which of the two is better depends on the problem.
     _foreign("soap-once", {RESNET: "SOAP once"}, Foreign("SOAP", {"precondition_frequency": 10**9})),
+    _foreign("soap-100", {RESNET: "SOAP 100"}, Foreign("SOAP", {"precondition_frequency": 100})),
+    Method("soap-100-ours", {RESNET: "SOAP 100, ours"}, functools.partial(as_soap, every=100)),
     _foreign("soap-period", {RESNET: "SOAP each epoch"}, _SOAP(by="period"), ("period",)),
     _foreign("soap", {LANGUAGE: "SOAP", RESNET: "SOAP every 10", COORDINATES: "SOAP", BENCH: "SOAP"}, _SOAP()),
     _foreign("soap-adam", {SMALL: "SOAP"}, _SOAP({"betas": ADAM, "weight_decay": 0.0})),
-    _foreign("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": (0.95, 0.95), "weight_decay": 0.0})),
+    _foreign("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": SOAPS, "weight_decay": 0.0})),
     _foreign("shampoo", {SMALL: "Shampoo"}, Foreign("Shampoo", {}, "preconditioning_compute_steps")),
     # With blocks of 512, as it is used: the inverse root of a wider matrix takes seconds.
     _foreign(

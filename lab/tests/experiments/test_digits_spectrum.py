@@ -26,7 +26,10 @@ def results(**changed):
         "N(0, 10²)": spectrum(),
         "initialisation": spectrum(12.5),
     }
-    return {rho: {**subsampled(list(v)), "stable rank": 50.0} for rho, v in (values | changed).items()}
+    return {
+        rho: {**subsampled(list(v)), "stable rank": float(np.sqrt(v / v[0]).sum())}
+        for rho, v in (values | changed).items()
+    }
 
 
 def judged(tmp_path, results):

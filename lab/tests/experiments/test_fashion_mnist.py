@@ -95,9 +95,10 @@ def test_what_the_other_search_and_equal_settings_say_stands_beside(judged):
         "final loss at equal learning rate and weight decay"
     ]
     assert grows.beside[0].verdict == "does not hold"
-    assert grows_at_equal([0, 50, 200], [[1.0, 2.0, 1.5], [1.0, 0.9, 0.8], [math.nan, 1.0, 1.0]]).verdict == "holds"
+    assert grows_at_equal([0, 50, 200], [[1.0, 0.9, 0.8], [math.nan, 1.0, 1.0]]).verdict == "holds"
+    assert grows_at_equal([0, 50, 200], [[1.0, 2.0, 1.5]]).verdict == "does not hold", "no gain to begin with"
     assert grows_at_equal([0, 50, 200], [[1.0, 0.9, 0.9]]).found == (
-        "Lower, of 1 combinations: r = 50 to r = 200: 0. Not counted, original to r = 50: 1."
+        "Lower, of 1 combinations: original to r = 50: 1; r = 50 to r = 200: 0."
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from egop_lab.experiments.linear_networks import LinearNetworksExperiment
+from egop_lab.experiments.linear_networks_claims import _to_levels
 from egop_lab.training import batched
 from egop_lab.training import linear as linear_problem
 from egop_lab.training.context import Context
@@ -88,6 +89,14 @@ def test_a_loss_that_is_reached_no_sooner_is_not_faster(judged):
     assert {claim for claim, verdict in found.items() if claim.endswith("faster") and verdict == "holds"} == {
         "Adam-faster"
     }, "which ends lower"
+
+
+def test_a_curve_that_is_mostly_lower_is_faster_and_levels_stand_beside():
+    epochs, original = [0, 20, 40, 60, 80], [1.0, 1e-6, 1e-7, 1e-8, 1e-9]
+    late = _to_levels(epochs, [1.0, 1e-11, 1e-11, 1e-5, 1e-5], original)
+    assert late.verdict == "holds"
+    assert late.found.startswith("EGOP and original, by 20: 1e-05: 20 and 20; 1e-10: 20 and never; 1e-15: never")
+    assert _to_levels(epochs, original, original).verdict == "does not hold"
 
 
 def test_losses_at_the_rounding_floor_are_said_to_be(judged, tmp_path):

@@ -4,17 +4,12 @@ import pytest
 import torch
 
 from egop_lab.experiments import tuned
-from egop_lab.experiments.matrix_factorization import (
-    PRINTED,
-    SPEED,
-    Factorization,
-    MatrixFactorizationExperiment,
-    crossing,
-)
+from egop_lab.experiments.matrix_factorization import CONSTANT, SPEED, MatrixFactorizationExperiment, crossing
 from egop_lab.experiments.tuned import Method
 from egop_lab.training.context import Context
+from egop_lab.training.factorization import PRINTED, Factorization
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP
+from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
 from fakes import faked, in_this_process, verdicts
 
 SIZES = {"n": 6, "rank": 2, "condition": 2.0, "decay": 0.5, "noise": 0.01, "samples": 60}
@@ -78,7 +73,7 @@ def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
         "Adam", "Adam, EGOP", "Adagrad", "Adagrad, EGOP", "SOAP", "SOAP (0.95)", "Shampoo",
     ]  # fmt: skip
     assert list(picture.panels[0].series[0].x) == [0, 10, 20]
-    assert len(verdicts(Toy(), store)) == 8
+    assert len(verdicts(Toy(), store)) == 9
 
 
 def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
@@ -86,9 +81,25 @@ def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
     Toy().run(store, Context(preset="full", progress=False))
-    labels = [line.label for line in Toy().pictures(store, "full")[0].panels[0].series]
+    first, second = Toy().pictures(store, "full")
+    labels = [line.label for line in first.panels[0].series]
     assert {"GaLore", "Adam, random rotation", "Adagrad, random rotation"} < set(labels)
-    assert len(verdicts(Toy(), store, "full")) == 8
+    assert [panel.title for panel in second.panels] == ["Annealed", "Annealed", "Constant", "Constant"]
+    assert [line.label for line in second.panels[2].series] == [
+        "Adam", "Adam, EGOP", "Adagrad", "Adagrad, EGOP", "SOAP", "Shampoo",
+    ]  # fmt: skip
+    assert len(verdicts(Toy(), store, "full")) == 11
+
+    # Without a schedule the rate stays:
+    for optimizer in ("Adam", "SOAP"):  # one that is batched and one that is not
+        annealed, constant = (
+            [run.result["excess"] for run in store if run.config["optimizer"] == optimizer
+             and run.config["coordinates"] == ORIGINAL and run.config.get("schedule") == schedule
+             and run.config["lr"] == 0.1 and run.config["seed"] == TUNING and "start" in run.config]
+            for schedule in (None, CONSTANT)
+        )  # fmt: skip
+        assert annealed[0][0] == constant[0][0], "the same start"
+        assert annealed[0][-1] != constant[0][-1]
 
 
 def outcome(decades):
@@ -112,7 +123,7 @@ def test_the_claims_hold_where_the_records_say_so(tmp_path):
         )
     )
     assert set(found.values()) == {"holds"}
-    assert len(found) == 8
+    assert len(found) == 9
 
 
 def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path):
@@ -123,10 +134,22 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
     experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path, preset="full")
     judged = experiment.judge(store, "full")
     assert {each.verdict for each in judged} == {"holds"}
-    assert {other.verdict for each in judged for other in each.beside} == {"does not hold"}
-    assert [each.kind for each in judged] == ["claim", "claim", "reading", "reading"] * 2
+    others = {other.verdict for each in judged for other in each.beside if "superimposed" not in each.id}
+    assert others == {"does not hold"}
+    assert [each.kind for each in judged] == ["claim", "claim", "reading", "reading"] * 2 + ["claim"] * 3
     methods = {record.config["optimizer"] for record in store if "start" in record.config}
     assert methods == {"Adam", "Adagrad", "SOAP", "Shampoo"}, "the paper's"
+
+
+def test_without_runs_that_have_no_schedule_the_others_are_judged(tmp_path):
+    experiment, store = faked(MatrixFactorizationExperiment, outcome(lambda method, rate: 3), tmp_path, preset="full")
+    assert not experiment.remarks(store, "full")
+    assert len(experiment.judge(store, "full")) == 11
+    fewer = Store(tmp_path / "fewer.jsonl")
+    fewer.add(*(run for run in store if run.config.get("schedule") != CONSTANT or run.config["optimizer"] != "SOAP"))
+    assert len(experiment.judge(fewer, "full")) == 9
+    assert experiment.remarks(fewer, "full") == ["Not run to their end: runs without a schedule."]
+    assert len(experiment.pictures(fewer, "full")[1].panels) == 2
 
 
 def test_the_claims_fail_where_the_records_say_so(tmp_path):
@@ -137,7 +160,27 @@ def test_the_claims_fail_where_the_records_say_so(tmp_path):
             tmp_path,
         )
     )
-    assert set(found.values()) == {"does not hold"}
+    assert {name for name, verdict in found.items() if verdict == "holds"} == {"superimposed"}
+
+
+def test_traces_that_come_apart_are_not_superimposed(tmp_path):
+    def result(config):
+        found = outcome(lambda method, rate: 3)(config)
+        return (
+            found | {"excess": [100 * value for value in found["excess"]]} if config["optimizer"] == "SOAP" else found
+        )
+
+    experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path)
+    judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}["superimposed"]
+    assert judged.verdict == judged.beside[0].verdict == "does not hold"
+    assert "furthest apart at step 0, by a factor of 50." in judged.found
+
+
+def test_traces_that_differ_only_in_what_is_left_are_superimposed_in_the_loss(tmp_path):
+    falls = {"Adam": 30, "Adagrad": 40, "SOAP": 50, "Shampoo": 60}
+    made, store = faked(MatrixFactorizationExperiment, outcome(lambda m, rate: falls.get(m.optimizer, 30)), tmp_path)
+    judged = {each.id.partition("/")[2]: each for each in made.judge(store, "quick")}["superimposed"]
+    assert (judged.verdict, judged.beside[0].verdict) == ("holds", "does not hold")
 
 
 def test_a_difference_that_is_rounding_is_no_lower_loss(tmp_path):

@@ -9,32 +9,45 @@ import time
 import pytest
 
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments.resnet import OPTIONAL, ResnetExperiment
-from egop_lab.methods import RESNET, compared
+from egop_lab.experiments import resnet_runs
+from egop_lab.experiments.resnet import ResnetExperiment
+from egop_lab.experiments.resnet_claims import (
+    ADAMW,
+    AROUND,
+    BOTH_SIDES,
+    PERIODIC,
+    SOAP_10,
+    SOAP_100,
+    SOAP_EPOCH,
+    SOAP_ONCE,
+    SOAP_OURS,
+    UPFRONT,
+)
+from egop_lab.experiments.resnet_runs import FIRST, OPTIONAL, LongRuns, ShortRuns
+from egop_lab.methods import RESNET, compared, label
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from fakes import image_folder
 
 METHODS = compared(RESNET)
-ADAMW, UPFRONT, PERIODIC, ONLINE, BOTH_SIDES, SOAP_ONCE, SOAP_EPOCH, SOAP_10, MUON = METHODS
+ONLINE, MUON = label(RESNET, "shared-online"), label(RESNET, "muon")
 EXPERIMENT = ResnetExperiment()
+SMALL = {"batch": 8, "trials": 1, "side": 20, "crop": 16, "depths": [1], "width": 4, "images": ["all", "all"]}
 
 
-class Toy(ResnetExperiment):
+class Toy(ShortRuns):
     """So small that all methods run in seconds."""
 
     def settings(self, preset):
-        return super().settings("quick") | {
-            "batch": 8,
-            "trials": 1,
-            "epochs": 2,
-            "side": 20,
-            "crop": 16,
-            "depths": [1],
-            "width": 4,
-            "images": ["all", "all"],
-        }
+        return super().settings("quick") | SMALL | {"epochs": 2, "methods": list(METHODS)}
+
+
+class LongToy(LongRuns):
+    """The same, of long runs."""
+
+    def settings(self, preset):
+        return super().settings("quick") | SMALL | {"epochs": 3}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +74,12 @@ def test_every_method_is_tuned_and_reported(toy):
         )
         assert [len(run.result["validation loss"]) for run in tuning] == [2]
         (run,) = reported
-        for name in ("validation loss", "accuracy", "training loss", "seconds"):
+        for name in ("validation loss", "accuracy", "training loss", "training accuracy", "seconds"):
             assert len(run.result[name]) == 3, "before the first epoch and after each"
         assert all(math.isfinite(loss) for loss in run.result["validation loss"])
         assert math.isnan(run.result["training loss"][0])
+        assert math.isnan(run.result["training accuracy"][0])
+        assert 0 <= run.result["training accuracy"][-1] <= 1
         assert sorted(run.result["seconds"]) == run.result["seconds"]
         assert 0 <= run.result["ten-crop accuracy"] <= 1
         assert run.config["data"] == {"train": 27, "validation": 15, "classes": 3}
@@ -74,7 +89,7 @@ def test_methods_start_at_the_same_point_and_differ_later(toy):
     runs = {run.config["method"]: run.result for run in toy if run.config["seed"] == 0}
     assert len({run["validation loss"][0] for run in runs.values()}) == 1
     # Bases are not renewed within an epoch of three steps, so that some methods still coincide.
-    lasts = [runs[method]["training loss"][-1] for method in (ADAMW, UPFRONT, PERIODIC, SOAP_ONCE, MUON)]
+    lasts = [runs[method]["training loss"][-1] for method in (ADAMW, UPFRONT, PERIODIC, AROUND, SOAP_ONCE, MUON)]
     assert len(set(lasts)) == len(lasts)
 
 
@@ -98,6 +113,7 @@ def test_a_toy_run_gives_claims_and_pictures(toy):
     assert len({each.id for each in judged}) == len(judged)
     pictures = Toy().pictures(toy, "quick")
     assert [picture.name for picture in pictures] == ["resnet", "resnet-time"]
+    assert [panel.title for panel in pictures[0].panels][-1] == "Training accuracy"
     losses = pictures[0].panels[0].series
     assert [series.label for series in losses] == list(METHODS)
     assert list(losses[0].x) == [1, 2]
@@ -154,24 +170,30 @@ PAPER = {
 }
 
 
-def fake_store(path, methods, data=9469, floor=-math.inf):
-    settings = EXPERIMENT.settings("full")
+def fake_store(path, methods, data=9469, floor=-math.inf, runs=EXPERIMENT.short, trials=3, timed=True):
+    settings = runs.settings("full")
     store = Store(path)
     common = {"data": {"train": data, "classes": 10}, "batch": 128, "crop": 96}
     for method, (fall, seconds, training, error) in methods.items():
         epochs = range(settings["epochs"] + 1)
         for rate in settings["rates"]:
             config = EXPERIMENT.config("full", method=method, lr=rate, seed=TUNING, epochs=3, **common)
-            store.add(Record(config, {"ten-crop accuracy": 0.5 if rate == 1e-3 else 0.4}))
-        for seed in range(settings["trials"]):
+            if config not in store:
+                accuracy = 0.5 if rate == 1e-3 else 0.4
+                store.add(Record(config, {"ten-crop accuracy": accuracy, "seconds": [seconds * e for e in range(4)]}))
+        for seed in range(trials):
             result = {
                 "validation loss": [max(3 - fall * epoch, floor) + 0.01 * seed for epoch in epochs],
                 "accuracy": [0.05 * epoch for epoch in epochs],
                 "training loss": [math.nan, *(2 - (2 - training) * epoch / epochs[-1] for epoch in epochs[1:])],
-                "seconds": [seconds * epoch for epoch in epochs],
+                "seconds": [seconds * epoch if timed else math.nan for epoch in epochs],
                 "ten-crop accuracy": 1 - error,
+                "ten-crop loss": 3 - fall * epochs[-1],
             }
-            store.add(Record(EXPERIMENT.config("full", method=method, lr=1e-3, seed=seed, epochs=10, **common), result))
+            if runs is EXPERIMENT.long:
+                result["training accuracy"] = [math.nan] + [1 - training] * epochs[-1]
+            config = {"method": method, "lr": 1e-3, "seed": seed, "epochs": settings["epochs"]}
+            store.add(Record(EXPERIMENT.config("full", **config, **common), result))
     return store
 
 
@@ -201,9 +223,10 @@ def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
 
 
 def test_what_the_images_are_is_said_first(tmp_path):
-    (remark,) = EXPERIMENT.remarks(fake_store(tmp_path / "r.jsonl", PAPER), "full")
+    remark, not_run = EXPERIMENT.remarks(fake_store(tmp_path / "r.jsonl", PAPER), "full")
+    assert not_run == "Not run: runs of 30 epochs."
     assert remark.startswith("The images are Imagenette's 9,469 of 10 classes at 96 px, not ImageNet's 1.28 million")
-    (other,) = EXPERIMENT.remarks(fake_store(tmp_path / "s.jsonl", PAPER, data=100), "full")
+    other, _ = EXPERIMENT.remarks(fake_store(tmp_path / "s.jsonl", PAPER, data=100), "full")
     assert other.startswith("The images are a folder's 100")
 
 
@@ -245,7 +268,7 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
 
 def test_the_learning_rate_is_that_of_the_best_tuning_accuracy(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
-    assert EXPERIMENT.chosen(store, "full", ADAMW) == 1e-3
+    assert EXPERIMENT.short.chosen(store, "full", ADAMW) == EXPERIMENT.long.chosen(store, "full", ADAMW) == 1e-3
 
 
 def test_runs_that_are_still_to_come_are_named(tmp_path):
@@ -259,7 +282,7 @@ def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path)
     store = fake_store(tmp_path / "r.jsonl", PAPER)
     fewer = Store(tmp_path / "fewer.jsonl")
     fewer.add(*(run for run in store if not (run.config["method"] == MUON and run.config["seed"] == 2)))
-    assert len(EXPERIMENT.reported(fewer, "full")[MUON]) == 2
+    assert len(EXPERIMENT.short.reported(fewer, "full")[MUON]) == 2
     assert "over 3 trials, Muon: 2." in EXPERIMENT.pictures(fewer, "full")[0].caption
     assert "Muon" not in EXPERIMENT.pictures(store, "full")[0].caption
 
@@ -267,3 +290,105 @@ def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path)
 def test_runs_on_other_images_are_not_mixed_in(tmp_path):
     fake_store(tmp_path / "r.jsonl", PAPER | {ADAMW: (0.3, 1.0, 0.0, 0.0)}, data=100)
     assert set(verdicts(fake_store(tmp_path / "r.jsonl", PAPER)).values()) == {"holds"}
+
+
+def long_store(path, methods, **options):
+    """Beside short runs in which nothing holds."""
+    worst = dict.fromkeys(PAPER, (0.1, 10.0, 0.5, 0.3)) | {ADAMW: (0.3, 1.0, 0.0, 0.0)}
+    fake_store(path, worst)
+    slower = {name: (fall / 3, *others) for name, (fall, *others) in methods.items()}
+    return fake_store(path, slower, runs=EXPERIMENT.long, **options)
+
+
+LONG = {name: numbers for name, numbers in PAPER.items() if name in EXPERIMENT.long.settings("full")["methods"]}
+LONG |= {SOAP_OURS: PAPER[SOAP_10], SOAP_100: PAPER[SOAP_10], AROUND: PAPER[PERIODIC]}
+
+
+def test_long_runs_are_judged_where_they_are_all_there(tmp_path):
+    store = long_store(tmp_path / "r.jsonl", LONG)
+    judged = EXPERIMENT.judge(store, "full")
+    assert {each.verdict for each in judged if each.kind == "claim" and "cannot" not in each.verdict} == {"holds"}
+    assert judged[0].beside[-1].rule == "10 epochs"
+    assert len(EXPERIMENT.remarks(store, "full")) == 1
+    assert "and there are 30 epochs of them, not 40" in EXPERIMENT.remarks(store, "full")[0]
+    assert [table.title[:9] for table in EXPERIMENT.tables(store, "full")] == ["30 epochs", "10 epochs"]
+    names = [picture.name for picture in EXPERIMENT.pictures(store, "full")]
+    assert names == ["resnet-long", "resnet-long-time", "resnet", "resnet-time"]
+
+
+def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_ones(tmp_path):
+    store = long_store(tmp_path / "r.jsonl", {name: LONG[name] for name in FIRST})
+    judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.judge(store, "full")}
+    assert ours(judged["upfront-epochs"]).verdict == "holds"
+    short = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.short.judge(store, "full")}
+    assert judged["upfront-epochs"].found != short["upfront-epochs"].found
+    assert judged["upfront-soap"] == short["upfront-soap"]
+    assert EXPERIMENT.remarks(store, "full")[1].startswith("Not run with 30 epochs: SOAP each epoch, SOAP once,")
+
+
+def test_without_three_trials_the_short_runs_count(tmp_path):
+    store = long_store(tmp_path / "r.jsonl", LONG, trials=2)
+    assert EXPERIMENT.judge(store, "full") == EXPERIMENT.short.judge(store, "full")
+    assert EXPERIMENT.remarks(store, "full")[1] == "Not run: runs of 30 epochs."
+
+
+def test_runs_beside_others_have_the_time_of_those_alone(tmp_path):
+    store = long_store(tmp_path / "r.jsonl", LONG, timed=False)
+    (_, first, *_), (_, second, *_) = (
+        [run.result["seconds"] for run in EXPERIMENT.long.reported(store, "full")[method]]
+        for method in (SOAP_OURS, ADAMW)
+    )
+    assert first == pytest.approx([21.0 * epoch for epoch in range(31)])
+    assert len(second) == 31
+
+
+def test_a_table_says_what_an_epoch_costs_here_and_in_the_paper(tmp_path):
+    (table,) = EXPERIMENT.tables(fake_store(tmp_path / "r.jsonl", PAPER), "full")
+    rows = {row[0]: row for row in table.rows}
+    assert rows[ADAMW][-3:] == ("10.00", "1.0", "1.00")
+    assert rows[SOAP_ONCE][-3:] == ("20.00", "2.0", "1.50")
+    assert rows[MUON][-1] == ""
+
+
+def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monkeypatch):
+    done = []
+
+    class Fake:
+        def __init__(self, data, config, device):
+            self.config = config
+
+        def __call__(self, progress):
+            done.append((self.config["method"], self.config["seed"], self.config["lr"]))
+            return {"ten-crop accuracy": -abs(math.log(self.config["lr"] / 3e-3)), "seconds": [0.0, 1.0]}
+
+    monkeypatch.setattr(LongToy, "training", Fake)
+    store = Store(tmp_path / "resnet.jsonl")
+    assert not LongToy().all_of_them(store, context(folder, time_budget=-1.0), 1)
+    assert not done
+    assert LongToy().all_of_them(store, context(folder), 1)
+    assert done[:4] == [(method, TUNING, 1e-3) for method in FIRST]
+    # The best is at an end of those tried, again and again, until 1e-2 is worse.
+    own = [lr for method, seed, lr in done if method == ADAMW and seed == TUNING]
+    assert own == [1e-3, 3e-4, 3e-3, 1e-2]
+    assert [each for each in done if each[1] == 0] == [(name, 0, 3e-3) for name in LongToy().settings("")["methods"]]
+    assert {lr for _, _, lr in done} == {3e-4, 1e-3, 3e-3, 1e-2}
+
+
+def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(resnet_runs, "_LONG", ((ADAMW,),))
+    monkeypatch.setattr(resnet_runs, "_LADDER", [1e-3])  # so that there is one round of processes
+    stores = []
+    for processes in (1, 2):
+        store = Store(tmp_path / f"{processes}.jsonl")
+        assert LongToy().all_of_them(store, context(folder), processes)
+        stores.append({run.key: run.result for run in store})
+    alone, beside = stores
+    assert set(alone) == set(beside)
+    for key, result in alone.items():
+        assert beside[key]["validation loss"] == pytest.approx(result["validation loss"], rel=1e-5)
+    assert sum(math.isfinite(result["seconds"][-1]) for result in beside.values()) == 1, "one is timed"
+    assert LongToy().reported(Store(tmp_path / "2.jsonl"), "quick")[ADAMW][0].result["seconds"][-1] > 0
+
+
+def test_a_process_starts_nothing_when_the_time_is_over(folder):
+    assert resnet_runs.in_own_process({"device": None}, time.monotonic() - 1, {}) is None

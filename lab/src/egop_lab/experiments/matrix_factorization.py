@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
-
-import torch
-from torch import Tensor
+from functools import partial
+from typing import Any, ClassVar
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.data.matrices import random_orthonormal, with_decay
-from egop_lab.experiments.base import Judged, beside, decades, verdict
-from egop_lab.experiments.curves import first_below, median
+from egop_lab.experiments.base import Beside, Judged, beside, decades, verdict
+from egop_lab.experiments.curves import first_below, median, quartiles
 from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment
 from egop_lab.methods import describe
-from egop_lab.training import batched
 from egop_lab.training.context import Preset
-from egop_lab.training.instances import RANDOM, Trials
+from egop_lab.training.factorization import PRINTED, ROUNDING, SPECTRAL, Factorization
+from egop_lab.training.instances import RANDOM
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP
 
@@ -27,65 +24,13 @@ AT_OPTIMUM = 1e-9
 THRESHOLDS = (1e-2, 1e-4, 1e-6)  # relative distance to the optimal loss, for counting steps
 SPEED = 1e-6  # the threshold of the second choice of learning rates
 _CLOSER = 1e-3  # smaller differences of errors no figure shows
-_ROUNDING = 1e-16
+_SUPERIMPOSED = 1.1  # no eye sees a smaller ratio on the figure's axis
+_MOSTLY = 0.9  # of the steps
 
-# What the singular values of the spectral estimate are taken to: the start that the name means, and the printed one.
-SPECTRAL, PRINTED = "Σ^½", "Σ^-½"
-_POWERS = {SPECTRAL: 0.5, PRINTED: -0.5}
+CONSTANT = "constant"  # of the learning rate; else it is annealed
 
 _RIVALS = ("Adam", "Adagrad", "SOAP", "SOAP (0.95)", "Shampoo")
 _PAPERS = ("Adam", "Adagrad", "SOAP", "Shampoo")
-
-
-class Factorization(Trials):
-    """½‖A L Rᵀ − Y‖², Y = A X* + noise: each trial has its own A, X* and noise, and starts at the spectral estimate.
-
-    A is invertible, so the least loss is known: what the best rank-r approximation of Y leaves over.
-    """
-
-    def __init__(
-        self,
-        seeds: Sequence[int],
-        *,
-        n: int,
-        rank: int,
-        condition: float,
-        decay: float,
-        noise: float,
-        samples: int,
-        start: str = SPECTRAL,
-    ) -> None:
-        self.seeds, self.samples, self.rank, self.begun = list(seeds), samples, rank, start
-        self.sizes = {"n": n, "rank": rank, "condition": condition, "decay": decay, "noise": noise, "samples": samples}
-        instances = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
-        self.data, self.truth, self.targets = (torch.stack(column) for column in zip(*instances, strict=True))
-        values = torch.linalg.svdvals(self.targets)
-        self.least = 0.5 * values[:, rank:].square().sum(-1)
-
-    def alone(self, seed: int) -> Self:
-        return type(self)([seed], start=self.begun, **self.sizes)  # type: ignore[arg-type]
-
-    def start(self) -> batched.Point:
-        U, values, Vh = torch.linalg.svd(torch.linalg.pinv(self.data) @ self.targets)
-        scale = values[:, None, : self.rank] ** _POWERS[self.begun]
-        return {"L": U[:, :, : self.rank] * scale, "R": Vh.mT[:, :, : self.rank] * scale}
-
-    def losses(self, point: batched.Point, batch: Any) -> Tensor:
-        product = self.data[:, None] @ (point["L"] @ point["R"].mT)
-        return 0.5 * (product - self.targets[:, None]).square().sum((-2, -1))
-
-    def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
-        excess = self.losses(point, 0) / self.least[:, None] - 1
-        error = (point["L"] @ point["R"].mT - self.truth[:, None]).square().sum((-2, -1))
-        return {"excess": excess.clamp(min=_ROUNDING), "error": error}
-
-    def _instance(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        n, rank = int(self.sizes["n"]), self.rank
-        data = with_decay(n, n, self.sizes["decay"], generator)
-        left, right = (random_orthonormal(n, rank, generator) for _ in ("left", "right"))
-        truth = left * torch.linspace(1, 1 / self.sizes["condition"], rank, dtype=torch.float64) @ right.mT
-        noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
-        return data, truth, data @ truth + self.sizes["noise"] * noise
 
 
 class MatrixFactorizationExperiment(TunedExperiment):
@@ -105,6 +50,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         "steps": "1000",
         "sizes": "the same, but noise 0.01 (appendix) or √0.001 (text), samples not named",
         "starts": f"{PRINTED} printed, called the standard spectral start, which is {SPECTRAL}",
+        "schedules": "cosine; others not shown",
     }
     cosine: ClassVar[bool] = True
 
@@ -120,6 +66,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
             # The paper names neither rho nor M here: those of its errors-in-variables experiment.
             "sizes": {"n": 20, "rank": 5, "condition": 2.0, "decay": 0.5, "noise": 0.01, "samples": 1000},
             "starts": [SPECTRAL, PRINTED] if full else [SPECTRAL],
+            "schedules": ["cosine", CONSTANT] if full else ["cosine"],
             "exponents": {
                 name: ([-2, 1] if name == "Shampoo" else [-4, -1]) if not full else [-5, 2] for name in optimizers
             },
@@ -127,16 +74,26 @@ class MatrixFactorizationExperiment(TunedExperiment):
         }
 
     def cases(self, preset: Preset) -> list[Case]:
+        return [case for schedule in self.settings(preset)["schedules"] for case in self.starts(preset, schedule)]
+
+    def starts(self, preset: Preset, schedule: str = "cosine") -> list[Case]:
+        """The cases that have a schedule; what is usual is not in a configuration."""
         settings = self.settings(preset)
-        return [settings["sizes"] | ({} if start == SPECTRAL else {"start": start}) for start in settings["starts"]]
+        rest = {} if schedule == "cosine" else {"schedule": schedule}
+        return [
+            settings["sizes"] | ({} if start == SPECTRAL else {"start": start}) | rest for start in settings["starts"]
+        ]
 
     def pairs(self, preset: Preset) -> list[tuple[Case, Method]]:
-        """From the printed start the paper's methods only."""
+        """From the printed start, and without a schedule, the paper's methods only."""
         return [
             (case, method)
             for case, method in super().pairs(preset)
-            if "start" not in case or (method.optimizer in _PAPERS and method.coordinates != RANDOM)
+            if not {"start", "schedule"} & set(case) or (method.optimizer in _PAPERS and method.coordinates != RANDOM)
         ]
+
+    def anneals(self, case: Case) -> bool:
+        return case.get("schedule") != CONSTANT
 
     def trials(self, case: Case, seeds: Sequence[int]) -> Factorization:
         names = ("n", "rank", "condition", "decay", "noise", "samples")
@@ -155,16 +112,23 @@ class MatrixFactorizationExperiment(TunedExperiment):
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         """By the printed start where it was run, beside it by the spectral one."""
-        return [
-            self._by_start(preset, lambda case, one=one, optimizer=optimizer: one(store, preset, case, optimizer))  # type: ignore[misc]
+        found = [
+            self._by_start(self.starts(preset), partial(one, store, preset, optimizer))
             for optimizer in ("Adam", "Adagrad")
             for one in (self._lower, self._closer, self._fastest_of_all, self._faster_than_original)
         ]
+        found.append(self._by_start(self.starts(preset), partial(self._superimposed, store, preset)))
+        if CONSTANT not in self.settings(preset)["schedules"]:
+            return found
+        constant = self.starts(preset, CONSTANT)
+        return found + [
+            self._by_start(constant, partial(self._persists, store, preset, o)) for o in ("Adam", "Adagrad")
+        ]
 
-    def _by_start(self, preset: Preset, judge: Callable[[Case], Judged]) -> Judged:
-        *others, papers = map(judge, self.cases(preset))
-        differing = [other for other in others if other.found != papers.found]
-        return replace(papers, beside=tuple(beside(f"from {SPECTRAL}", other) for other in differing))
+    def _by_start(self, cases: Sequence[Case], judge: Callable[[Case], Judged]) -> Judged:
+        *others, papers = map(judge, cases)
+        differing = [beside(f"from {SPECTRAL}", other) for other in others if other.found != papers.found]
+        return replace(papers, beside=(*papers.beside, *differing))
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         case, methods = self.cases(preset)[0], self.methods(preset)
@@ -192,6 +156,29 @@ class MatrixFactorizationExperiment(TunedExperiment):
                 "the learning rate with the lowest final loss, as in the paper; below: at the one that comes fastest "
                 f"to {SPEED:g} above the optimum. Medians and quartiles over fresh trials.",
                 panels,
+            ),
+            *self._printed(store, preset),
+        ]
+
+    def _printed(self, store: Store, preset: Preset) -> list[Picture]:
+        """The same from the printed start, with a schedule and without; nothing where that was not run."""
+        there = [*self.starts(preset), *self._constant(store, preset)]
+        cases = [case for case in there if case.get("start") == PRINTED]
+        if not cases:
+            return []
+        names = {"excess": "loss above optimum, relative", "error": "‖LRᵀ − X*‖²"}
+
+        def panel(case: Case, name: str) -> Panel:
+            methods = [method for other, method in self.pairs(preset) if other == case]
+            series = [self.curve(store, preset, case, method, name) for method in methods]
+            return Panel("Annealed" if self.anneals(case) else "Constant", "step", names[name], series)
+
+        return [
+            Picture(
+                f"{self.id}-printed",
+                f"The same from {PRINTED}, as printed in the paper, with rates that are annealed and with constant "
+                "ones: each method at the rate with the lowest final loss. Medians and quartiles over fresh trials.",
+                [panel(case, name) for case in cases for name in names],
             )
         ]
 
@@ -213,7 +200,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         best = min(rivals, key=lambda rival: rivals[rival])
         return last(Method(optimizer, EGOP)), best, rivals[best]
 
-    def _lower(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
+    def _lower(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
         turned, best, rival = self._finals(store, preset, case, optimizer, "excess")
         finding = (
             f"Above the optimum, relative, from {case.get('start', SPECTRAL)}: EGOP {optimizer} {turned:.2g}; {best}, "
@@ -230,7 +217,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
             margin=decades(turned, rival, AT_OPTIMUM),
         )
 
-    def _closer(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
+    def _closer(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
         turned, best, rival = self._finals(store, preset, case, optimizer, "error")
         return Judged(
             f"{self.id}/{optimizer}-closer",
@@ -242,14 +229,14 @@ class MatrixFactorizationExperiment(TunedExperiment):
             margin=decades(turned, rival),
         )
 
-    def _fastest_of_all(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
-        return self._faster(store, preset, case, optimizer, _RIVALS, "Adam, Adagrad, SOAP and Shampoo")
+    def _fastest_of_all(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
+        return self._faster(store, preset, optimizer, case, _RIVALS, "Adam, Adagrad, SOAP and Shampoo")
 
-    def _faster_than_original(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
-        return self._faster(store, preset, case, optimizer, [optimizer], optimizer)
+    def _faster_than_original(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
+        return self._faster(store, preset, optimizer, case, [optimizer], optimizer)
 
     def _faster(
-        self, store: Store, preset: Preset, case: Case, optimizer: str, rivals: Sequence[str], against: str
+        self, store: Store, preset: Preset, optimizer: str, case: Case, rivals: Sequence[str], against: str
     ) -> Judged:
         mine = [self.steps_to(store, preset, Method(optimizer, EGOP), threshold, case) for threshold in THRESHOLDS]
         others = {
@@ -268,6 +255,54 @@ class MatrixFactorizationExperiment(TunedExperiment):
         name = f"{optimizer}-faster" if len(rivals) > 1 else f"{optimizer}-faster-than-original"
         return Judged(
             f"{self.id}/{name}", words, verdict(faster), f"{_from(case)} at the fastest rate: {numbers}.", "reading"
+        )
+
+    def _persists(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
+        """Both trends at once, by the rules of the runs with a schedule."""
+        lower, closer = (one(store, preset, optimizer, case) for one in (self._lower, self._closer))
+        return Judged(
+            f"{self.id}/{optimizer}-without-schedule",
+            f"The trends persist without a schedule: EGOP {optimizer} ends at a lower loss and reconstruction error "
+            "than Adam, Adagrad, SOAP and Shampoo.",
+            verdict(lower.verdict == closer.verdict == "holds"),
+            f"{lower.found} {closer.found}",
+            threshold=f"{lower.threshold}; of the error, {closer.threshold}",
+            margin=lower.margin,
+        )
+
+    def _superimposed(self, store: Store, preset: Preset, case: Case) -> Judged:
+        """By the loss, as in the paper's figure; on a scale of what is left of it the traces come apart."""
+        every = self.settings(preset)["record every"]
+
+        def spread(methods: Sequence[Method], least: float) -> list[float]:
+            """At every recorded step the largest median over the smallest."""
+            curves = [[run.result["excess"] for run in self.reported(store, preset, case, m)] for m in methods]
+            middle = [[value + least for value in quartiles(trials)[1]] for trials in curves]
+            return [max(values) / min(values) for values in zip(*middle, strict=True)]
+
+        rivals = [Method(name) for name in _PAPERS]
+        egop = [Method(name, EGOP) for name in ("Adam", "Adagrad")]
+        losses, with_egop, left = spread(rivals, 1.0), spread([*rivals, *egop], 1.0), spread(rivals, AT_OPTIMUM)
+        together, all_together, apart = (
+            sum(value <= _SUPERIMPOSED for value in values) / len(values) for values in (losses, with_egop, left)
+        )
+        place = losses.index(max(losses))
+        start = case.get("start", SPECTRAL)
+        return Judged(
+            f"{self.id}/superimposed",
+            "The traces of Adam, Adagrad, Shampoo and SOAP are superimposed.",
+            verdict(together >= _MOSTLY),
+            f"From {start}, median losses within {_SUPERIMPOSED - 1:.0%} of each other at {together:.0%} of the steps; "
+            f"furthest apart at step {place * every}, by a factor of {losses[place]:.2g}. With EGOP Adam and Adagrad "
+            f"among them: at {all_together:.0%}.",
+            threshold=f"within {_SUPERIMPOSED - 1:.0%} at {_MOSTLY:.0%} of the steps",
+            beside=(
+                Beside(
+                    f"what is left above the optimum, down to {AT_OPTIMUM:g}",
+                    verdict(apart >= _MOSTLY),
+                    f"Within {_SUPERIMPOSED - 1:.0%} at {apart:.0%} of the steps.",
+                ),
+            ),
         )
 
     def _bars(self, store: Store, preset: Preset) -> Panel:
@@ -292,7 +327,7 @@ def crossing(curve: Sequence[float], threshold: float) -> float:
     step = first_below(curve, threshold)
     if not step:
         return math.inf if step is None else 0.0
-    before, after = curve[step - 1], max(curve[step], _ROUNDING)
+    before, after = curve[step - 1], max(curve[step], ROUNDING)
     if not math.isfinite(before):
         return float(step)
     return step - 1 + math.log(before / threshold) / math.log(before / after)

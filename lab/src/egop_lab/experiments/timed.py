@@ -115,11 +115,14 @@ class TimedExperiment(Experiment):
         return by_method
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        runs = self.reported(store, preset)
+        return self.verdicts(self.reported(store, preset), preset, self.claims)
+
+    def verdicts(self, runs: Runs, preset: Preset, claims: Sequence[Claim]) -> list[Judged]:
+        """What these runs say of some claims, by every goal."""
         (_, goal), *others = self.goals(runs).items()
-        judged = [self._judged(claim, runs, goal, preset) for claim in self.claims]
+        judged = [self._judged(claim, runs, goal, preset) for claim in claims]
         for rule, goal in others:
-            pairs = zip(judged, [self._judged(claim, runs, goal, preset) for claim in self.claims], strict=True)
+            pairs = zip(judged, [self._judged(claim, runs, goal, preset) for claim in claims], strict=True)
             judged = [
                 one if one.found == other.found else replace(one, beside=(*one.beside, beside(rule, other)))
                 for one, other in pairs

@@ -74,6 +74,10 @@ class TunedExperiment(Experiment):
         """What is run: every method on every case."""
         return [(case, method) for case in self.cases(preset) for method in self.methods(preset)]
 
+    def anneals(self, case: Case) -> bool:
+        """Whether the learning rates of a case are annealed."""
+        return self.cosine
+
     @abc.abstractmethod
     def trials(self, case: Case, seeds: Sequence[int]) -> Trials:
         """The problems of several seeds."""
@@ -205,7 +209,7 @@ class TunedExperiment(Experiment):
                 context,
                 problem=lambda seeds, case=task.case: self.trials(case, seeds),  # type: ignore[misc]
                 basis=lambda problem, kind: problem.basis(kind),
-                schedule=batched.cosine(self.settings(context.preset)["steps"]) if self.cosine else None,
+                schedule=batched.cosine(self.settings(context.preset)["steps"]) if self.anneals(task.case) else None,
                 schedule_every=1,
             )
         configs = [
@@ -251,7 +255,7 @@ def run_alone(config: Mapping[str, Any]) -> Record:
         config["lr"],
         config["steps"],
         record_every=config["record every"],
-        cosine=tuned.cosine,
+        cosine=tuned.anneals(config),
     )
     return finished(config, result, seconds)
 

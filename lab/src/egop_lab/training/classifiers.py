@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +20,8 @@ from egop_lab.making import Start
 from egop_lab.methods import RESNET
 from egop_lab.models import residual, vit
 from egop_lab.training import timed
+from egop_lab.training.context import finished
+from egop_lab.training.records import Record
 
 _ROWS = 1000  # gradients of a kernel that every convolution is to have at least
 
@@ -84,6 +88,28 @@ def _network(kind: str, settings: str, classes: int, device: torch.device) -> tu
     return eager, timed.graphed(_Logits(model, device), sample)
 
 
+def in_own_process(source: Mapping[str, Any], ends: float, config: Mapping[str, Any]) -> Record | None:
+    """A run in a process that does several, beside others on the same device; nothing when the time is over.
+
+    Its seconds say nothing of the method, so that they are not recorded.
+
+    Args:
+        source: what images are loaded with.
+        ends: when no further run is started, by the clock that processes share.
+        config: of the run.
+    """
+    if time.monotonic() > ends:
+        return None
+    began, device = time.perf_counter(), source["device"]
+    with timed.fast(device):
+        result = Run(_loaded(**source), config, device)(progress=False)
+    untimed = {"seconds": [math.nan] * len(result["seconds"])}
+    return finished(config, result | untimed, time.perf_counter() - began, device)
+
+
+_loaded = functools.lru_cache(maxsize=1)(images.load)
+
+
 class Run(timed.Run):
     """A network on images; a pass is an epoch.
 
@@ -97,11 +123,18 @@ class Run(timed.Run):
 
     comparison: ClassVar[str] = RESNET
     unit: ClassVar[str] = "epoch"
-    curves: ClassVar[tuple[str, ...]] = ("validation loss", "accuracy", "training loss", "seconds")
+    curves: ClassVar[tuple[str, ...]] = (
+        "validation loss",
+        "accuracy",
+        "training loss",
+        "training accuracy",
+        "seconds",
+    )
 
     def __init__(self, data: images.Images, config: Mapping[str, Any], device: torch.device) -> None:
         super().__init__(config, device)
         self.data = data
+        self.right: list[Tensor] = []  # the share of right answers in each batch of a pass
         seed, size = config["seed"], config["batch"]
         kind = config.get("network", RESIDUAL)
         self.network = NETWORKS[kind]
@@ -146,11 +179,15 @@ class Run(timed.Run):
 
     def training_loss(self, batch: images.Batch) -> Tensor:
         logits = self.logits if self.config.get("eager") else self._training_logits
-        return F.cross_entropy(logits(batch[0]), batch[1])
+        outputs = logits(batch[0])
+        self.right.append((outputs.detach().argmax(1) == batch[1]).float().mean())
+        return F.cross_entropy(outputs, batch[1])
 
     def validate(self) -> dict[str, float]:
+        training = float(torch.stack(self.right).mean()) if self.right else math.nan
+        self.right = []
         loss, accuracy = self._scores(self.data.validation(ten=False))
-        return {"loss": loss, "accuracy": accuracy}
+        return {"loss": loss, "accuracy": accuracy, "training accuracy": training}
 
     @torch.no_grad()
     def at_end(self) -> dict[str, float]:

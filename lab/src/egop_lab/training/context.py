@@ -53,13 +53,16 @@ def finished(
 
 
 def in_processes(
-    function: Callable[[Mapping[str, Any]], Record],
+    function: Callable[[Mapping[str, Any]], Record | None],
     configs: Sequence[Mapping[str, Any]],
     store: Store,
     context: Context,
     description: str,
 ) -> None:
-    """Do runs that cannot be batched, several processes at a time; each record is stored as it comes."""
+    """Do runs that cannot be batched, several processes at a time; each record is stored as it comes.
+
+    A function that gives none has not done its run.
+    """
     if not configs:
         return
     with (
@@ -69,7 +72,8 @@ def in_processes(
         futures = [pool.submit(function, config) for config in configs]
         try:
             for future in as_completed(futures):
-                store.add(future.result())
+                if (record := future.result()) is not None:
+                    store.add(record)
                 bar.update()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

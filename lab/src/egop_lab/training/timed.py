@@ -184,12 +184,18 @@ class Trials:
         """The finished runs on this data and with these settings."""
         return [run for run in self.store if shared(run) == self.configured()]
 
+    @property
+    def ends(self) -> float:
+        """When no further run is started, by the monotonic clock."""
+        budget = self.context.time_budget
+        return math.inf if budget is None else self._began + budget
+
     def do(self, **entries: Any) -> bool:
         """Do one run, unless it is done; false when the time is over."""
         config, context = self.configured(**entries), self.context
         if config in self.store:
             return True
-        if context.time_budget is not None and time.monotonic() - self._began > context.time_budget:
+        if time.monotonic() > self.ends:
             return False
         self._warm_up(config)
         started = time.perf_counter()

@@ -1,0 +1,402 @@
+"""The runs of the residual-network experiment, short and long ones: how they are done, and what is found in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from egop.runs import Panel, Picture, Series, counted
+from egop_lab.data import images
+from egop_lab.experiments.base import Judged, Table, beside
+from egop_lab.experiments.curves import bar_panel, best_rate, median, quartiles
+from egop_lab.experiments.resnet_claims import (
+    ADAMW,
+    AROUND,
+    BOTH_SIDES,
+    PAPER,
+    PERIODIC,
+    SOAP_10,
+    SOAP_100,
+    SOAP_EPOCH,
+    SOAP_ONCE,
+    SOAP_OURS,
+    UPFRONT,
+    claims,
+)
+from egop_lab.experiments.timed import Claim, Measures, Runs, TimedExperiment, is_tuning, lowest, number, search
+from egop_lab.making import foreign
+from egop_lab.methods import RESNET, compared
+from egop_lab.training.classifiers import Run, in_own_process
+from egop_lab.training.context import Context, Preset, in_processes
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import TUNING
+from egop_lab.training.timed import Trials, fast, precision
+
+_NEAR = 1.05  # the paper's target: so many times the lowest validation loss of SOAP renewed often
+
+OPTIONAL = (BOTH_SIDES,)  # run last, when there is time; left out where its runs are missing
+
+# The methods of the long runs by importance: most claims are about the first ones; a package's SOAP takes longest.
+FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_OURS)
+_LONG = (FIRST, (SOAP_EPOCH, SOAP_ONCE), (SOAP_100, AROUND))
+_NEW = (SOAP_100, SOAP_OURS, AROUND)  # these have no short runs but those that tune them
+
+# Steps of about half a decade over the paper's range.
+_LADDER = [float(f"{factor}e{exponent}") for exponent in range(-5, 0) for factor in (1, 3)] + [1.0]
+
+
+class ShortRuns(TimedExperiment):
+    """Runs of ten epochs, with online bases, SOAP every 10 steps and Muon too."""
+
+    id: ClassVar[str] = "resnet"
+    title: ClassVar[str] = "A residual network on Imagenette, ten classes of ImageNet"
+    figures: ClassVar[str] = "the figure and table on residual networks; supplementary: validation loss, accuracy"
+    comparison: ClassVar[str] = RESNET
+    training = Run
+    length: ClassVar[str] = "epochs"
+    often: ClassVar[str] = SOAP_10  # the SOAP that is renewed often
+    claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_10))
+    pictured: ClassVar[str] = "resnet"  # what its pictures are called
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        full = preset == "full"
+        return {
+            "methods": [method for method in compared(RESNET) if method not in _NEW],
+            "rates": [3e-4, 1e-3, 3e-3] if full else [1e-3],
+            "trials": 3 if full else 2,
+            "tuning trials": 1,
+            "epochs": 10 if full else 2,
+            "tuning epochs": 3 if full else 1,
+            "batch": 128 if full else 32,
+            "weight decay": 1e-4,
+            "side": 112 if full else 40,
+            "crop": 96 if full else 32,
+            "depths": [3, 4, 6, 3] if full else [1, 1, 1, 1],
+            "width": 64 if full else 8,
+            "seconds": "training and bases, no evaluation; on a GPU the network is replayed as a CUDA graph",
+            "data": "Imagenette, ten classes of ImageNet",
+            "validation": "the central crop after every epoch, ten crops at the end",
+            "target": f"{_NEAR:g} times the lowest median validation loss of {self.often}, and AdamW's lowest one "
+            "beside",
+            "SOAP": "renewed never, each epoch (73 steps) and every 100 or 10 steps; its own betas (0.95, 0.95), a "
+            "basis for every dimension of a kernel; ours has one for inputs and kernel together",
+            "images": ["all", "all"] if full else [320, 160],
+        }
+
+    def run(self, store: Store, context: Context) -> None:
+        trials = self.trials(store, context)
+        methods = self.settings(context.preset)["methods"]
+        with fast(context.device):
+            first = [method for method in methods if method not in OPTIONAL]
+            self._all_of(trials, first) and self._all_of(trials, OPTIONAL)
+
+    def source(self, context: Context) -> dict[str, Any]:
+        """What the images are loaded with."""
+        settings = self.settings(context.preset)
+        limits = [None if count == "all" else count for count in settings["images"]]
+        return {
+            "folder": context.data,
+            "side": settings["side"],
+            "crop": settings["crop"],
+            "device": context.device,
+            "limits": (limits[0], limits[1]),
+            "workers": context.workers,
+        }
+
+    def trials(self, store: Store, context: Context) -> Trials:
+        settings, device = self.settings(context.preset), context.device
+        data = images.load(**self.source(context))
+        common = {key: settings[key] for key in ("batch", "weight decay", "side", "crop", "depths", "width")}
+        common |= {"data": data.counts, "precision": precision(device)}
+        warm = False
+
+        def warm_up(config: dict[str, Any]) -> None:
+            """On a GPU, an epoch and decompositions that nobody times: no run pays for what the first one sets up."""
+            nonlocal warm
+            if warm:
+                return
+            foreign(SOAP_10)  # takes seconds to import
+            if device.type == "cuda":
+                self.training(data, config | {"method": ADAMW, "epochs": 1}, device)(progress=False)
+                torch.linalg.eigh(torch.eye(64, dtype=torch.float64, device=device))
+                torch.linalg.qr(torch.eye(64, device=device))
+            warm = True
+
+        return Trials(
+            store,
+            context,
+            lambda **entries: self.config(context.preset, **entries, **common),
+            lambda config: self.training(data, config, device),
+            warm_up,
+        )
+
+    def _all_of(self, trials: Trials, methods: Sequence[str]) -> bool:
+        """Tune some methods and do their runs; whether that is done, or the time is over."""
+        settings = self.settings(trials.context.preset)
+        seeds = range(TUNING, TUNING + settings["tuning trials"])
+        tuning = [(method, lr, seed) for method in methods for lr in settings["rates"] for seed in seeds]
+        epochs = settings["tuning epochs"]
+        if not all(trials.do(method=method, lr=lr, epochs=epochs, seed=seed) for method, lr, seed in tuning):
+            return False
+        return self.report(trials, methods)
+
+    def required(self, preset: Preset) -> set[str]:
+        return {method for claim in self.claims for method in (claim.method, claim.other)}
+
+    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+        """The rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
+        runs = [run for run in self.tuning(settings, done, method) if run.config["lr"] in settings["rates"]]
+        if missing := set(settings["rates"]) - {run.config["lr"] for run in runs}:
+            raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, sorted(missing)))}")
+        return best_rate(runs, _inaccuracy)
+
+    def tuning(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
+        """The runs that choose a method's learning rate."""
+        own = [run for run in done if is_tuning(run) and run.config["method"] == method]
+        return [run for run in own if run.config["epochs"] == settings["tuning epochs"]]
+
+    def measures(self, goal: float) -> Measures:
+        return {
+            **super().measures(goal),
+            "training": ("Last training loss", lambda run: run.result["training loss"][-1]),
+            "training error": (
+                "Share of wrong answers in the last epoch's batches",
+                lambda run: 1 - run.result["training accuracy"][-1],
+            ),
+            "validation": ("Lowest validation loss", lambda run: lowest(run.result)),
+            "ten-crop loss": ("Loss of ten crops at the end", lambda run: run.result["ten-crop loss"]),
+            "error": ("Share of wrong answers, ten crops", lambda run: 1 - run.result["ten-crop accuracy"]),
+        }
+
+    def goals(self, runs: Runs) -> Mapping[str, float]:
+        often = min(quartiles([run.result["validation loss"] for run in runs[self.often]])[1])
+        return {f"{_NEAR:g} times SOAP's lowest": _NEAR * often, "to AdamW's lowest validation loss": self.goal(runs)}
+
+    def _judged(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judged:
+        if claim.measure == "training error" and not _trained(runs, claim.method, claim.other):
+            found = "Accuracy on training images was not recorded; the training loss was."
+            return Judged(f"{self.id}/{claim.name}", claim.words, "cannot be judged", found)
+        judged = super()._judged(claim, runs, goal, preset)
+        if claim.measure != "validation":
+            return judged
+        ten = super()._judged(replace(claim, measure="ten-crop loss"), runs, goal, preset)
+        return replace(judged, beside=(beside("ten crops, as the paper evaluates, but at the end only", ten),))
+
+    def said(self, claim: Claim, one: float, other: float) -> str:
+        return f"{claim.method} {number(one, 3)}, {claim.other} {number(other, 3)}"
+
+    def tables(self, store: Store, preset: Preset) -> list[Table]:
+        """What an epoch costs here and in the paper, and what comes of it."""
+        runs = self.reported(store, preset)
+        paces = {method: _pace(records) for method, records in runs.items()}
+        rows = [self._row(method, records, paces) for method, records in runs.items()]
+        epochs = self.settings(preset)["epochs"]
+        header = ("method", "rate", "trials", "lowest validation loss", "ten crops: loss", "accuracy")
+        cost = ("seconds an epoch", "times AdamW's", "in the paper")
+        return [Table(f"{epochs} epochs, and what an epoch costs (with its bases)", (*header, *cost), tuple(rows))]
+
+    def _row(self, method: str, runs: Sequence[Record], paces: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
+        def middle(name: str) -> float:
+            return median([run.result[name] for run in runs])
+
+        hours = {name: taken / epochs for name, (epochs, taken) in PAPER.items()}
+        there = f"{hours[method] / hours[ADAMW]:.2f}" if method in hours else ""
+        return (
+            method,
+            f"{runs[0].config['lr']:g}",
+            str(len(runs)),
+            f"{median([lowest(run.result) for run in runs]):.3f}",
+            f"{middle('ten-crop loss'):.3f}",
+            f"{middle('ten-crop accuracy'):.1%}",
+            f"{paces[method][1]:.2f}",
+            f"{paces[method][1] / paces[ADAMW][1]:.1f}",
+            there,
+        )
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        runs = self.reported(store, preset)
+        goal = self.goal(runs)
+        measures = self.measures(goal)
+        horizontal = {f"target {goal:.3f}": goal}
+
+        def lines(name: str) -> list[Series]:
+            return [_line(method, [run.result[name] for run in records]) for method, records in runs.items()]
+
+        def accuracy(title: str, name: str) -> Panel:
+            return Panel(title, "epoch", "accuracy", lines(name), yscale="linear")
+
+        count = self.settings(preset)["trials"]
+        fewer = "".join(f", {method}: {len(records)}" for method, records in runs.items() if len(records) < count)
+        panels = [
+            Panel("Training loss", "epoch", "loss", lines("training loss")),
+            Panel("Validation loss", "epoch", "loss", lines("validation loss"), horizontal=horizontal),
+            accuracy("Validation accuracy", "accuracy"),
+        ]
+        if _trained(runs, *runs):
+            panels.append(accuracy("Training accuracy", "training accuracy"))
+        return [
+            Picture(
+                self.pictured,
+                f"By epoch, each method at its own learning rate; medians and quartiles over {counted(count, 'trial')}"
+                f"{fewer}. Of training it is the mean over an epoch's batches; validation sees the central crop.",
+                panels,
+            ),
+            Picture(
+                f"{self.pictured}-time",
+                f"Epochs and seconds of training (bases included) until the validation loss is at most {goal:.3f}, "
+                "AdamW's lowest median; no bar: not reached. Accuracy of the mean output over ten crops at the end.",
+                [
+                    bar_panel("Epochs to the target", "epochs", runs, measures["epochs"][1]),
+                    bar_panel("Seconds to the target", "seconds", runs, measures["seconds"][1]),
+                    bar_panel("At the end", "ten-crop accuracy", runs, lambda run: run.result["ten-crop accuracy"]),
+                ],
+            ),
+        ]
+
+
+class LongRuns(ShortRuns):
+    """Runs of thirty epochs, of the paper's methods and a faster SOAP; tuned as the short ones."""
+
+    often: ClassVar[str] = SOAP_OURS
+    claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_OURS))
+    pictured: ClassVar[str] = "resnet-long"
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        methods = [method for group in _LONG for method in group]
+        return super().settings(preset) | {
+            "methods": methods,
+            "epochs": 30 if preset == "full" else 3,
+            "further rates": f"from {_LADDER[0]:g} to {_LADDER[-1]:g} by half decades, while the best one is at an end "
+            "of those tried",
+        }
+
+    def required(self, preset: Preset) -> set[str]:
+        return set()
+
+    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+        best, left = self._search(settings, done, method)
+        if left:
+            raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, left))}")
+        return best
+
+    def _search(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> tuple[float, list[float]]:
+        """The best rate; or those that are to be tried before there is one."""
+        return search(_LADDER, settings["rates"], self.tuning(settings, done, method), _inaccuracy)
+
+    def all_of_them(self, store: Store, context: Context, processes: int) -> bool:
+        """Do the runs that are missing, by importance; whether they are all there."""
+        trials = self.trials(store, context)
+        with fast(context.device):
+            return all(self._group(trials, group, processes) for group in _LONG)
+
+    def _group(self, trials: Trials, methods: Sequence[str], processes: int) -> bool:
+        while left := self._left(trials, methods):
+            if processes == 1:
+                if not all(trials.do(**entries) for entries in left):
+                    return False
+            elif not (all(trials.do(**entries) for entries in self._to_time(trials, left))
+                      and self._beside(trials, left, processes)):  # fmt: skip
+                return False
+        return True
+
+    def _left(self, trials: Trials, methods: Sequence[str]) -> list[dict[str, Any]]:
+        """What can be done now, trial by trial: of a method that is tuned its runs, else those that tune it."""
+        settings = self.settings(trials.context.preset)
+        entries: list[dict[str, Any]] = []
+        for seed in range(settings["trials"]):
+            for method in methods:
+                best, rates = self._search(settings, trials.done, method)
+                own = {"method": method, "lr": best, "epochs": settings["epochs"], "seed": seed}
+                tuning = {"method": method, "epochs": settings["tuning epochs"], "seed": TUNING}
+                entries += [tuning | {"lr": rate} for rate in rates if seed == 0] if rates else [own]
+        return [each for each in entries if trials.configured(**each) not in trials.store]
+
+    def _to_time(self, trials: Trials, left: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of methods that have no run from which time can be read, one that tunes them."""
+        timed = {run.config["method"] for run in trials.done if _is_timed(run)}
+        first = {each["method"]: each for each in reversed(left) if each["seed"] == TUNING}
+        return [entries for method, entries in first.items() if method not in timed]
+
+    def _beside(self, trials: Trials, left: Sequence[dict[str, Any]], processes: int) -> bool:
+        """Do runs by several processes at once; whether there was time for all of them."""
+        context = replace(trials.context, workers=processes)
+        source = self.source(trials.context)
+        configs = trials.store.missing([trials.configured(**entries) for entries in left])
+        in_processes(partial(in_own_process, source, trials.ends), configs, trials.store, context, "ResNet")
+        return not trials.store.missing(configs)
+
+    def complete(self, store: Store, preset: Preset) -> Runs:
+        """The methods that have all of their runs; none where the targets are not known."""
+        count = self.settings(preset)["trials"]
+        runs = {method: own for method, own in self.reported(store, preset).items() if len(own) == count}
+        return runs if {ADAMW, self.often} <= set(runs) else {}
+
+    def reported(self, store: Store, preset: Preset) -> Runs:
+        """Those that were done beside others have the seconds of runs that had the device to themselves."""
+        done = self.done(store, preset)
+        paces = {
+            method: _pace([run for run in done if run.config["method"] == method and _is_timed(run)])
+            for method in self.settings(preset)["methods"]
+        }
+        return {
+            method: [run if _is_timed(run) else _at_pace(run, paces[method]) for run in runs]
+            for method, runs in super().reported(store, preset).items()
+        }
+
+    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+        """Only what can be, since the methods that it is about have all of their runs."""
+        runs = self.complete(store, preset)
+        return (
+            []
+            if not runs
+            else self.verdicts(runs, preset, [c for c in self.claims if {c.method, c.other} <= set(runs)])
+        )
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        first, second = super().pictures(store, preset)
+        timed = " Seconds are those of runs that had the GPU to themselves, by epoch."
+        return [first, replace(second, caption=second.caption + timed)]
+
+
+def _inaccuracy(result: Mapping[str, Any]) -> float:
+    return -float(result["ten-crop accuracy"])
+
+
+def _trained(runs: Runs, *methods: str) -> bool:
+    """Whether accuracy on training images was recorded for all of these."""
+    return all("training accuracy" in run.result for method in methods for run in runs[method])
+
+
+def _is_timed(run: Record) -> bool:
+    """Whether a run had the device to itself, and did not diverge."""
+    return math.isfinite(run.result["seconds"][-1])
+
+
+def _pace(runs: Sequence[Record]) -> tuple[float, float]:
+    """Seconds before the first epoch, and those of an epoch, by runs from which time can be read: medians.
+
+    What the first epoch takes more than others, as for a first basis, is before.
+    """
+    curves = [run.result["seconds"] for run in runs if _is_timed(run)]
+    if not curves:
+        return math.nan, math.nan
+    pace = median([(curve[-1] - curve[1]) / max(len(curve) - 2, 1) for curve in curves])
+    return median([curve[1] - pace for curve in curves]), pace
+
+
+def _at_pace(run: Record, pace: tuple[float, float]) -> Record:
+    before, epoch = pace
+    curve = [before + epoch * count for count in range(len(run.result["seconds"]))]
+    return replace(run, result={**run.result, "seconds": curve})
+
+
+def _line(method: str, curves: Sequence[Sequence[float]]) -> Series:
+    """By epoch, from the end of the first one: the loss of the start would dwarf all others."""
+    low, middle, high = quartiles([curve[1:] for curve in curves])
+    color = "SOAP" if method in (SOAP_10, SOAP_OURS) else method
+    return Series(method, list(range(1, len(middle) + 1)), middle, low, high, color, "EGOP" in method)
