@@ -96,7 +96,7 @@ class Resume:
 
 
 RESUMED = [
-    *[Resume(layout, optimizer) for layout in LAYOUTS for optimizer in INNER],
+    *[Resume(layout, optimizer) for layout in LAYOUTS for optimizer in (INNER if layout == "blocks" else INNER[:2])],
     *[Resume(layout, ADAMW, model_first=False) for layout in LAYOUTS],
     *[Resume(layout, ADAMW, dtype=torch.bfloat16, model_first=first) for layout in LAYOUTS for first in (True, False)],
     *[Resume("batched", optimizer, with_basis=True, groups=True) for optimizer in INNER],
