@@ -30,7 +30,8 @@ bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (option
 	@$(BIN)/egop-lab bench $(ARGS)
 
 test: lint $(CLIENTS) ## lint, then all tests on two processes (options: ARGS="-k optimizer")
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	@# Compiled files are written whatever the environment says: else every process that a test starts compiles egop anew.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +42,17 @@ LAYOUTS: dict[str, tuple[cases.ModelCase, Any, egop.Structure]] = {
     "everything": (cases.DEEP, {"everything": ["*"]}, egop.Full()),
     "identity": (cases.MLP, "layer", egop.Identity()),
 }
+# A few optimizers where blocks are stacked, and one of them in every layout.
+over_layouts_and_optimizers = pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        (layout, optimizer)
+        for layout in LAYOUTS
+        for optimizer in cases.FEW_OPTIMIZERS
+        if layout == "batched" or optimizer.kind is torch.optim.AdamW
+    ],
+    ids=str,
+)
 
 
 @cache

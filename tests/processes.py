@@ -18,11 +18,16 @@ TIMEOUT = 120
 _NOT_MET = "connectFullMesh failed"
 
 
-def run(function, world, *arguments, timeout=TIMEOUT, attempts=3):
-    """What ``function(rank, world, *arguments)`` returned in each process; an error in one of them is raised here."""
-    # Forked from a process that has imported egop and what torch imports late: that takes longer than most tests.
+def prepared():
+    """For processes forked from one that has imported egop and what torch imports late: else each takes seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["egop", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
+    return context
+
+
+def run(function, world, *arguments, timeout=TIMEOUT, attempts=3):
+    """What ``function(rank, world, *arguments)`` returned in each process; an error in one of them is raised here."""
+    context = prepared()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_main, args=(function, rank, world, folder, arguments), daemon=True)

@@ -6,10 +6,12 @@ import ast
 import doctest
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,12 @@ def imported_names(path):
 def offered(room):
     """The names in a room's ``__all__``."""
     file = PACKAGE / f"{room}.py"
-    tree = ast.parse((file if file.exists() else PACKAGE / room / "__init__.py").read_text())
+    return names_in_all(file if file.exists() else PACKAGE / room / "__init__.py")
+
+
+@cache
+def names_in_all(file):
+    tree = ast.parse(file.read_text())
     (names,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
     return ast.literal_eval(names)
 
@@ -75,8 +82,12 @@ def test_the_tests_are_laid_out_as_the_rooms_are():
     assert (TESTS / "test_recipes.py").exists()
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_imports_go_one_way_and_take_what_is_offered(path):
+def test_imports_go_one_way_and_take_what_is_offered():
+    for path in FILES:
+        check_imports(path)
+
+
+def check_imports(path):
     own = room_of(path)
     for name in imported_names(path):
         if name.partition(".")[0] != "egop" or name == "egop.__version__":
@@ -89,11 +100,11 @@ def test_imports_go_one_way_and_take_what_is_offered(path):
             assert rest[0] in offered(room), f"{path} imports {name}, which that room does not offer"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if "structures" in path.parts], ids=str)
-def test_structures_do_not_lean_on_the_collection_of_them(path):
-    if path.name == "__init__.py":
-        return
-    assert "egop.basis.structures" not in {name.rpartition(".")[0] for name in imported_names(path)}
+def test_structures_do_not_lean_on_the_collection_of_them():
+    files = [path for path in FILES if "structures" in path.parts and path.name != "__init__.py"]
+    assert files
+    for path in files:
+        assert "egop.basis.structures" not in {name.rpartition(".")[0] for name in imported_names(path)}, path
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,7 @@ def test_the_check_sees_an_import_that_is_not_right(monkeypatch, tmp_path, file,
     (tmp_path / file).write_text(line)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     with pytest.raises(AssertionError, match=complaint):
-        test_imports_go_one_way_and_take_what_is_offered(Path(file))
+        check_imports(Path(file))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -164,30 +175,51 @@ def test_there_is_nothing_but_code_and_a_style_sheet():
     assert {"experiments", "bench", "data"} & {path.parts[0] for path in FILES} == set()
 
 
-def test_importing_the_library_does_not_import_what_only_command_line_and_lab_need():
-    script = "import sys, egop; print(*{name.partition('.')[0] for name in sys.modules})"
-    shown = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    assert "egop" in shown.split()
-    unwanted = {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "cvxpy", "egop_lab"}
-    assert unwanted & set(shown.split()) == set()
+# What has been imported after each of these, all in one new process: starting one takes seconds.
+IMPORTED = """
+import json, sys
+imported = {}
+for name in ("egop", "egop.theory", "egop.extras.constrained", "egop.runs.plotting"):
+    __import__(name)
+    imported[name] = list(sys.modules)
+json.dump(imported, open(sys.argv[1], "w"))
+"""
 
 
-def test_importing_the_library_says_nothing():
-    done = subprocess.run([sys.executable, "-c", "import egop"], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+@pytest.fixture(scope="module")
+def imports(tmp_path_factory):
+    """What the imports say, and the names of all modules after each."""
+    file = tmp_path_factory.mktemp("imports") / "imported.json"
+    done = subprocess.run([sys.executable, "-c", IMPORTED, file], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done, {name: set(modules) for name, modules in json.loads(file.read_text()).items()}
 
 
-@pytest.mark.parametrize("name", egop.__all__)
-def test_every_public_name_exists_and_is_documented(name):
-    public = getattr(egop, name)
-    assert inspect.getdoc(public)
-    if inspect.isclass(public):
-        assert public.__doc__, "a docstring of its own, not an inherited one"
-        for method, function in vars(public).items():
-            if inspect.isfunction(function) and not method.startswith("_"):
-                assert inspect.getdoc(getattr(public, method)), f"{name}.{method}"
+def test_importing_the_library_does_not_import_what_only_command_line_and_lab_need(imports):
+    shown = {name.partition(".")[0] for name in imports[1]["egop"]}
+    assert "egop" in shown
+    assert {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "cvxpy", "egop_lab"} & shown == set()
+
+
+def test_the_solver_and_pyplot_are_only_imported_when_they_are_needed(imports):
+    assert "cvxpy" not in imports[1]["egop.extras.constrained"]
+    assert "matplotlib" in imports[1]["egop.runs.plotting"]
+    assert "matplotlib.pyplot" not in imports[1]["egop.runs.plotting"]
+
+
+def test_importing_the_library_says_nothing(imports):
+    assert (imports[0].stdout, imports[0].stderr) == ("", "")
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in egop.__all__:
+        public = getattr(egop, name)
+        assert inspect.getdoc(public), name
+        if inspect.isclass(public):
+            assert public.__doc__, f"{name}: a docstring of its own, not an inherited one"
+            for method, function in vars(public).items():
+                if inspect.isfunction(function) and not method.startswith("_"):
+                    assert inspect.getdoc(getattr(public, method)), f"{name}.{method}"
 
 
 def test_the_public_names_are_in_order_and_complete():

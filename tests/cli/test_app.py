@@ -13,15 +13,9 @@ from egop.cli import app
 from egop.diagnostics import stages
 
 
-def command(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "egop.cli", *arguments], capture_output=True, text=True, timeout=120, **options
-    )
-
-
 def test_help_lists_the_commands():
-    result = command("--help")
-    assert result.returncode == 0
+    result = CliRunner().invoke(app.app, ["--help"])
+    assert result.exit_code == 0
     assert "diagnose" in result.stdout
     assert "plan" in result.stdout
 
@@ -79,7 +73,9 @@ def test_what_no_user_can_repair_is_not_hidden(monkeypatch, error):
 
 def test_without_the_extras_one_line_says_what_to_install(tmp_path):
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
-    result = command("plan", env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    program = [sys.executable, "-m", "egop.cli", "plan"]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 1
     assert result.stderr == (
         "This command needs the package 'typer', which is not installed. Run: pip install 'egop[cli]'\n"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -21,8 +22,20 @@ def made_of(*args, title="my model", **options):
     return page.page(*args, title=title, settings=SETTINGS, **options)
 
 
+@cache
+def usual():
+    """The page of a diagnosis; its picture takes a while to draw."""
+    return made_of(pages.diagnosis())
+
+
+@cache
+def raced():
+    """The page of a diagnosis and a race."""
+    return made_of(pages.diagnosis(), pages.race())
+
+
 def test_it_has_a_row_a_badge_and_the_advice_of_each_block():
-    made = pages.Page(made_of(pages.diagnosis()))
+    made = pages.Page(usual())
     assert made.source.startswith("<!DOCTYPE html>")
     assert made.count("tr") == 3
     for block in pages.diagnosis().blocks:
@@ -34,7 +47,7 @@ def test_it_has_a_row_a_badge_and_the_advice_of_each_block():
 
 
 def test_a_race_adds_its_curves_its_words_and_its_losses():
-    made = pages.Page(made_of(pages.diagnosis(), pages.race()))
+    made = pages.Page(raced())
     assert made.count("svg") == 2
     assert pages.race().summary() in made.text
     assert made.text.count("lr 0.01") >= 2
@@ -42,7 +55,7 @@ def test_a_race_adds_its_curves_its_words_and_its_losses():
 
 
 def test_nothing_is_loaded_from_anywhere_and_there_are_no_scripts():
-    source = made_of(pages.diagnosis(), pages.race())
+    source = raced()
     made = pages.Page(source)
     assert "http" not in source
     assert made.count("script") == made.count("img") == made.count("iframe") == 0
@@ -53,7 +66,7 @@ def test_nothing_is_loaded_from_anywhere_and_there_are_no_scripts():
 
 
 def test_identifiers_are_unique_and_references_find_them():
-    made = pages.Page(made_of(pages.diagnosis(), pages.race()))
+    made = pages.Page(raced())
     names = [attributes["id"] for _, attributes in made.tags if "id" in attributes]
     assert len(names) == len(set(names))
     references = re.findall(r'(?:href="#|url\(#)([^")]+)', made.source)
@@ -117,7 +130,7 @@ def test_every_race_can_be_drawn(losses):
 def test_the_page_and_the_numbers_are_written_whole(tmp_path):
     path = page.write(tmp_path / "new", pages.diagnosis(), pages.race(), title="my model", settings=SETTINGS)
     assert sorted(each.name for each in path.parent.iterdir()) == ["diagnosis.html", "diagnosis.json"]
-    assert path.read_text(encoding="utf-8") == made_of(pages.diagnosis(), pages.race())
+    assert path.read_text(encoding="utf-8") == raced()
     numbers = json.loads(path.with_suffix(".json").read_text())
     assert numbers["diagnosis"]["blocks"][0]["stable_rank"] == 52.0
     assert len(numbers["race"]["runs"]) == 4
@@ -127,8 +140,8 @@ def test_the_page_and_the_numbers_are_written_whole(tmp_path):
 
 
 def test_the_same_values_give_the_same_bytes():
-    assert made_of(pages.diagnosis(), pages.race()) == made_of(pages.diagnosis(), pages.race())
+    assert made_of(pages.diagnosis(), pages.race()) == raced()
 
 
 def test_the_style_sheet_comes_with_the_package():
-    assert "prefers-color-scheme: dark" in made_of(pages.diagnosis())
+    assert "prefers-color-scheme: dark" in usual()

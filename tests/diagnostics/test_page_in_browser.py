@@ -54,33 +54,35 @@ def path(tmp_path):
     return page.write(tmp_path, pages.diagnosis(*blocks), pages.race(), title="examples/mlp.py:factory", settings={})
 
 
-def probed(path, tmp_path, width):
-    """What the page says about itself at a width: a frame of that width, since windows have a smallest one."""
+def probed(path, tmp_path, widths):
+    """What the page says about itself at each width: frames of these widths, since windows have a smallest one."""
     inside = tmp_path / "probed.html"
     inside.write_text(path.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
     frame = tmp_path / "frame.html"
+    style = "height:900px;border:0"
+    frames = [f'<iframe src="probed.html" style="width:{width}px;{style}"></iframe>' for width in widths]
     frame.write_text(
-        f'<!DOCTYPE html><title>x</title><body><iframe src="probed.html" style="width:{width}px;height:900px;border:0">'
-        "</iframe><script>addEventListener('load', () => document.body.dataset.probe = "
-        "document.querySelector('iframe').contentDocument.body.dataset.probe)</script></body>"
+        f"<!DOCTYPE html><title>x</title><body>{''.join(frames)}<script>addEventListener('load', () => "
+        "document.body.dataset.probe = [...document.querySelectorAll('iframe')].map("
+        "frame => frame.contentDocument.body.dataset.probe).join('|'))</script></body>"
     )
     dom = chromium(tmp_path, "--allow-file-access-from-files", "--window-size=1400,1000", "--dump-dom", frame.as_uri())
-    found = dom.split('data-probe="')[1].split('"')[0]
-    svgs, rest = found.removeprefix("svgs=").split(" ", 1)
-    return [[int(number) for number in box.split(",")] for box in svgs.split(";")], rest
+    for found in dom.split('data-probe="')[1].split('"')[0].split("|"):
+        svgs, rest = found.removeprefix("svgs=").split(" ", 1)
+        yield [[int(number) for number in box.split(",")] for box in svgs.split(";")], rest
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_plots_are_inside_the_screen_and_nothing_is_wider_than_it(path, tmp_path, width):
-    boxes, rest = probed(path, tmp_path, width)
-    assert len(boxes) == 2
-    for left, right, wide, high in boxes:
-        assert 0 <= left < right <= width
-        assert wide >= 340
-        assert high >= 240
-    side_by_side = boxes[0][1] <= boxes[1][0]
-    assert side_by_side == (width == 1280)
-    assert rest == f"wide={width} of {width} loaded=0 small=0"
+def test_the_plots_are_inside_the_screen_and_nothing_is_wider_than_it(path, tmp_path):
+    widths = [390, 1280]
+    for width, (boxes, rest) in zip(widths, probed(path, tmp_path, widths), strict=True):
+        assert len(boxes) == 2
+        for left, right, wide, high in boxes:
+            assert 0 <= left < right <= width
+            assert wide >= 340
+            assert high >= 240
+        side_by_side = boxes[0][1] <= boxes[1][0]
+        assert side_by_side == (width == 1280)
+        assert rest == f"wide={width} of {width} loaded=0 small=0"
 
 
 def test_what_a_page_breaks_would_be_noticed(tmp_path):
@@ -97,8 +99,7 @@ def colors_of(path):
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(390, 0), (1280, 1)], ids=["narrow-dark", "wide-light"])
 def test_a_screenshot_shows_the_lines_of_both_plots(path, tmp_path, width, scheme):
     shot = tmp_path / "shot.png"
     scheme_setting = f"--blink-settings=preferredColorScheme={scheme}"

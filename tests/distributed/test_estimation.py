@@ -154,7 +154,7 @@ def alone():
 
 
 def test_the_basis_is_that_of_one_process_and_the_same_bits_everywhere(alone):
-    ranks = run(all_cases, 4)
+    ranks = run(all_cases, 3)  # whose shares differ in size
     for case, tensors in alone.items():
         for found in ranks:
             assert set(found[case]) == set(tensors)

@@ -15,7 +15,7 @@ from cases import DEEP, MLP, MODELS, OptimizerCase
 from explicit import basis_of, distance, identical, logistic
 
 RECURRENT, ATTENTION = MODELS[3], MODELS[4]
-STEPS, TOLERANCE = 20, 1e-10
+STEPS, TOLERANCE = 10, 1e-10
 
 # Where a gradient is exactly zero (a bias before BatchNorm, a key's bias), what is computed is rounding noise, and with
 # torch's own eps (1e-8, Adagrad 1e-10) the optimizers divide it by little more than itself. This eps is above it.

@@ -7,16 +7,19 @@ from torch.optim import lr_scheduler
 import cases
 import egop
 from cases import FEW_OPTIMIZERS, OptimizerCase
-from explicit import LAYOUTS, Explicit, Wrapped, case_and_basis, distance, identical, train
+from explicit import (
+    LAYOUTS,
+    Explicit,
+    Wrapped,
+    case_and_basis,
+    distance,
+    identical,
+    over_layouts_and_optimizers,
+    train,
+)
 
 TOLERANCE = 1e-10
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
-
-
-def over_optimizers_and_layouts(test):
-    return pytest.mark.parametrize("optimizer", FEW_OPTIMIZERS, ids=str)(
-        pytest.mark.parametrize("layout", LAYOUTS)(test)
-    )
 
 
 def agree(layout, optimizer, script, **options):
@@ -47,7 +50,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@over_optimizers_and_layouts
+@over_layouts_and_optimizers
 def test_schedulers_set_the_learning_rate(optimizer, layout, scheduler):
     rates = []
 
@@ -86,7 +89,7 @@ def test_one_cycle_cycles_momentum_too(optimizer, key, layout):
     assert len(set(seen)) > 10
 
 
-@over_optimizers_and_layouts
+@over_layouts_and_optimizers
 def test_the_clipped_norm_is_the_norm_in_coordinates(optimizer, layout):
     norms = []
 
@@ -101,7 +104,7 @@ def test_the_clipped_norm_is_the_norm_in_coordinates(optimizer, layout):
     assert max(norms) > 0.1
 
 
-@over_optimizers_and_layouts
+@over_layouts_and_optimizers
 def test_grad_scaler_unscales_and_skips_steps_with_inf(optimizer, layout):
     def script(side, batches):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -122,7 +125,7 @@ def test_grad_scaler_unscales_and_skips_steps_with_inf(optimizer, layout):
     assert agree(layout, optimizer, script)
 
 
-@over_optimizers_and_layouts
+@over_layouts_and_optimizers
 def test_gradients_accumulate(optimizer, layout):
     def script(side, batches):
         for step in range(12):
@@ -134,7 +137,7 @@ def test_gradients_accumulate(optimizer, layout):
     assert agree(layout, optimizer, script)
 
 
-@over_optimizers_and_layouts
+@over_layouts_and_optimizers
 def test_closures_run_with_gradients_and_their_loss_is_returned(optimizer, layout):
     losses = []
 

@@ -6,16 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from cases import FEW_OPTIMIZERS, OptimizerCase
+from cases import OptimizerCase
 from egop.optimizer import binding
-from explicit import LAYOUTS, Explicit, Wrapped, case_and_basis, distance, identical, train
+from explicit import (
+    LAYOUTS,
+    Explicit,
+    Wrapped,
+    case_and_basis,
+    distance,
+    identical,
+    over_layouts_and_optimizers,
+    train,
+)
 
 TOLERANCE = 1e-10
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
 SGD = OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})
 
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
-by_optimizer = pytest.mark.parametrize("optimizer", FEW_OPTIMIZERS, ids=str)
 
 EDITS = {
     "in-place": lambda p: p.mul_(0.5).add_(0.1),
@@ -34,8 +42,7 @@ def on_another_device(monkeypatch):
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@by_layout
-@by_optimizer
+@over_layouts_and_optimizers
 def test_training_goes_on_from_edited_weights_with_the_same_moments(optimizer, layout, edit):
     case, basis = case_and_basis(layout)
     wrapped, explicit = (kind(case.build(), basis, optimizer) for kind in (Wrapped, Explicit))
@@ -68,8 +75,7 @@ def test_a_permutation_is_noticed_although_it_keeps_the_sum(layout):
             weight.copy_((8 * weight).round() / 8)
 
 
-@by_layout
-@by_optimizer
+@over_layouts_and_optimizers
 def test_training_goes_on_from_loaded_weights(optimizer, layout):
     case, basis = case_and_basis(layout)
     wrapped, explicit = (kind(case.build(), basis, optimizer) for kind in (Wrapped, Explicit))
@@ -81,8 +87,7 @@ def test_training_goes_on_from_loaded_weights(optimizer, layout):
     assert distance(*(train(side, case.batches(), 5) for side in (wrapped, explicit))) < TOLERANCE
 
 
-@by_layout
-@by_optimizer
+@over_layouts_and_optimizers
 def test_weights_that_are_swapped_out_and_back_leave_no_trace(optimizer, layout):
     """As when averaged weights are put in for an evaluation."""
     case, basis = case_and_basis(layout)

@@ -5,9 +5,9 @@ import torch
 
 import cases
 import egop
-from cases import FEW_OPTIMIZERS, MLP, OptimizerCase
+from cases import MLP, OptimizerCase
 from egop.basis.structures.full import FullChange
-from explicit import LAYOUTS, Wrapped, case_and_basis, identical, logistic, train
+from explicit import Wrapped, case_and_basis, identical, logistic, over_layouts_and_optimizers, train
 
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
 
@@ -48,8 +48,7 @@ def test_it_is_a_torch_optimizer_over_the_models_own_parameters():
     assert "ReparameterizedOptimizer" in repr(side.optimizer)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", FEW_OPTIMIZERS, ids=str)
+@over_layouts_and_optimizers
 def test_each_parameter_has_the_state_of_its_coordinates(optimizer, layout):
     case, basis = case_and_basis(layout)
     side = Wrapped(case.build(), basis, optimizer)

@@ -10,13 +10,22 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP, FEW_OPTIMIZERS, MLP, ModelCase, OptimizerCase
-from explicit import LAYOUTS, Explicit, Wrapped, basis_of, case_and_basis, distance, identical, logistic, train
+from explicit import (
+    Explicit,
+    Wrapped,
+    basis_of,
+    case_and_basis,
+    distance,
+    identical,
+    logistic,
+    over_layouts_and_optimizers,
+    train,
+)
 
 TOLERANCE = 1e-10
 ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
 SGD = OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})
 
-by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 by_optimizer = pytest.mark.parametrize("optimizer", FEW_OPTIMIZERS, ids=str)
 
 
@@ -168,8 +177,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle
 
 
 @pytest.mark.parametrize("how", COPIES)
-@by_layout
-@by_optimizer
+@over_layouts_and_optimizers
 def test_copies_of_model_and_optimizer_go_on_identically_and_apart(optimizer, layout, how):
     case, basis = case_and_basis(layout)
     side, straight = (Wrapped(case.build(), basis, optimizer) for _ in range(2))

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import egop
 
-SEQUENCES, LENGTH, PARTS = 400, 6, 4
+SEQUENCES, LENGTH, PARTS = 240, 6, 2
 
 
 class Net(nn.Module):

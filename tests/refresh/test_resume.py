@@ -93,11 +93,10 @@ CASES = [
     *[Resume("Online", structure, MOMENTUM) for structure in (egop.Full(), egop.Shared())],
     *[Resume(kind, dtype=torch.bfloat16) for kind in ("Every", "Online")],
 ]
-# An estimate knows nothing of phases, whatever its structure: before the first one, and between two.
+# What a phase is does not depend on the structure, the optimizer, the precision or the start: with others than the
+# first ones, before any step and between two renewals.
 INTERRUPTED = [
-    replace(case, after=phase)
-    for case in CASES
-    for phase in (PHASES if case.kind != "Every" or case.structure == egop.Kronecker() else (0, PERIOD + 1))
+    replace(case, after=phase) for case in CASES for phase in (PHASES if case == Resume(case.kind) else (0, PERIOD + 1))
 ]
 
 
@@ -116,9 +115,10 @@ def saved(tmp_path_factory):
     for case in CASES:
         model, optimizer = case.start(case.given)
         for phase in range(STEPS):
-            if phase in PHASES:
+            interrupted = replace(case, after=phase)
+            if interrupted in INTERRUPTED:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state, path / f"{replace(case, after=phase)}.half")
+                torch.save(state, path / f"{interrupted}.half")
             case.train(model, optimizer, phase, phase + 1)
         straight[str(case)] = outcome(model, optimizer)
     run(go_on, 1, str(path))

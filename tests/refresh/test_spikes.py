@@ -74,14 +74,20 @@ def has_no_nan(tensors):
 SPIKES = [(1e18, 3), (1e19, 0), (1e20, 2), (1e22, 0), (1e22, 2), (1e22, 3), (1e37, 3)]
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_huge_gradient_leaves_the_weights_finite_without_a_basis(kind):
+    for size, spike in SPIKES:
+        model = network()
+        run(model, kind(model.parameters(), lr=1e-2), 10, spike=spike, size=size)
+        assert is_finite(model.parameters())
+
+
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 @pytest.mark.parametrize("refresh", REFRESHES.values(), ids=list(REFRESHES))
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_one_huge_gradient_leaves_the_weights_finite_as_it_does_without_a_basis(kind, refresh, structure):
+def test_one_huge_gradient_leaves_the_weights_finite_in_a_basis_too(kind, refresh, structure):
     for size, spike in SPIKES:
-        plain, model = network(), network()
-        run(plain, kind(plain.parameters(), lr=1e-2), 10, spike=spike, size=size)
-        assert is_finite(plain.parameters())
+        model = network()
         optimizer = begin(model, refresh, kind, structure=structure)
         run(model, optimizer, 10, spike=spike, size=size)
         assert is_finite(model.parameters())

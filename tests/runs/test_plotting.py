@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import matplotlib
@@ -69,11 +67,6 @@ def test_an_ending_nobody_knows_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="xyz"):
         plotting.save(plotting.loss_and_spectra(RUNS, SPECTRA), tmp_path / "picture.xyz")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_pyplot_is_not_needed():
-    script = "import sys, egop.runs.plotting; sys.exit('matplotlib.pyplot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 def test_cells_have_rows_with_names_and_numbers_where_there_are_some():

@@ -106,20 +106,20 @@ def waves(dimension, seed):
 @pytest.mark.parametrize("lr", [0.03, 0.3, 3.0])
 @pytest.mark.parametrize("eps", [1e-8, 1e-2])
 def test_the_mean_gradient_norm_without_convexity_is_below_its_bound_in_both_coordinates(lr, eps):
-    for seed in range(3):
+    for seed in range(2):
         loss, hessians, Q = waves(8, seed)
         start = 2 * torch.randn(8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         assert torch.linalg.eigvalsh(torch.func.hessian(loss)(start))[0] < 0, "it is not convex there"
         for basis in (torch.eye(8, dtype=torch.float64), Q):
             total = theory.smoothness_sum_bounds(basis.mT @ hessians @ basis).upper
+            _, gradients = adagrad(
+                lambda x, basis=basis, loss=loss: loss(basis @ x), basis.mT @ start, lr=lr, steps=200, eps=eps
+            )
             for steps in (1, 10, 200):
-                _, gradients = adagrad(
-                    lambda x, basis=basis, loss=loss: loss(basis @ x), basis.mT @ start, lr=lr, steps=steps, eps=eps
-                )
                 bound = theory.gradient_norm_bound(
                     total, gap=float(loss(start)), dimension=8, lr=lr, steps=steps, eps=eps
                 )
-                holds("mean 1-norm of the gradients", float(gradients.abs().sum(1).mean()), bound)
+                holds("mean 1-norm of the gradients", float(gradients[:steps].abs().sum(1).mean()), bound)
 
 
 def test_on_a_quadratic_the_ratio_gives_the_bound_for_the_eigenbasis():

@@ -1,4 +1,5 @@
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,7 +152,8 @@ def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
     assert found["test accuracy"][1, 0].tolist() == pytest.approx(alone.metrics["test accuracy"], abs=2e-3)
 
 
-def test_processes_keep_the_order():
+def test_processes_keep_the_order(monkeypatch):
+    monkeypatch.setattr("egop_lab.training.context._pool", ThreadPoolExecutor)  # which starts at once
     assert over_processes(math.sqrt, [4.0, 9.0, 16.0], 2) == [2.0, 3.0, 4.0]
 
 

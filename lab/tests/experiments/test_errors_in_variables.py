@@ -25,13 +25,14 @@ class Toy(ErrorsInVariablesExperiment):
         }
 
 
-@pytest.fixture
-def toy(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
     pytest.importorskip("pytorch_optimizer")
-    monkeypatch.setattr(tuned, "in_processes", in_this_process)
-    store = Store(tmp_path / "records.jsonl")
-    Toy().run(store, Context(progress=False))
-    return store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned, "in_processes", in_this_process)
+        store = Store(tmp_path_factory.mktemp("toy") / "records.jsonl")
+        Toy().run(store, Context(progress=False))
+        yield store
 
 
 def test_the_problem_is_the_papers():

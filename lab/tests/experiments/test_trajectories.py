@@ -18,9 +18,9 @@ class Toy(TrajectoriesExperiment):
         return {**super().settings(preset), **small}
 
 
-@pytest.fixture
-def toy(tmp_path):
-    store = Store(tmp_path / "records.jsonl")
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    store = Store(tmp_path_factory.mktemp("toy") / "records.jsonl")
     Toy().run(store, Context(progress=False))
     return store
 

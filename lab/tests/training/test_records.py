@@ -8,13 +8,12 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from egop_lab.training.records import Record, Store, config_key
+from processes import prepared
 
 CONFIG = {"experiment": "toy", "lr": 0.1, "seed": 3}
 
@@ -123,43 +122,37 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert len(Store(path)) == 2
 
 
-# A run that takes a moment and whose result is a function of its configuration alone.
-WORKER = """
-import sys, time
-from pathlib import Path
-from egop_lab.training.records import Record, Store
-
-store = Store(Path(sys.argv[1]))
-for seed in range(40):
-    config = {"seed": seed}
-    if config in store:
-        continue
-    time.sleep(0.01)
-    store.add(Record(config, {"curve": [seed * step / 7 for step in range(2000)]}))
-print("done", flush=True)
-"""
+def work(path):
+    """Runs that take a moment and whose results are functions of their configurations alone."""
+    store = Store(path)
+    for seed in range(40):
+        config = {"seed": seed}
+        if config in store:
+            continue
+        time.sleep(0.01)
+        store.add(Record(config, {"curve": [seed * step / 7 for step in range(2000)]}))
 
 
 def test_killed_at_random_moments_it_ends_as_an_undisturbed_run_does(tmp_path):
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
     undisturbed, killed = tmp_path / "undisturbed.jsonl", tmp_path / "killed.jsonl"
-    subprocess.run([sys.executable, worker, undisturbed], check=True, capture_output=True, timeout=60)
+    work(undisturbed)
     random_moments = random.Random(0)
     kills, counts = 0, [0]
     while True:
-        process = subprocess.Popen([sys.executable, worker, killed], stdout=subprocess.PIPE)
+        process = prepared().Process(target=work, args=(killed,), daemon=True)
+        process.start()
         deadline = time.monotonic() + 30
-        while not killed.exists() and process.poll() is None and time.monotonic() < deadline:
+        while not killed.exists() and process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
         if kills < 4:
             time.sleep(random_moments.uniform(0, 0.15))
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             kills += 1
-        output, _ = process.communicate(timeout=60)
+        process.join(60)
         counts.append(len(killed.read_bytes().splitlines()) if killed.exists() else 0)
-        if b"done" in output:
+        if process.exitcode == 0:
             break
+        assert process.exitcode == -signal.SIGKILL
     assert counts == sorted(counts), "nothing that was finished is lost"
     assert killed.read_bytes() == undisturbed.read_bytes()
     assert [json.loads(line)["config"]["seed"] for line in killed.read_text().splitlines()] == list(range(40))

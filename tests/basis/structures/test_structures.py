@@ -30,7 +30,21 @@ FITTING = [pair for pair in CROSSED if fits(*pair)]
 
 
 def crossed(pairs):
-    return pytest.mark.parametrize(("structure", "block"), pairs, ids=[f"{each}-{block.name}" for each, block in pairs])
+    """One test for each structure, on its blocks in turn: pytest takes longer for a test than most of these take."""
+
+    def decorate(test):
+        @pytest.mark.parametrize("structure", dict.fromkeys(structure for structure, _ in pairs), ids=str)
+        def on_every_block(structure):
+            for block in (block for each, block in pairs if each == structure):
+                try:
+                    test(structure, block)
+                except BaseException as error:
+                    error.add_note(f"The block is {block.name!r}.")
+                    raise
+
+        return on_every_block
+
+    return decorate
 
 
 def gradients_of(block, count=40, seed=0, dtype=torch.float64):
