@@ -32,7 +32,8 @@ bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (option
 	@$(BIN)/egop-lab bench $(ARGS)
 
 docs: $(DOCS) ## the site, in build/docs/index.html; a warning fails
-	rm -rf build/docs docs/gallery-pages
+	rm -rf build/docs build/gallery.json docs/gallery-pages
+	mkdir -p build
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/docs
 	@echo "The site is $(CURDIR)/build/docs/index.html"
 

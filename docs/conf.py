@@ -10,7 +10,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.writers.html5 import HTML5Translator
 
-sys.path.insert(0, str(Path(__file__).parent))  # for scraping.py
+sys.path.insert(0, str(Path(__file__).parent))  # for gallery_tools.py
 
 project = "egop"
 author = "The egop authors"
@@ -37,14 +37,15 @@ sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "gallery-pages",  # made by the build, ignored by git
     "filename_pattern": r"plot_",
-    "image_scrapers": ("scraping.scraped",),
+    "image_scrapers": ("gallery_tools.scraped",),
     "within_subsection_order": "FileNameSortKey",
     "remove_config_comments": True,
     "download_all_examples": False,
     "show_memory": False,
     "show_signature": False,
     "write_computation_times": False,
-    "junit": "../gallery.xml",  # how long each script took: tests/test_site.py reads it
+    "reset_modules": ("matplotlib", "gallery_tools.clocked"),
+    "reset_modules_order": "both",
     "abort_on_example_error": True,
 }
 

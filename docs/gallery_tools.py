@@ -1,5 +1,7 @@
-"""How pictures get from the scripts of the gallery to their pages; a module of its own, since Sphinx names it."""
+"""What the gallery does with a script: pictures to its page, and the time it took. A module that Sphinx can import."""
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ from matplotlib.figure import Figure
 from sphinx_gallery.scrapers import figure_rst, matplotlib_scraper
 
 _SEEN: list[Figure] = []
+_BEGAN: dict[str, float] = {}
 
 
 def scraped(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
@@ -19,3 +22,13 @@ def scraped(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, A
             figure.savefig(path, bbox_inches="tight")
             rst += figure_rst([path], gallery_conf["src_dir"])
     return rst
+
+
+def clocked(gallery_conf: dict[str, Any], name: str, when: str) -> None:
+    """Note the seconds of processor time that a script takes, which do not depend on who else is computing."""
+    if when == "before":
+        _BEGAN[name] = time.process_time()
+        return
+    notes = Path(gallery_conf["src_dir"]).parent / "build" / "gallery.json"
+    seconds = json.loads(notes.read_text()) if notes.exists() else {}
+    notes.write_text(json.dumps(seconds | {Path(name).name: round(time.process_time() - _BEGAN[name], 2)}))
