@@ -1,4 +1,4 @@
-"""The pages of docs/ and the README: their code runs, their links lead somewhere, every public name is in the reference."""
+"""The pages of docs/ and the README: code runs, links lead somewhere, every public name is in the reference."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_the_code_of_a_page_runs(path, tmp_path):
     batches = [(torch.randn(5, 3), torch.randn(5, 2)) for _ in range(3)]
     model = network()
     given = {
-        **{"torch": torch, "egop": egop, "network": network, "model": model, "loss_fn": loss_fn},
-        **{"batches": batches, "batch": batches[0], "train_loader": batches, "folder": tmp_path / "checkpoints"},
+        "torch": torch, "egop": egop, "network": network, "model": model, "loss_fn": loss_fn,
+        "batches": batches, "batch": batches[0], "train_loader": batches, "folder": tmp_path / "checkpoints",
         "objective": egop.Objective(model, loss_fn, batches),
         "basis": egop.estimate(egop.Objective(model, loss_fn, batches), samples=8, progress=False),
         "optimizer": egop.EGOP(model),
         "DistributedDataParallel": DistributedDataParallel,
-    }
+    }  # fmt: skip
     for block in code_of(path):
         if block.startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(block, given, name_of(path), str(path), 0)
@@ -160,9 +160,8 @@ def test_the_gallery_has_scripts_that_stand_alone():
         names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
         used = {alias.name for node in names if isinstance(node, ast.Import) for alias in node.names}
         used |= {node.module for node in names if isinstance(node, ast.ImportFrom)}
-        assert {each.partition(".")[0] for each in used} <= {"egop", "torch", "matplotlib", "math", "pathlib"}, (
-            path.name
-        )
+        packages = {each.partition(".")[0] for each in used}
+        assert packages <= {"egop", "torch", "matplotlib", "math", "pathlib"}, path.name
         assert re.match(r'"""\n.+\n=+\n\n', text), f"{path.name} begins with a title"
 
 

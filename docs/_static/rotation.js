@@ -35,7 +35,7 @@
       const update = direction(turned([u, FLAT * w], angle), t);
       point = point.map((x, i) => x - lr * update[i]);
     }
-    const reached = losses.findIndex(loss => loss < GOAL);
+    const reached = losses.findLastIndex(loss => loss >= GOAL) + 1;  // from when on it stays below
     return { places, losses, reached };
   }
 
@@ -60,7 +60,7 @@
 
   function curve(losses, kind) {
     const points = losses.map((loss, t) => {
-      const height = Math.min(290, 30 + 40 * (Math.log10(0.5) - Math.log10(Math.max(loss, 1e-12))));
+      const height = Math.min(276, 30 + 40 * (Math.log10(0.5) - Math.log10(Math.max(loss, 1e-12))));
       return `${(300 * t / STEPS).toFixed(1)},${height.toFixed(1)}`;
     });
     return line(points, kind);
@@ -73,11 +73,11 @@
     const [left, right] = root.querySelectorAll("svg");
     left.innerHTML = plane(now, angle * Math.PI / 180);
     right.innerHTML = curve(straight.losses, "reference") + curve(now.losses, "path")
-      + `<text x="92" y="16">loss by step, logarithmic; dashed: at 0°</text>`
+      + `<text x="60" y="16">loss by step (log scale); dashed: at 0°</text>`
       + `<text x="2" y="296">0</text><text x="272" y="296">${STEPS}</text>`;
-    const said = steps => steps < 0 ? `not in ${STEPS} steps` : `after ${steps} steps`;
+    const said = steps => steps > STEPS ? `not in ${STEPS} steps` : `after ${steps} steps`;
     root.querySelector("output").textContent =
-      `${name}, valley turned by ${angle}°: loss below 0.0001 ${said(now.reached)}; at 0° ${said(straight.reached)}.`;
+      `${name}, valley turned by ${angle}°: loss stays below 0.0001 ${said(now.reached)}; at 0° ${said(straight.reached)}.`;
   }
 
   document.addEventListener("DOMContentLoaded", () => {
