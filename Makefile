@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The frameworks of tests/clients: half a minute more, which a demo need not wait for.
 CLIENTS := $(VENV)/.clients
+# What the site is built with.
+DOCS := $(VENV)/.docs
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
   $(BIN)/python -m pip install --quiet -c constraints.txt
 ARGS ?=
@@ -17,7 +19,7 @@ $(shell rm -f $(STAMP))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test lint clean
+.PHONY: help demo bench docs test lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +31,12 @@ demo: $(STAMP) ## the digits network in both coordinates: a table and a picture 
 bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (options: ARGS="--only steps")
 	@$(BIN)/egop-lab bench $(ARGS)
 
+docs: $(DOCS) ## the site, in build/docs/index.html; a warning fails
+	rm -rf build/docs build/gallery.json docs/gallery-pages
+	mkdir -p build
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/docs
+	@echo "The site is $(CURDIR)/build/docs/index.html"
+
 test: lint $(CLIENTS) ## lint, then all tests on two processes (options: ARGS="-k optimizer")
 	@# Compiled files are written whatever the environment says: else every process that a test starts compiles egop anew.
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
@@ -39,7 +47,7 @@ lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/mypy
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) egop-demo egop-records egop-report egop-diagnosis egop-bench.json build dist lab/dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) egop-demo egop-records egop-report egop-diagnosis egop-bench.json build dist lab/dist .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages
 	find src lab tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.
@@ -56,4 +64,8 @@ $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 
 $(CLIENTS): $(STAMP)
 	@$(PIP) -e '.[clients]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	@$(PIP) -e '.[docs]'
 	@touch $@

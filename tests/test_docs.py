@@ -1,0 +1,172 @@
+"""The pages of docs/ and the README: code runs, links lead somewhere, every public name is in the reference."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import egop
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+MADE = DOCS / "gallery-pages"  # by the build, from docs/gallery
+PAGES = sorted(path for path in DOCS.rglob("*.md") if MADE not in path.parents)
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "lab" / "README.md", *PAGES]
+SCRIPTS = sorted((DOCS / "gallery").glob("*.py"))
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def code_of(path, kind="python"):
+    return re.findall(rf"^```{kind}\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+WITH_CODE = [path for path in [ROOT / "README.md", *PAGES] if code_of(path)]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def loss_fn(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
+def test_the_code_of_a_page_runs(path, tmp_path):
+    """The blocks of a page in turn, each with what those before it have left; and what readers bring along."""
+    batches = [(torch.randn(5, 3), torch.randn(5, 2)) for _ in range(3)]
+    model = network()
+    given = {
+        "torch": torch, "egop": egop, "network": network, "model": model, "loss_fn": loss_fn,
+        "batches": batches, "batch": batches[0], "train_loader": batches, "folder": tmp_path / "checkpoints",
+        "objective": egop.Objective(model, loss_fn, batches),
+        "basis": egop.estimate(egop.Objective(model, loss_fn, batches), samples=8, progress=False),
+        "optimizer": egop.EGOP(model),
+        "DistributedDataParallel": DistributedDataParallel,
+    }  # fmt: skip
+    for block in code_of(path):
+        if block.startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(block, given, name_of(path), str(path), 0)
+            said = []
+            doctest.DocTestRunner().run(test, out=said.append)
+            assert not said, "".join(said)
+        else:
+            exec(compile(block, name_of(path), "exec"), given)
+    assert torch.cat([each.flatten() for each in given["model"].parameters()]).isfinite().all()
+
+
+def test_code_that_does_not_run_would_be_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("text\n```python\nnot_there\n```\n")
+    with pytest.raises(NameError):
+        exec(code_of(page)[0], {})
+
+
+def anchors_of(path):
+    """The anchors of a page: those of its headings as GitHub makes them, and those that are written out."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def broken_links(path):
+    text = re.sub(r"^```(?!\{figure).*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        place, _, anchor = target.partition("#")
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file = (path.parent / place).resolve() if place else path
+        if MADE in file.parents:
+            script = DOCS / "gallery" / f"{file.stem}.py"
+            if file.name != "index.rst" and not script.exists():
+                yield f"{target}: there is no {name_of(script)}"
+        elif not file.exists():
+            yield f"{target}: no such file"
+        elif anchor and file.suffix == ".md" and anchor not in anchors_of(file):
+            yield f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_every_link_of_a_page_leads_somewhere(path):
+    assert list(broken_links(path)) == []
+
+
+def test_a_link_that_leads_nowhere_would_be_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One\n[a](b.md) [c](#one) [d](#two) [e](page.md#three)\n")
+    assert list(broken_links(page)) == [
+        "b.md: no such file", "#two: no such heading", "page.md#three: no such heading"
+    ]  # fmt: skip
+
+
+# Named as public in docs/architecture.md; of each, what its __all__ offers.
+PUBLIC = [
+    "egop", "egop.checkpoint", "egop.optim", "egop.theory", "egop.extras", "egop.basis", "egop.refresh", "egop.runs",
+    "egop.cli", "egop.diagnostics.scaling",
+]  # fmt: skip
+
+
+def public_names():
+    """Every public name with what it is. Of a class or function that several modules offer, the first one's."""
+    seen = set()
+    for place in PUBLIC:
+        if place == "egop.cli":
+            pytest.importorskip("typer", reason="egop.cli needs it")
+        module = importlib.import_module(place)
+        for name in module.__all__:
+            thing = getattr(module, name, None)
+            if inspect.isclass(thing) or inspect.isroutine(thing):
+                if id(thing) in seen:
+                    continue
+                seen.add(id(thing))
+            if f"{place}.{name}" not in PUBLIC:
+                yield f"{place}.{name}"
+
+
+def test_every_public_name_is_in_the_reference_and_nothing_else():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    listed = re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)$", text, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) ^ set(public_names()) == {"egop.estimation.sample_gradients"}  # the one exception there is
+
+
+def test_the_gallery_has_scripts_that_stand_alone():
+    assert 6 <= len(SCRIPTS) <= 10
+    for path in SCRIPTS:
+        text = path.read_text(encoding="utf-8")
+        names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        used = {alias.name for node in names if isinstance(node, ast.Import) for alias in node.names}
+        used |= {node.module for node in names if isinstance(node, ast.ImportFrom)}
+        packages = {each.partition(".")[0] for each in used}
+        assert packages <= {"egop", "torch", "matplotlib", "math", "pathlib"}, path.name
+        assert re.match(r'"""\n.+\n=+\n\n', text), f"{path.name} begins with a title"
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "howto").glob("*.md")), ids=name_of)
+def test_a_how_to_is_short_and_has_a_table(path):
+    text = path.read_text(encoding="utf-8")
+    assert "\n|---" in text
+    assert len(text.split()) <= 700

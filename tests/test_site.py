@@ -1,0 +1,188 @@
+"""The site as ``make docs`` has built it: links, names, the gallery; and in a browser. Skipped, visibly, without."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import zlib
+from html.parser import HTMLParser
+from urllib.parse import unquote
+
+import pytest
+
+from test_docs import DOCS, ROOT, SCRIPTS, public_names
+
+SITE = ROOT / "build" / "docs"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def state():
+    """Why the site cannot be looked at, if it cannot."""
+    if not (SITE / "index.html").exists():
+        return "no site here: make docs"
+    built = (SITE / "searchindex.js").stat().st_mtime  # what a build writes last
+    sources = [path for path in DOCS.rglob("*") if path.suffix in {".md", ".py", ".js", ".css"}]
+    newer = [path for path in sources if "gallery-pages" not in path.parts and path.stat().st_mtime > built]
+    return f"the site is older than {newer[0].relative_to(ROOT)}: make docs" if newer else ""
+
+
+pytestmark = pytest.mark.skipif(bool(state()), reason=state())
+PAGES = sorted(SITE.rglob("*.html"))
+
+
+class Read(HTMLParser):
+    """The links, the anchors and what is loaded of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors, self.loaded = [], set(), []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.anchors |= {value for key, value in attributes if key in ("id", "name") and value}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        self.loaded += [given[key] for key in ("src", "data") if given.get(key)]
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload"):
+            self.loaded.append(given["href"])
+
+
+@pytest.fixture(scope="module")
+def read():
+    return {path.resolve(): Read(path) for path in PAGES}
+
+
+def test_every_link_and_anchor_of_every_page_leads_somewhere(read):
+    assert len(read) > 50
+    broken = []
+    for path, page in read.items():
+        for link in page.links:
+            place, _, anchor = unquote(link).partition("#")
+            if re.match(r"[a-z]+:", place):
+                continue
+            file = (path.parent / place).resolve() if place else path
+            known = read[file].anchors if file in read else {anchor}
+            if not file.exists() or (anchor and anchor not in known):
+                broken.append(f"{path.name}: {link}")
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_elsewhere(read):
+    loaded = {(path.name, each) for path, page in read.items() for each in page.loaded}
+    assert {(page, each) for page, each in loaded if re.match(r"([a-z]+:)?//", each)} == set()
+    missing = [(path, each) for path, page in read.items() for each in page.loaded
+               if not each.startswith("data:") and not (path.parent / each.partition("?")[0]).exists()]  # fmt: skip
+    assert missing == []
+    for style in (SITE / "_static").rglob("*.css"):
+        assert not re.search(r"url\([\"']?https?:|@import", style.read_text(encoding="utf-8")), style
+
+
+def test_every_public_name_has_an_entry_to_link_to():
+    inventory = (SITE / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    entries = {line.split(" ", 1)[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    assert set(public_names()) - entries == set()
+
+
+def test_the_search_knows_the_pages():
+    index = (SITE / "searchindex.js").read_text(encoding="utf-8")
+    found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert {"start", "why", "howto/learning-rate", "reference/optimizers", "glossary"} <= set(found["docnames"])
+    assert "egop" in found["terms"]
+
+
+def test_the_gallery_ran_in_time():
+    seconds = json.loads((SITE.parent / "gallery.json").read_text())  # of processor time, by the build
+    assert {path.name for path in SCRIPTS} <= set(seconds)
+    assert max(seconds.values()) < 10, seconds
+    for path in SCRIPTS:
+        assert list((SITE / "_images").glob(f"sphx_glr_{path.stem}_*.svg")), f"{path.name} draws nothing"
+
+
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+    *("--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--virtual-time-budget=60000"),
+    "--allow-file-access-from-files",
+]
+# Opens pages in a frame of a width, one after the other (windows have a smallest width), and asks each a question.
+FRAME = """<!DOCTYPE html><title>x</title><body><iframe style="width:WIDTHpx;height:900px;border:0"></iframe><script>
+const frame = document.querySelector("iframe"), pages = PAGES, found = {};
+const next = () => {
+  const page = pages.pop();
+  if (!page) { document.body.dataset.found = JSON.stringify(found); return; }
+  frame.onload = () => {
+    const document = frame.contentDocument, window = frame.contentWindow;
+    found[page] = QUESTION;
+    next();
+  };
+  frame.src = page;
+};
+next();
+</script></body>"""
+SCROLL = """[document.documentElement.scrollWidth, document.body.scrollWidth,
+  window.getComputedStyle(document.body).backgroundColor]"""
+SLIDE = """(() => {
+  const root = document.getElementById("rotation"), said = [];
+  for (const angle of [0, 45]) {
+    root.querySelector("input[type=range]").value = angle;
+    root.querySelector("input[type=range]").dispatchEvent(new Event("input", { bubbles: true }));
+    said.push(root.querySelector("output").textContent);
+  }
+  root.querySelector("input[value='Gradient descent']").click();
+  said.push(root.querySelector("output").textContent);
+  return [said, root.querySelectorAll("svg polyline").length];
+})()"""
+
+
+def asked(tmp_path, pages, question, width=1300, dark=False):
+    frame = tmp_path / "frame.html"
+    filled = FRAME.replace("WIDTH", str(width)).replace("PAGES", json.dumps([page.as_uri() for page in pages]))
+    frame.write_text(filled.replace("QUESTION", question), encoding="utf-8")
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000",
+         f"--blink-settings=preferredColorScheme={1 - dark}", "--dump-dom", frame.as_uri()],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(html.unescape(done.stdout.split('data-found="')[1].split('"')[0]))
+
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
+@in_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1300])
+def test_no_page_is_wider_than_the_screen(tmp_path, width, dark):
+    found = asked(tmp_path, PAGES, SCROLL, width, dark)
+    assert len(found) == len(PAGES)
+    wide = {page: sizes for page, (*sizes, _) in found.items() if max(sizes) > width}
+    assert wide == {}
+    for *_, color in found.values():
+        brightness = sum(int(part) for part in re.findall(r"\d+", color)[:3]) / 3
+        assert brightness < 60 if dark else brightness > 200
+
+
+@in_browser
+def test_the_slider_shows_that_adam_sees_the_angle_and_gradient_descent_does_not(tmp_path):
+    ((said, lines),) = asked(tmp_path, [SITE / "why.html"], SLIDE).values()
+    straight, turned, descent = [[int(steps) for steps in re.findall(r"after (\d+) steps", each)] for each in said]
+    assert straight[0] == straight[1]
+    assert turned[0] > 2 * turned[1]
+    assert descent[0] == descent[1]
+    assert lines >= 7
+
+
+@in_browser
+def test_what_is_too_wide_or_breaks_would_be_noticed(tmp_path):
+    page = tmp_path / "wide.html"
+    page.write_text("<!DOCTYPE html><title>x</title><body><div style='width:2000px'>x</div></body>")
+    ((*sizes, _),) = asked(tmp_path, [page], SCROLL, 400).values()
+    assert max(sizes) > 400
+    page.write_text("<!DOCTYPE html><title>x</title><script>throw new Error('seen')</script>")
+    with pytest.raises(AssertionError, match="CONSOLE"):
+        asked(tmp_path, [page], SCROLL)
