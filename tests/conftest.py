@@ -3,6 +3,12 @@
 import logging
 
 import pytest
+import torch
+
+from egop.optimizer import inner
+
+# That no basis helps these is said in the tests of that alone: everywhere else they are there to be compared with.
+inner._WARNED |= {torch.optim.SGD, torch.optim.ASGD}
 
 
 @pytest.fixture
