@@ -4,6 +4,12 @@ import gc
 import logging
 
 import pytest
+import torch
+
+from egop.optimizer import inner
+
+# That no basis helps these is said in the tests of that alone: everywhere else they are there to be compared with.
+inner._WARNED |= {torch.optim.SGD, torch.optim.ASGD}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -190,7 +190,7 @@ def test_a_layer_that_is_unfrozen_gets_a_basis():
 
 
 def test_its_repr_names_it_and_its_settings():
-    assert repr(one_line(network())).startswith("EGOP (")
+    assert repr(one_line(network())).startswith("EGOP(")
 
 
 def test_making_it_says_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -181,7 +182,9 @@ def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Reparame
     kind, options = TORCH[name]
     if basis is None:
         return kind(model.parameters(), lr=lr, **options)  # type: ignore[call-arg]  # the base class has no lr
-    return egop.ReparameterizedOptimizer(model, kind, basis, lr=lr, **options)
+    with warnings.catch_warnings():  # SGD is there as a control: that no basis helps it is what is to be seen
+        warnings.filterwarnings("ignore", message=".* takes the same steps in every rotation")
+        return egop.ReparameterizedOptimizer(model, kind, basis, lr=lr, **options)
 
 
 def adamw(start: Start) -> Optimizer:

@@ -8,6 +8,11 @@ from egop.basis.partition import Block, Partition, check_disjoint, partition_par
 from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
 from egop.basis.reparameterization import Reparameterization
 from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
+from egop.basis.showing import Shown, spectra_picture
+from egop.basis.showing import as_html as blocks_as_html
+from egop.basis.showing import as_text as blocks_as_text
+from egop.basis.showing import of_change as shown_block
+from egop.basis.showing import of_plan as shown_plan
 from egop.basis.spectrum import LEADING, Halves, Spectrum, compare
 from egop.basis.structures import (
     CHANGES,
@@ -52,11 +57,14 @@ __all__ = [
     "Reduced",
     "Reparameterization",
     "Shared",
+    "Shown",
     "Side",
     "Spectrum",
     "Structure",
     "StructureChoice",
     "Summary",
+    "blocks_as_html",
+    "blocks_as_text",
     "call_it",
     "check_disjoint",
     "check_structure",
@@ -70,6 +78,9 @@ __all__ = [
     "read_json",
     "rebuild",
     "record",
+    "shown_block",
+    "shown_plan",
+    "spectra_picture",
     "whole_numbers",
     "write_json",
 ]

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from egop.basis import showing
 from egop.basis.partition import Block, match
 from egop.basis.roles import Layer
 from egop.basis.structures import Auxiliary, Full, Kronecker, Shared, Structure
 from egop.basis.structures.views import matrix_shape
-from egop.runs import format_bytes, format_count, format_table
+from egop.runs import counted, format_bytes, format_percent, format_table, text
 
 # What "auto" chooses from, richest first: where gradients are sampled, and where those of the training are followed.
 UP_FRONT: tuple[Structure, ...] = (Full(), Shared())
@@ -28,7 +29,7 @@ WIDTH_LIMIT = 8192
 WORK_LIMIT = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The structure of each block, and why the others stay in original coordinates.
 
@@ -47,16 +48,26 @@ class Plan:
         rows = []
         for block, structure in self.chosen.items():
             cost = structure.cost(block)
-            name = type(structure).__name__
-            rows.append([block.name, name, format_bytes(cost.bytes), f"{format_count(cost.flops)}flop"])
+            share = format_percent(showing.cost_of(cost.flops, block.size))
+            rows.append([block.name, type(structure).__name__, format_bytes(cost.bytes), share])
         rows += [[name, "-", "", ""] for name in self.unrotated]
         reasons = [*(self.why[block.name] for block in self.chosen), *self.unrotated.values()]
-        table = format_table(["block", "structure", "bytes", "cost per step"], rows).splitlines()
+        table = format_table(["block", "structure", "bytes", showing.COST], rows).splitlines()
         width = max(len(line) for line in table)
         return "\n".join(
             [f"{table[0]:<{width}}  why", f"{table[1]}  ---"]
             + [f"{line:<{width}}  {reason}" for line, reason in zip(table[2:], reasons, strict=True)]
+            + [showing.COST_MEANS]
         )
+
+    def __repr__(self) -> str:
+        """In a line."""
+        return f"Plan({counted(len(self.chosen), 'block')}, {len(self.unrotated)} left as they are)"
+
+    def _repr_html_(self) -> str:
+        """The table, for a notebook."""
+        shown = [showing.of_plan(block, structure) for block, structure in self.chosen.items()]
+        return f"<p>{text(repr(self))}</p>{showing.as_html(shown, self.unrotated)}"
 
 
 def make_plan(

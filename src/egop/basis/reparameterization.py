@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from egop.basis import files
+from egop.basis import files, showing
 from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.basis.structures.views import Coordinates, as_tuple
 from egop.distributed import processes
-from egop.runs import counted, format_bytes, format_count, format_table
+from egop.runs import counted, format_bytes, text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Finished = tuple[Spectrum | None, ChangeOfBasis]
 
@@ -129,31 +134,45 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
             )
         return spectrum, change.to("meta"), change.device.type
 
+    def cost(self, rows: int = showing.ROWS) -> float:
+        """The work of the basis products of a step, over that of a forward and backward pass of the same weights.
+
+        Args:
+            rows: what a step sees: tokens, examples, or places of a convolution.
+        """
+        if rows < 1:
+            raise ValueError(f"Invalid rows value: {rows}. Must be at least 1.")
+        changes = self.values()
+        flops, size = sum(change.cost_per_step for change in changes), sum(change.block.size for change in changes)
+        return showing.cost_of(flops, size, rows)
+
+    def plot(self) -> Figure:
+        """The spectrum of every block, as a figure of matplotlib; ``plot().savefig("spectra.png")`` writes it."""
+        if not self.spectrum:
+            raise ValueError("This basis has no spectra: they come with egop.estimate, not with a basis made by hand.")
+        picture = showing.spectra_picture({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
+        from egop.runs import plotting  # needs matplotlib
+
+        return plotting.draw(picture)
+
+    def __repr__(self) -> str:
+        """In a line: how many blocks of which structures, and what they take."""
+        kinds = Counter(change.kind for change in self.values())
+        blocks = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        taken = format_bytes(sum(change.nbytes for change in self.values()))
+        left = f", {len(self.unrotated)} left as they are" if self.unrotated else ""
+        return f"Reparameterization({counted(len(self), 'block')}{f': {blocks}' if blocks else ''}{left}, {taken})"
+
     def __str__(self) -> str:
         """A table of the blocks: what they are, what they cost, what their spectra say."""
-        rows = [self._row(name, change) for name, change in self.items()]
-        rows += [[name, reason, "", "", "", "", ""] for name, reason in self.unrotated.items()]
-        flops = sum(change.cost_per_step for change in self.values())
-        total = format_bytes(sum(change.nbytes for change in self.values()))
-        rows.append(["total", "", "", total, f"{format_count(flops)}flop", "", ""])
-        header = ["block", "structure", "size", "bytes", "cost per step", "stable rank", "stability"]
-        if all(spectrum.stability is None for spectrum in self.spectrum.values()):  # the last column would be empty
-            header, rows = header[:-1], [row[:-1] for row in rows]
-        return format_table(header, rows)
+        return showing.as_text(self._shown(), self.unrotated)
 
-    def _row(self, name: str, change: ChangeOfBasis) -> list[str]:
-        spectrum = self.spectrum.get(name)
-        return [
-            name,
-            change.kind,
-            " + ".join(" x ".join(map(str, shape)) or "1" for shape in change.block.shapes),
-            format_bytes(change.nbytes),
-            f"{format_count(change.cost_per_step)}flop",
-            _rank(spectrum) if spectrum else "",
-            f"{spectrum.stability:.2f} ({spectrum.chance:.2f})" if spectrum and spectrum.stability is not None else "",
-        ]
+    def _repr_html_(self) -> str:
+        """The table, for a notebook."""
+        return f"<p>{text(repr(self))}</p>{showing.as_html(self._shown(), self.unrotated)}"
 
-    __repr__ = __str__
+    def _shown(self) -> list[showing.Shown]:
+        return [showing.of_change(change, self.spectrum.get(name)) for name, change in self.items()]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one safetensors file; written beside and renamed, so never half. A link stays one."""
@@ -171,12 +190,6 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         """
         changes, spectra, unrotated = files.read(path, device)
         return cls(changes, spectra, unrotated)
-
-
-def _rank(spectrum: Spectrum) -> str:
-    """The stable rank, marked where the draws do not support it: chance makes spectra steeper than they are."""
-    rank = f"{spectrum.stable_rank:.1f} of {len(spectrum.eigenvalues)}"
-    return rank if spectrum.is_supported else f"{rank} ({counted(spectrum.samples, 'draw')}: lower bound)"
 
 
 def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:

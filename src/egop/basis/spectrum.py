@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from egop.runs import counted, sparkline, text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # The leading directions are those that hold this share of the trace, where nothing else is said.
 LEADING = 0.9
@@ -14,7 +20,7 @@ LEADING = 0.9
 SUPPORTED = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spectrum:
     """The eigenvalues of a block's EGOP matrix, descending, and what they say.
 
@@ -39,6 +45,8 @@ class Spectrum:
         >>> spectrum = basis.spectrum["theta"]
         >>> round(spectrum.stable_rank, 1), spectrum.effective_dimension(0.9)
         (1.1, 1)
+        >>> spectrum
+        Spectrum(3 eigenvalues, stable rank 1.1, 90 % in 1, 1000 draws)
     """
 
     eigenvalues: Tensor
@@ -72,6 +80,27 @@ class Spectrum:
         Where only some leading eigenvalues are known, the trace is the sum of those.
         """
         return effective_dimension(self.eigenvalues, fraction)
+
+    def __repr__(self) -> str:
+        """In a line, without the numbers themselves."""
+        few = "" if self.is_supported else ": too few, the stable rank is a lower bound"
+        return (
+            f"Spectrum({counted(len(self.eigenvalues), 'eigenvalue')}, stable rank {self.stable_rank:.1f}, "
+            f"{LEADING:.0%} in {self.effective_dimension()}, {counted(self.samples, 'draw')}{few})".replace("%", " %")
+        )
+
+    def _repr_html_(self) -> str:
+        """The same with a small picture, for a notebook."""
+        return f"{sparkline(self.eigenvalues.tolist(), 'eigenvalues')} {text(repr(self))}"
+
+    def plot(self) -> Figure:
+        """The eigenvalues relative to the largest, as a figure of matplotlib."""
+        from egop.basis.showing import spectra_picture  # which is made of spectra itself
+
+        picture = spectra_picture({"spectrum": self.eigenvalues.tolist()})
+        from egop.runs import plotting  # needs matplotlib
+
+        return plotting.draw(picture)
 
 
 def effective_dimension(eigenvalues: Tensor, fraction: float) -> int:

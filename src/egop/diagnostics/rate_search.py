@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from egop.runs import Panel, Picture, Series, counted
+from egop.runs import Panel, Picture, Series, counted, html_table, text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +56,13 @@ class FoundRate:
     def __str__(self) -> str:
         """The outcome in words."""
         return self.said
+
+    def _repr_html_(self) -> str:
+        """The outcome and all rates with their losses, for a notebook."""
+        ended = [f"{loss:.4g}" if math.isfinite(loss) else "diverged" for loss in self.losses]
+        proposed = ["proposed" if rate == self.lr else "" for rate in self.rates]
+        rows = [[f"{rate:g}", *cells] for rate, *cells in zip(self.rates, ended, proposed, strict=True)]
+        return f"<p>{text(self.said)}</p>{html_table(['learning rate', 'loss', ''], rows)}"
 
     def plot(self) -> Figure:
         """The losses by rate, as a figure of matplotlib; ``plot().savefig("rates.png")`` writes it."""

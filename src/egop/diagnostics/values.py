@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from egop.basis import Reparameterization
-from egop.runs import format_bytes, format_table
+from egop.basis import Reparameterization, spectra_picture
+from egop.runs import counted, format_bytes, format_percent, format_table, html_table, text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Verdict = Literal["use", "online", "sample more", "leave", "unknown"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockDiagnosis:
     """What is known of one block; None for what was not measured.
 
@@ -74,6 +78,11 @@ class BlockDiagnosis:
     verdict: Verdict = "unknown"
     advice: str = ""
 
+    def __repr__(self) -> str:
+        """In a line, without the eigenvalues."""
+        rank = "" if self.stable_rank is None else f", stable rank {self.stable_rank:.1f} of {self.dimension}"
+        return f"BlockDiagnosis({self.name!r}, {self.structure or 'left'}{rank}, {self.verdict!r})"
+
 
 def alike(blocks: Sequence[BlockDiagnosis]) -> list[tuple[str, list[BlockDiagnosis]]]:
     """Blocks in groups, each with its name: those of one place in several layers, with one shape and one advice.
@@ -103,7 +112,7 @@ def cells(name: str, group: Sequence[BlockDiagnosis]) -> list[str]:
         " + ".join(" × ".join(map(str, shape)) or "1" for shape in first.shapes),
         first.structure or "-",
         format_bytes(first.bytes) if first.structure else "",
-        _span(group, "cost", "{:.2g}", " ×"),
+        "–".join(dict.fromkeys(format_percent(cost) for cost in _ends(group, "cost"))),
         _span(group, "stable_rank", "{:.1f}", f" of {first.dimension}"),
         _span(group, "density", "{:.2g}"),
         _span(group, "ratio", "{:.2g}"),
@@ -121,11 +130,14 @@ def _place(name: str) -> str:
 
 def _span(group: Sequence[BlockDiagnosis], name: str, form: str, unit: str = "") -> str:
     """A number of all blocks: one, or from the smallest to the largest; nothing where it was not measured."""
+    ends = [form.format(end) for end in _ends(group, name)]
+    return f"{'–'.join(dict.fromkeys(ends))}{unit}" if ends else ""
+
+
+def _ends(group: Sequence[BlockDiagnosis], name: str) -> list[float]:
+    """The smallest and the largest of a number, where it was measured."""
     values = [value for block in group if (value := getattr(block, name)) is not None]
-    if not values:
-        return ""
-    ends = [form.format(end) for end in (min(values), max(values))]
-    return f"{'–'.join(dict.fromkeys(ends))}{unit}"
+    return [min(values), max(values)] if values else []
 
 
 # The headings of a table of blocks, and what each column means.
@@ -134,7 +146,7 @@ COLUMNS = {
     "shape": "of its tensors",
     "structure": "how its basis is built; - for original coordinates",
     "bytes": "what the basis takes",
-    "cost": "the two basis products of a step, as a multiple of one forward and backward pass, both measured here",
+    "cost": "the two basis products of a step, in percent of one forward and backward pass, both measured here",
     "stable rank": "about how many directions matter, of how many there are",
     "β₁": "how dense the leading eigenvector is, from 1/d (an axis) to 1",
     "sr/(dβ₁)": "the theory's leading term: well below 1 is promising, near or above 1 promises nothing",
@@ -145,7 +157,7 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What :func:`egop.diagnose` found; ``print(...)`` shows a table and the advice.
 
@@ -238,6 +250,30 @@ class Diagnosis:
         given = [(field.name, getattr(structure, field.name), field.default) for field in dataclasses.fields(structure)]
         options = [f"{name}={value!r}" for name, value, usual in given if value != usual]
         return f"egop.{type(structure).__name__}({', '.join(options)})"
+
+    def __repr__(self) -> str:
+        """In a line: how many blocks, and what is said of them."""
+        verdicts = Counter(block.verdict for block in self.blocks)
+        said = ", ".join(f"{count} {verdict!r}" for verdict, count in verdicts.items())
+        partial = ", partial" if self.partial else ""
+        return f"Diagnosis({counted(len(self.blocks), 'block')}: {said}, {counted(self.draws, 'draw')}{partial})"
+
+    def _repr_html_(self) -> str:
+        """The verdict, the table of the blocks and the advice for each, for a notebook."""
+        groups = alike(self.blocks)
+        words = [f"PARTIAL: {self.partial}"] if self.partial else []
+        words += [self.verdict, *([f"Refresh: {self.refresh}"] if self.is_of_use else [])]
+        rows = [[*cells(name, group), least_promising(group).advice] for name, group in groups]
+        table = html_table([*COLUMNS, "advice"], rows)
+        code = f"<pre>{text(self.code)}</pre>" if self.code else ""
+        return f"{''.join(f'<p>{text(line)}</p>' for line in words)}{table}{code}"
+
+    def plot(self) -> Figure:
+        """The spectra of the blocks as the table has them, as a figure of matplotlib."""
+        picture = spectra_picture({block.name: block.eigenvalues for block in self.blocks})
+        from egop.runs import plotting  # needs matplotlib
+
+        return plotting.draw(picture)
 
     def __str__(self) -> str:
         """The table of the blocks, the advice for each, and for the whole; blocks that are alike in one line."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis
+from egop.basis import ChangeOfBasis, Spectrum
 from egop.distributed import is_cut_by_rows, is_sharded, layout, like, local, part_of, whole, write
 from egop.numerics import exact_products
 
@@ -25,6 +25,7 @@ class BoundBlock:
 
     def __init__(self, change: ChangeOfBasis, originals: Sequence[Tensor], *, whole_matrices: bool = False) -> None:
         self.originals = list(originals)
+        self.spectrum: Spectrum | None = None  # of the basis it has, if it is known
         self.sharded = any(is_sharded(original) for original in originals)
         self.rowwise = change.rowwise and change.block.has_outputs_first and not whole_matrices
         self.by_rows = (

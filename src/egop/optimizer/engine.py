@@ -18,6 +18,7 @@ from egop.optimizer.inner import (
     check_class,
     check_lookahead,
     fresh_states,
+    gains_from_rotation,
     lookahead,
     proposed,
     read_by_lookahead,
@@ -42,11 +43,13 @@ class Engine:
     def __init__(self, base: Base, *, compiled: bool, any_class: bool) -> None:
         self.base = base
         self.compiled, self.any_class, self.matrices_only = compiled, any_class, False
+        self.gains = False
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Layer] = {}
         self.known: Known | None = None  # what the model says of its parameters
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
+        self.left: dict[str, str] = {}  # why weights have no basis, as the one that was given says
         self.pieces = Pieces()
         self._inner: Optimizer | None = None
         self._stacks: Stacks | None = None
@@ -69,6 +72,17 @@ class Engine:
         return None if self.base.outside is None else self.base.outside[0]
 
     @property
+    def unrotated(self) -> dict[str, str]:
+        """Why weights have no basis, by name, as far as a basis that was given or the refresh says."""
+        inside = {name for block in self.blocks for name in block.change.block.parameters}
+        left = dict(self.left)
+        if self.refresher is not None and self.blocks:
+            left |= self.refresher.unrotated
+            if not left and (plan := self.refresher.plan(self)) is not None:  # a state was loaded: nothing was chosen
+                left = plan.unrotated
+        return {name: why for name, why in left.items() if name not in inside}
+
+    @property
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape: when they are wanted, not for each of many groups that are added."""
         if self._stacks is None:
@@ -80,6 +94,8 @@ class Engine:
     def check_class(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise an error if the inner optimizer does not work with coordinates, by the settings of these groups."""
         base = self.base
+        # A rotation may be of use where one group has settings with which it makes a difference.
+        self.gains |= gains_from_rotation(base.optimizer_class, groups, base.hyperparameters)
         self.matrices_only |= check_class(base.optimizer_class, groups, base.hyperparameters, any_class=self.any_class)
 
     def bind(
@@ -260,12 +276,15 @@ class Engine:
         blocks = {block.name: block for block in self.blocks}
         if not all(name in blocks and blocks[name].whole_change().alike(change) for name, change in basis.items()):
             self._replace_blocks(self.bind(basis, self.param_groups), moments)
+            self.left = dict(basis.unrotated)
             return
         for block in blocks.values():  # what is refused, before anything changes
             for coordinate in block.coordinates:
                 movable(self.inner.state.get(coordinate, {}), coordinate.shape, moments)
         for stack, members, tensors in self.stacks.moved(basis):
             self.rebase_stack(stack, members, tensors, moments)
+        for name in basis:
+            blocks[name].spectrum = basis.spectrum.get(name)
 
     @torch.no_grad()
     def add_blocks(self, basis: Reparameterization) -> None:
@@ -300,6 +319,8 @@ class Engine:
             moments: as in :meth:`rebase`.
         """
         stack.rebase(members, tensors, self.inner.state, moments, still=self.stacks.still)
+        for block in stack.blocks[members]:
+            block.spectrum = None  # of the basis that it had
         if moments == "reset":
             for block in stack.blocks[members]:
                 self.reset_moments(block)

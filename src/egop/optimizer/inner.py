@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from egop.basis import Structure
 from egop.optim import MatrixOptimizer, settings_beside_rates
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import Divided, Make
+from egop.optimizer.loaded import level_of_user
 from egop.optimizer.moments import momentum_of
 from egop.optimizer.trial import tried
 
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
+_WARNED: set[type[Optimizer]] = set()  # of which it was said that no rotation helps
 _NOT_SETTINGS = ("params", "param_names", "basis")
 
 
@@ -74,6 +78,33 @@ def check_class(
             )
         other_on_vectors |= trial.other_on_vectors
     return (declared or other_on_vectors) and not any_class
+
+
+def gains_from_rotation(
+    optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any]
+) -> bool:
+    """Whether a rotation can make a difference to an optimizer, by the settings of any of these groups."""
+    trials = [tried(optimizer_class, settings_of(group), hyperparameters) for group in groups]
+    return not all(trial.same_in_every_rotation for trial in trials)
+
+
+def warn_of_no_gain(optimizer_class: type[Optimizer], blocks: Sequence[BoundBlock], refresh: object) -> None:
+    """Say once for each class that a change of basis makes no difference to it; not where a basis leaves parts out."""
+    if optimizer_class in _WARNED or any(not block.change.complete for block in blocks):
+        return
+    structure = getattr(refresh, "structure", None)
+    wanted = structure.values() if isinstance(structure, Mapping) else [structure]
+    if any(isinstance(each, Structure) and not each.change_type.complete for each in wanted):
+        return
+    if refresh is None and all(block.change.kind == "Identity" for block in blocks):
+        return  # nothing is rotated
+    _WARNED.add(optimizer_class)
+    name = optimizer_class.__name__
+    warnings.warn(
+        f"{name} takes the same steps in every rotation, with these settings: a change of basis costs time and gains "
+        f"nothing. {_ADVICE}; or egop.EGOP(model), or {name} without a basis.",
+        stacklevel=level_of_user(),  # the line that makes the optimizer
+    )
 
 
 def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:

@@ -117,6 +117,7 @@ def bind(
             )
         originals = [member[1] for member in members if member]
         blocks.append(BoundBlock(change, originals, whole_matrices=whole_matrices))
+        blocks[-1].spectrum = basis.spectrum.get(name) if basis is not None else None
     return blocks
 
 

@@ -53,6 +53,17 @@ def momentum_of(state: Mapping[str, Any]) -> Tensor | None:
     return next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
 
 
+def keeps_only_vectors(state: Mapping[str, Any]) -> bool:
+    """Whether all that is kept of a tensor is linear in its gradients, a point, or a single number."""
+    return all(
+        key in LINEAR
+        or key in POINTS
+        or (isinstance(value, Tensor) and value.numel() <= 1)
+        or isinstance(value, _PLAIN)
+        for key, value in state.items()
+    )
+
+
 def check_moments(moments: str) -> None:
     """Raise an error for an unknown policy."""
     if moments not in ("rotate", "keep", "reset"):

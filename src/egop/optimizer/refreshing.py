@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import ChangeOfBasis, Layer, Reparameterization, call_it
+from egop.basis import ChangeOfBasis, Layer, Plan, Reparameterization, call_it
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
 from egop.optimizer.stacks import Stack, Stacks
@@ -119,6 +119,14 @@ class Refresher(abc.ABC):
     @property
     def unrotated(self) -> Mapping[str, str]:
         """Why weights have no basis, by name, where the refresh has chosen which get one."""
+        return {}
+
+    def plan(self, optimizer: Rebasable) -> Plan | None:
+        """Which blocks it makes, in which structures, and why; None where it does not choose. Nothing is changed."""
+        return None
+
+    def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
+        """The eigenvalues of what it follows, by block and tensor of its basis, (…, n), in float64; as far as known."""
         return {}
 
     def can_renew(self, change: ChangeOfBasis) -> bool:

@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Reparameterization, check_disjoint, layers_of, plain_name
+from egop.basis import Known, Layer, Plan, Reparameterization, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
 from egop.numerics import in_normal_mode, without_autocast
+from egop.optimizer import showing
 from egop.optimizer.base import SHARED, Base
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import named_groups
-from egop.optimizer.inner import check_optimizer, defaults_of
+from egop.optimizer.inner import check_optimizer, defaults_of, warn_of_no_gain
 from egop.optimizer.loaded import warn_of_loaded
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
 from egop.optimizer.restoring import Restored, parsed, rebound
 from egop.optimizer.stacks import Stacks
 from egop.optimizer.states import Entry, Published, exported
+from egop.runs import text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -122,6 +127,9 @@ class ReparameterizedOptimizer(Optimizer):
         for index, group_basis in enumerate(bases):
             blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
         check_disjoint([block.change.block for block in blocks])
+        engine.left = {
+            name: why for given in (basis, *bases) if given is not None for name, why in given.unrotated.items()
+        }
         engine.build(blocks, Pieces())
         named = [
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
@@ -132,6 +140,8 @@ class ReparameterizedOptimizer(Optimizer):
         if refresh is not None:
             engine.refresher = refresh.begin(engine)
             engine.refresher.refresh = refresh
+        if not engine.gains:
+            warn_of_no_gain(optimizer_class, blocks, refresh)
         for block in blocks:  # last, since it changes the model: nothing is to change when something was refused
             block.drop_rest()
 
@@ -178,14 +188,46 @@ class ReparameterizedOptimizer(Optimizer):
     @property
     @in_normal_mode
     def basis(self) -> Reparameterization:
-        """A copy of the change of basis of each block as it is now."""
+        """A copy of the change of basis of each block as it is now, and why other weights have none."""
         self._engine.settle()
+        blocks = self._engine.blocks
         return Reparameterization(
             [
                 block.whole_change({name: tensor.clone() for name, tensor in block.change.tensors.items()})
-                for block in self._engine.blocks
-            ]
+                for block in blocks
+            ],
+            {block.name: block.spectrum for block in blocks if block.spectrum is not None},
+            self._engine.unrotated,
         )
+
+    @property
+    def plan(self) -> Plan:
+        """Which weights are rotated, in which structure, and why; before the first step, which ones will be."""
+        return showing.plan_of(self._engine)
+
+    @in_normal_mode
+    def plot_spectra(self) -> Figure:
+        """The spectra of all blocks as a figure of matplotlib: of their basis, or of the gradients it follows."""
+        self._engine.settle()
+        picture = showing.picture(self._engine)
+        from egop.runs import plotting  # needs matplotlib
+
+        return plotting.draw(picture)
+
+    def __repr__(self) -> str:
+        """In a line: what runs inside, how many blocks, the refresh, the learning rate."""
+        name = type(self).__name__
+        return showing.line(name, self._engine) if self._engine.is_built else f"{name}(not made yet)"
+
+    @in_normal_mode
+    def __str__(self) -> str:
+        """Several lines: what runs inside, the refresh and its counts, the groups, and a table of the blocks."""
+        return showing.as_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
+
+    @in_normal_mode
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return showing.as_html(type(self).__name__, self._engine) if self._engine.is_built else text(repr(self))
 
     @property
     def stacks(self) -> Stacks:

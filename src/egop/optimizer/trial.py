@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.numerics import RandomStream, seed_everything
-from egop.optimizer.moments import leaves
+from egop.optimizer.moments import keeps_only_vectors, leaves
 
 _ENTRIES, _STEPS = 12, 3
+_MORE_STEPS = 12  # some begin as plain momentum does
 _MATRIX, _OTHER_MATRIX, _VECTOR = (4, 3), (3, 4), (12,)
 # Of the largest step: sums in another order differ by rounding, which is 1e-16 of the weights.
 _TOLERANCE = 1e-6
@@ -30,6 +31,8 @@ class Findings:
     whole: str | None = None
     # Whether it does on matrices, and does something else with vectors.
     other_on_vectors: bool = False
+    # Whether rotated numbers got rotated steps, so that no rotation makes a difference.
+    same_in_every_rotation: bool = field(default=False, compare=False)
 
 
 def tried(
@@ -66,11 +69,12 @@ def _tried(
         if matrix is None:
             return Findings(needs_closure=_outcome(build, _MATRIX, closure=True) is not None)
         other_matrix, vector = _outcome(build, _OTHER_MATRIX, shuffled=True), _outcome(build, _VECTOR, shuffled=True)
+        rotates = _same_in_every_rotation(build)
     if not matrix.same_as(other_matrix):
         return Findings(whole="the same numbers, arranged as another matrix, got other steps")
     if matrix.not_by_coordinate:
         return Findings(whole=f"it keeps {matrix.not_by_coordinate} for a weight of shape {_MATRIX}")
-    return Findings(other_on_vectors=not matrix.same_as(vector))
+    return Findings(other_on_vectors=not matrix.same_as(vector), same_in_every_rotation=rotates)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,35 @@ def _outcome(
     moved = torch.empty_like(numbers[0])
     moved[order] = (parameter.detach() - start).flatten()
     return _Outcome(moved, _not_by_coordinate(optimizer.state.get(parameter, {})))
+
+
+def _same_in_every_rotation(build: Callable[[Tensor], Optimizer]) -> bool:
+    """Whether steps from a rotated start along rotated gradients are the rotated steps, rows and columns rotated.
+
+    One that keeps squares of gradients is not asked: it may use them later.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = torch.randn(1 + _MORE_STEPS, *_MATRIX, generator=generator, dtype=torch.float64, device="cpu")
+    left, right = (
+        torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu")).Q
+        for size in _MATRIX
+    )
+    moved = []
+    try:
+        for start, *gradients in (numbers, left @ numbers @ right.mT):
+            parameter = start.clone().requires_grad_()
+            optimizer = build(parameter)
+            getattr(optimizer, "train", lambda: None)()
+            for gradient in gradients:
+                parameter.grad = gradient.clone()
+                optimizer.step()
+            if not keeps_only_vectors(optimizer.state.get(parameter, {})):
+                return False
+            moved.append(parameter.detach() - start)
+    except Exception:  # as in :func:`_outcome`
+        return False
+    largest = moved[0].abs().max()
+    return bool(largest > 0 and (left @ moved[0] @ right.mT - moved[1]).abs().max() <= _TOLERANCE * largest)
 
 
 def _numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:

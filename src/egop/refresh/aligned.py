@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis, Shared, Side
+from egop.basis import ChangeOfBasis, Plan, Shared, Side
 from egop.distributed import whole
 from egop.numerics import InPlace, Recorder, check_positive
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
@@ -81,6 +81,9 @@ class _Aligning(Refresher):
     def unrotated(self) -> dict[str, str]:
         """Why weights have no rotation, by name, where the refresh has chosen."""
         return self.beginnings.unrotated
+
+    def plan(self, optimizer: Rebasable) -> Plan | None:
+        return self.beginnings.plan(optimizer)
 
     def before_step(self, optimizer: Rebasable) -> None:
         self.prepare(optimizer)

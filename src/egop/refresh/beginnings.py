@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from egop.basis import Reparameterization, plain_name
+from egop.basis import Plan, Reparameterization, plain_name
 from egop.optimizer import Rebasable, Stacks
+from egop.refresh.choosing import Choice
 
 # The original coordinates in the structures that are wanted, for all parameters that are trained or for those of names.
 Choose = Callable[[Rebasable, Collection[str] | None], Reparameterization]
@@ -67,6 +68,12 @@ class Beginnings:
         new = {block.name for block in optimizer.blocks} - before
         self.waiting |= new
         self._decide(late, new)
+
+    def plan(self, optimizer: Rebasable) -> Plan | None:
+        """What the first step chooses, or has chosen; None if someone has given or replaced the blocks."""
+        if not isinstance(self.choose, Choice) or (optimizer.blocks and not self.made_of(optimizer)):
+            return None
+        return self.choose.plan(optimizer, None)
 
     def made_of(self, optimizer: Rebasable) -> set[str]:
         """The blocks that were made here; none if someone has given or replaced them."""

@@ -12,6 +12,7 @@ from egop.basis import (
     ONLINE,
     Layer,
     Partition,
+    Plan,
     Reparameterization,
     Structure,
     StructureChoice,
@@ -46,12 +47,12 @@ class Choice:
     def __post_init__(self) -> None:
         parse_bytes(self.memory)  # what cannot be read is refused here, not in the first step
 
-    def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
-        """The original coordinates, in the structures that the basis is to have.
+    def plan(self, optimizer: Rebasable, names: Collection[str] | None) -> Plan:
+        """Which structure each weight is to have, and why.
 
         Args:
             optimizer: whose parameters are meant, those that are trained.
-            names: some of them; all by default.
+            names: some of them, beside the blocks that are there; all by default, as if there were none.
         """
         everything = {
             plain_name(name): parameter
@@ -66,13 +67,18 @@ class Choice:
         layers = {name: optimizer.layers[name] for name in named}
         partition = _partition_for(self.partition, list(everything), list(named))
         if not (partition if isinstance(partition, Mapping) else _weights(layers)):
-            return Reparameterization([])
+            return Plan({}, {}, {})
         blocks = partition_parameters(named, layers, partition)
         known = [*everything, *(self.partition if isinstance(self.partition, Mapping) else ())]
         structure = _structure_for(self.structure, known, [block.name for block in blocks])
-        memory = parse_bytes(self.memory) - sum(block.change.nbytes for block in optimizer.blocks)
+        taken = 0 if names is None else sum(block.change.nbytes for block in optimizer.blocks)
         every = optimizer.outside is None
-        plan = make_plan(blocks, layers, structure, max(0, memory), self.candidates, all_weights=every)
+        memory = max(0, parse_bytes(self.memory) - taken)
+        return make_plan(blocks, layers, structure, memory, self.candidates, all_weights=every)
+
+    def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
+        """The original coordinates, in the structures that the basis is to have; arguments as of :meth:`plan`."""
+        plan = self.plan(optimizer, names)
         changes = []
         for block, structure in plan.chosen.items():
             shapes = structure.basis_shapes(block).items()

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, plain_name
-from egop.estimation import Distribution, NoGradientError, Objective, Recentered, estimate, estimate_plan
+from egop.basis import ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, make_plan, plain_name
+from egop.estimation import Distribution, NoGradientError, Objective, Recentered, blocks_of, estimate, estimate_plan
 from egop.numerics import check_positive
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
+from egop.runs import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class _Periodic(Refresher):
 
     def after_step(self, optimizer: Rebasable) -> None:
         self.steps += 1
+
+    def plan(self, optimizer: Rebasable) -> Plan | None:
+        config = self.config
+        if optimizer.blocks:
+            return None
+        return make_plan(*blocks_of(self.objective, config.partition), config.structure, parse_bytes(config.memory))
 
     def check(self, optimizer: Rebasable) -> None:
         _check_trained(self.objective, optimizer)

@@ -182,6 +182,12 @@ def add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tens
             gram.flatten(0, -3).baddbmm_(one_by_one.mT, one_by_one, beta=decay, alpha=1 - decay)
 
 
+def along(gram: Tensor, basis: Tensor) -> Tensor:
+    """What Gram matrices hold along the columns of bases, descending, in float64: eigenvalues of a current basis."""
+    held = ((gram @ basis) * basis).sum(-2, dtype=torch.float64).clamp_min(0)
+    return held.sort(dim=-1, descending=True).values
+
+
 def zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
     """Gram matrices of no gradients at all, for a basis or stacked ones."""
     return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis
+from egop.basis import ChangeOfBasis, Plan
 from egop.distributed import whole
 from egop.numerics import Aside, Recorder, Replayed
 from egop.optimizer import BoundBlock, Moments, Rebasable, Refresher, Stack
 from egop.refresh.beginnings import Beginnings, Choose
-from egop.refresh.grams import GramMatrices, Place
+from egop.refresh.grams import GramMatrices, Place, along
 from egop.refresh.methods import Method, Renewal, announced, together
 from egop.refresh.schedules import Schedule
 
@@ -50,6 +50,25 @@ class Streaming(Refresher):
     def unrotated(self) -> dict[str, str]:
         """Why weights have no basis, by name, where the refresh has chosen."""
         return self.beginnings.unrotated
+
+    def plan(self, optimizer: Rebasable) -> Plan | None:
+        """The blocks that it makes itself, if it does."""
+        return self.beginnings.plan(optimizer)
+
+    def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
+        """What the running Gram matrices hold along each vector of the bases.
+
+        None of blocks of which this process has some rows only: to add up the others takes all processes.
+        """
+        self.settle(optimizer)
+        known = [block for block in optimizer.blocks if block.name in self.statistic.grams and not block.by_rows]
+        return {
+            block.name: {
+                key: along(gram, block.change.tensors[key]) for key, gram in self.statistic.grams[block.name].items()
+            }
+            for block in known
+            if self.statistic.has_seen(block)
+        }
 
     def before_step(self, optimizer: Rebasable) -> None:
         """Parameters that have no basis yet start from the original coordinates."""

@@ -4,11 +4,11 @@ The library and the lab share it; nothing of egop is used here. ``plotting`` is 
 needs matplotlib.
 """
 
-from egop.runs.pages import document, text
+from egop.runs.pages import document, html_table, sparkline, text
 from egop.runs.pictures import Panel, Picture, Series
 from egop.runs.records import Curve, Run, finite, replacing, write_json
 from egop.runs.training import train
-from egop.runs.units import counted, format_bytes, format_count, format_table, parse_bytes
+from egop.runs.units import counted, format_bytes, format_count, format_percent, format_table, parse_bytes
 
 __all__ = [
     "Curve",
@@ -21,10 +21,13 @@ __all__ = [
     "finite",
     "format_bytes",
     "format_count",
+    "format_percent",
     "format_table",
+    "html_table",
     "parse_bytes",
     "plotting",
     "replacing",
+    "sparkline",
     "text",
     "train",
     "write_json",

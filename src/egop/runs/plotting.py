@@ -11,7 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError as error:
+    if error.name != "matplotlib":
+        raise
+    raise ModuleNotFoundError(
+        "Pictures need matplotlib, which is not installed. Run: pip install 'egop[plot]'", name="matplotlib"
+    ) from None
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure

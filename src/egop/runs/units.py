@@ -39,6 +39,12 @@ def format_count(count: float) -> str:
     return f"{count:.1f} P"
 
 
+def format_percent(fraction: float) -> str:
+    """``0.0123`` as ``"1.2 %"``, ``1.5`` as ``"150 %"``; what is less than a tenth of a percent as that."""
+    percent = 100 * fraction
+    return "< 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %" if round(percent, 1) < 10 else f"{percent:.0f} %"
+
+
 def counted(number: int, noun: str) -> str:
     """A number of things: "1 run", "2 runs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,235 @@
+"""What an optimizer says of itself, before the first step and after some; and that no basis helps some of them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import cases
+import egop
+from egop.optimizer import inner
+from egop.optimizer.trial import tried
+from pages import Page
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def trained(model, optimizer, steps=12):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+def online(model, structure="auto", **options):
+    refresh = egop.Online(every=5, structure=structure)
+    return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3, **options)
+
+
+def row(optimizer, name):
+    return next(re.split(r" {2,}", line) for line in str(optimizer).splitlines() if line.startswith(name))
+
+
+def test_it_names_what_runs_inside_the_refresh_its_counts_the_groups_and_the_blocks():
+    model = network()
+    optimizer = trained(model, egop.EGOP(model, lr=1e-2))
+    assert repr(optimizer) == "EGOP(PolarAdam, 2 blocks, AdamW outside, Online, lr=0.01)"
+    lines = str(optimizer).splitlines()
+    assert lines[0] == repr(optimizer)
+    assert lines[1] == "PolarAdam steps the coordinates of 2 blocks, AdamW 4 tensors outside"
+    assert lines[2] == (
+        "refresh: Online(every=20, structure=Shared(side='smaller'), spread=False); 12 steps, 1 renewal, 0 failed"
+    )
+    assert lines[3].startswith("group 0: 6 tensors, lr 0.01, betas (0.9, 0.95)")
+    assert "tensor(" not in str(optimizer)
+    assert row(optimizer, "0.weight")[:4] == ["0.weight", "Shared", "6 x 8", "144 B"]
+    assert row(optimizer, "4.weight") == ["4.weight", "the output head"]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_a_number():
+    optimizer = egop.EGOP(network(), lr=torch.tensor(0.25))
+    assert repr(optimizer).endswith("lr=0.25)")
+    assert "tensor(" not in str(optimizer)
+
+
+def test_every_group_is_told_with_its_own_rate():
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}]
+    optimizer = egop.EGOP(groups, lr=0.1, model=model)
+    assert repr(optimizer).endswith("lr=0.5 and 0.1)")
+    assert [line[:8] for line in str(optimizer).splitlines() if line.startswith("group")] == ["group 0:", "group 1:"]
+
+
+@pytest.mark.parametrize("structure", [egop.Shared(), egop.Kronecker()], ids=lambda each: type(each).__name__)
+def test_the_stable_rank_is_that_of_the_gram_matrices(structure):
+    """Against a decomposition of the running means that the test keeps itself."""
+    model = network()
+    optimizer = online(model, {"0.weight": structure})
+    means = None
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8, generator=generator)).square().mean().backward()
+        gradient = model[0].weight.grad.double().clone()
+        fresh = [gradient.mT @ gradient, gradient @ gradient.mT]
+        means = fresh if means is None else [0.95 * old + 0.05 * new for old, new in zip(means, fresh, strict=True)]
+        optimizer.step()
+    optimizer.renew_basis()
+    roots = [torch.linalg.eigvalsh(mean).clamp_min(0).sqrt() for mean in means]
+    ranks = [float(root.sum() / root.max()) for root in roots]
+    wanted = ranks[0] if isinstance(structure, egop.Shared) else ranks[0] * ranks[1]
+    dimension = 8 if isinstance(structure, egop.Shared) else 48
+    rank, of = row(optimizer, "0.weight")[-1].split(" of ")
+    assert float(rank) == pytest.approx(wanted, abs=0.11)
+    assert int(of) == dimension
+
+
+def test_a_basis_that_was_estimated_keeps_its_spectrum_and_what_it_left():
+    case = cases.MLP
+    basis = cases.estimate(case.objective(), structure={"0.weight": egop.Full()}, partition="parameter")
+    optimizer = egop.ReparameterizedOptimizer(case.build(), torch.optim.AdamW, basis, lr=0.1)
+    assert optimizer.basis.unrotated == basis.unrotated == {"2.weight": "no pattern names it"}
+    assert repr(optimizer.basis.spectrum["0.weight"]) == repr(basis.spectrum["0.weight"])
+    assert f"{basis.spectrum['0.weight'].stable_rank:.1f} of 30" in str(optimizer)
+    assert "refresh: none, the basis stays" in str(optimizer)
+    other = cases.estimate(case.objective(), structure={"0.weight": egop.Full()}, samples=50, partition="parameter")
+    optimizer.rebase(other)
+    assert repr(optimizer.basis.spectrum["0.weight"]) == repr(other.spectrum["0.weight"])
+
+
+def test_what_was_left_is_in_the_basis_and_after_loading_too():
+    model = network()
+    optimizer = trained(model, online(model))
+    assert optimizer.basis.unrotated == optimizer.refresher.unrotated == {"4.weight": "the output head"}
+    another = network()
+    resumed = online(another)
+    another.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.basis.unrotated == {"4.weight": "the output head"}
+
+
+@pytest.mark.parametrize(
+    "refresh", [egop.Online(), egop.WhenDrifted(), egop.Aligned()], ids=lambda each: type(each).__name__
+)
+def test_there_is_a_plan_before_the_first_step_and_it_is_what_comes(refresh):
+    model = network()
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
+    plan = optimizer.plan
+    assert [block.name for block in plan.chosen] == ["0.weight", "2.weight"]
+    assert plan.unrotated == {"4.weight": "the output head"}
+    shown = str(optimizer)
+    assert "planned for the first step:" in shown
+    assert optimizer.blocks == [], "a look changes nothing"
+    trained(model, optimizer, 1)
+    assert list(map(type, optimizer.plan.chosen.values())) == list(map(type, plan.chosen.values()))
+    assert optimizer.plan.why == plan.why
+    assert "planned" not in str(optimizer)
+
+
+def test_a_plan_of_sampled_bases_is_there_before_the_first_step():
+    model = cases.MLP.build()
+    refresh = egop.Every(5, cases.MLP.objective(model), structure=egop.Shared())
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
+    assert [type(structure).__name__ for structure in optimizer.plan.chosen.values()] == ["Shared", "Shared"]
+    assert "Every(steps=5, structure=Shared(side='input'))" in str(optimizer)
+
+
+def test_a_plan_that_cannot_be_is_said_in_print_and_raised_when_asked_for():
+    refresh = egop.Online(structure=egop.Kronecker(), memory=100)
+    optimizer = egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, refresh=refresh, lr=1e-3)
+    assert "the first step will fail: " in str(optimizer)
+    with pytest.raises(MemoryError):
+        _ = optimizer.plan
+
+
+def test_without_a_basis_there_is_nothing_to_plan():
+    optimizer = egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, lr=1e-3)
+    assert optimizer.plan.chosen == {}
+    assert str(optimizer).splitlines()[0] == "ReparameterizedOptimizer(AdamW, 0 blocks, lr=0.001)"
+
+
+def test_a_notebook_shows_the_same():
+    model = network()
+    optimizer = online(model)
+    for optimizer_now in (optimizer, trained(model, optimizer)):
+        page = Page(optimizer_now._repr_html_())
+        assert "0.weight" in page.text
+        assert "the output head" in page.text
+        assert page.count("table") == 1
+
+
+def test_looking_does_not_change_a_training():
+    model, twin = network(), network()
+    optimizer, undisturbed = online(model), online(twin)
+    for _ in range(3):
+        trained(model, optimizer, 4)
+        trained(twin, undisturbed, 4)
+        str(optimizer), optimizer._repr_html_(), optimizer.plan, optimizer.plot_spectra()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_spectra_are_plotted_of_every_block_and_side():
+    model = network()
+    optimizer = online(model, {"0.weight": egop.Shared(), "2.weight": egop.Kronecker()})
+    with pytest.raises(ValueError, match="no spectra yet"):
+        optimizer.plot_spectra()
+    trained(model, optimizer, 2)
+    (axes,) = optimizer.plot_spectra().axes
+    assert len(axes.lines) == 3  # one side of the first, two of the second
+
+
+# --- a basis that is of no use ---
+
+
+@pytest.fixture
+def unwarned(monkeypatch):
+    monkeypatch.setattr(inner, "_WARNED", set())
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1}], ids=str)
+def test_sgd_is_warned_of_once(unwarned, options):
+    arguments = {"refresh": egop.Online(structure={"0.weight": egop.Shared()}), "lr": 0.1}
+    with pytest.warns(UserWarning, match="SGD takes the same steps in every rotation") as caught:
+        egop.ReparameterizedOptimizer(network(), torch.optim.SGD, **arguments, **options)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        egop.ReparameterizedOptimizer(network(), torch.optim.SGD, **arguments, **options)
+
+
+def quiet(build):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return build()
+
+
+def test_nobody_is_warned_where_a_basis_may_help_or_there_is_none(unwarned):
+    case = cases.MLP
+    reduced = cases.estimate(case.objective(), structure=egop.Reduced(2))
+    same = cases.estimate(case.objective(), structure=egop.Identity())
+    for basis in (reduced, same, None):
+        quiet(lambda basis=basis: egop.ReparameterizedOptimizer(case.build(), torch.optim.SGD, basis, lr=0.1))
+    basis = cases.estimate(case.objective())
+    for optimizer in cases.OPTIMIZERS:
+        if not optimizer.name.startswith("SGD"):
+            arguments = optimizer.arguments
+            quiet(
+                lambda kind=optimizer.kind, arguments=arguments: egop.ReparameterizedOptimizer(
+                    case.build(), kind, basis, **arguments
+                )
+            )
+
+
+def test_a_learning_rate_of_zero_says_nothing_of_a_class():
+    assert not tried(torch.optim.SGD, {}, {"lr": 0.0}).same_in_every_rotation
+    assert tried(torch.optim.SGD, {}, {"lr": 0.1}).same_in_every_rotation
+    assert not tried(torch.optim.RAdam, {}, {"lr": 0.1}).same_in_every_rotation  # begins as plain momentum does
