@@ -27,6 +27,7 @@ from egop.basis.structures import (
     rebuild,
 )
 from egop.basis.structures.accumulators import density
+from egop.basis.structures.views import as_matrix
 from egop.basis.texts import read_json, record, whole_numbers, write_json
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "Structure",
     "StructureChoice",
     "Summary",
+    "as_matrix",
     "call_it",
     "check_disjoint",
     "check_structure",

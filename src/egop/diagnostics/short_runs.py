@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from egop.estimation import Objective
 
-__all__ = ["Stretches", "batch_losses", "check_gradient", "held_batches", "mean_loss", "trained_parameters"]
+__all__ = [
+    "Stretches",
+    "batch_losses",
+    "check_gradient",
+    "held_batches",
+    "mean_loss",
+    "synchronize",
+    "trained_parameters",
+]
 
 # At most so many different batches are held; a longer run goes through them again.
 _BATCHES = 100
@@ -60,3 +68,9 @@ def batch_losses(
 def mean_loss(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
     """The mean of these losses."""
     return sum(batch_losses(model, loss_fn, batches)) / len(batches)
+
+
+def synchronize() -> None:
+    """Wait for kernels that may still be running, before the clock is read."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
