@@ -8,7 +8,7 @@ from dataclasses import replace
 from tqdm.auto import tqdm
 
 from egop.basis import ONLINE, Block, Layer, Reparameterization, make_plan, partition_parameters
-from egop.diagnostics import forms, off_axes
+from egop.diagnostics import costs, forms, off_axes
 from egop.diagnostics.answer import Diagnosis, FormDiagnosis
 from egop.diagnostics.evidence import evidence
 from egop.diagnostics.learning_rates import STEPS, rate_of
@@ -71,22 +71,32 @@ class Following:
         """What each form is expected to bring, and what it takes here."""
         against = _against(diagnosis, self.objective)
         tick = self.begin("Timing steps", forms.TURNS * sum(not words for words in against.values()))
-        assert diagnosis.pass_seconds is not None
         found = []
         for name, words in against.items():
-            similar = [] if diagnosis.here is None else evidence().similar(diagnosis.here.value)
+            similar = [] if diagnosis.promise is None else evidence().similar(diagnosis.promise)
             form = FormDiagnosis(name, tuple(sorted(problem.steps[name] for problem in similar)), against=words)
             if not words:
-                basis = _promising(diagnosis) if name == forms.FIXED else None
-                taken = forms.measured(self.objective, name, basis, self.seed, tick)
-                usual = diagnosis.pass_seconds + taken.plain
-                form = replace(form, step=(diagnosis.pass_seconds + taken.seconds) / usual, bytes=taken.bytes)
-                if name == forms.FIXED and self.steps is not None:
-                    form = replace(form, before=diagnosis.draws * diagnosis.pass_seconds / (self.steps * usual))
-                if not taken.rotated:
-                    form = replace(form, against="it leaves every weight of this model as it is")
+                form = self.timed(form, diagnosis, tick)
             found.append(form)
         return replace(diagnosis, forms=tuple(found))
+
+    def timed(self, form: FormDiagnosis, diagnosis: Diagnosis, tick: Callable[[], object]) -> FormDiagnosis:
+        """A form with what it takes, measured and predicted."""
+        assert diagnosis.pass_seconds is not None
+        basis = _promising(diagnosis) if form.name == forms.FIXED else None
+        taken = forms.measured(self.objective, form.name, basis, self.seed, tick)
+        if not taken.blocks:
+            return replace(form, against="it leaves every weight of this model as it is")
+        usual = diagnosis.pass_seconds + taken.plain
+        device = self.objective.parameters[next(iter(taken.blocks)).parameters[0]].device
+        before = diagnosis.draws * diagnosis.pass_seconds / (self.steps * usual) if self.steps is not None else 0.0
+        return replace(
+            form,
+            step=(diagnosis.pass_seconds + taken.seconds) / usual,
+            predicted=1 + costs.of_form(form.name, taken.blocks, device) / usual,
+            bytes=taken.bytes,
+            before=before if form.name == forms.FIXED else 0.0,
+        )
 
     def rate(self, diagnosis: Diagnosis) -> Diagnosis:
         """A learning rate for what is advised."""
@@ -129,19 +139,19 @@ def _promising(diagnosis: Diagnosis) -> Reparameterization | None:
 
 def _against(diagnosis: Diagnosis, objective: Objective) -> dict[str, str]:
     """Why each form cannot be advised, whatever it takes; nothing where it can."""
-    here, along = diagnosis.here, diagnosis.along
+    least, value = evidence().threshold, diagnosis.promise
+    seen = [found for found in (diagnosis.here, diagnosis.along) if found is not None]
     words = ""
-    if here is None:
-        words = "there is no weight that could be rotated"
-    elif not here.is_seen and (along is None or not along.is_seen):
+    if not seen or value is None:
+        words = "there is no weight that a basis could be found for"
+    elif not any(found.is_seen for found in seen):
         words = "gradients do not lie off the axes more than noise would, neither here nor after a few steps"
-    elif here.value < evidence().threshold and (along is None or along.value < evidence().threshold):
-        words = f"below {evidence().threshold:.2g} off the axes no problem of the study gained more than a tenth"
+    elif value < least:
+        words = f"the promise of the draws is {value:.2f}, and below {least:.2f} no problem of the study gained a tenth"
     against = dict.fromkeys(forms.FORMS, words)
     if not words and _promising(diagnosis) is None:
         against[forms.FIXED] = "no block is promising"
     if not words and objective.module is None:
-        against |= {
-            form: "a function of tensors has no layers to follow" for form in forms.FORMS if form != forms.FIXED
-        }
+        others = [form for form in forms.FORMS if form != forms.FIXED]
+        against |= dict.fromkeys(others, "a function of tensors has no layers to follow")
     return against

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from egop.basis import Reparameterization, Shared
-from egop.diagnostics.short_runs import check_gradient, held_batches, synchronize, trained_parameters
+from egop.basis import Block, Kronecker, Reparameterization, Shared, Structure
+from egop.diagnostics.short_runs import check_gradient, clock, held_batches, trained_parameters
 from egop.estimation import Objective
 from egop.optimizer import ReparameterizedOptimizer
 from egop.recipes import EGOP
@@ -22,6 +21,14 @@ __all__ = ["FIXED", "FORMS", "TURNS", "Make", "Taken", "maker", "measured", "wri
 FIXED = "fixed"
 # As the study of prediction in the lab calls them.
 FORMS = (FIXED, "online one-sided", "online two-sided", "EGOP")
+
+# How the bases of each are built.
+STRUCTURES: dict[str, Structure] = {
+    FIXED: Shared(),
+    "online one-sided": Shared(),
+    "online two-sided": Kronecker(),
+    "EGOP": Shared(side="smaller"),
+}
 
 # A turn has so many steps, with all renewals of a round in them. There are turns for so many seconds, or so many turns.
 _TURN = 20
@@ -71,13 +78,13 @@ class Taken:
         seconds: of a step of the optimizer, without forward and backward pass.
         plain: of one of AdamW's, measured in turn with it.
         bytes: that the optimizer holds more than AdamW does.
-        rotated: how many weights have a basis.
+        blocks: that have a basis, and how it is built.
     """
 
     seconds: float
     plain: float
     bytes: int
-    rotated: int
+    blocks: Mapping[Block, Structure]
 
 
 def measured(
@@ -96,24 +103,23 @@ def measured(
                 optimizer.step()
             pair.append(optimizer)
         best = [float("inf")] * 2
-        began = time.perf_counter()
+        began = clock()
         for turn in range(TURNS):
-            if turn > 1 and time.perf_counter() - began > _SECONDS:
+            if turn > 1 and clock() - began > _SECONDS:
                 break
             best = [min(old, _turn(optimizer)) for old, optimizer in zip(best, pair, strict=True)]
             tick()
         plain, other = pair
-        rotated = len(other.basis) if isinstance(other, ReparameterizedOptimizer) else 0
-        return Taken(best[1], best[0], max(0, held(other) - held(plain)), rotated)
+        changes = list(other.basis.values()) if isinstance(other, ReparameterizedOptimizer) else []
+        blocks = {change.block: change.structure() for change in changes}
+        return Taken(best[1], best[0], max(0, held(other) - held(plain)), blocks)
 
 
 def _turn(optimizer: torch.optim.Optimizer) -> float:
-    synchronize()
-    began = time.perf_counter()
+    began = clock()
     for _ in range(_TURN):
         optimizer.step()
-    synchronize()
-    return (time.perf_counter() - began) / _TURN
+    return (clock() - began) / _TURN
 
 
 def held(optimizer: torch.optim.Optimizer) -> int:

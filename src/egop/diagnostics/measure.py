@@ -25,10 +25,11 @@ from egop.basis import (
     StructureChoice,
     make_plan,
 )
-from egop.diagnostics import rules
+from egop.diagnostics import costs, rules
 from egop.diagnostics.answer import Diagnosis
 from egop.diagnostics.following import Following, rotatable
-from egop.diagnostics.short_runs import synchronize
+from egop.diagnostics.promise import promise
+from egop.diagnostics.short_runs import clock
 from egop.diagnostics.values import BlockDiagnosis
 from egop.estimation import (
     Distribution,
@@ -124,7 +125,8 @@ def diagnose(
         basis = (
             Reparameterization(list(state.changes.values()), state.spectra, plan.unrotated) if state.changes else None
         )
-        result = Diagnosis(tuple(known.values()), basis, state.gathered.draws, state.wanted, seconds)
+        drawn = state.gathered.draws
+        result = Diagnosis(tuple(known.values()), basis, drawn, state.wanted, seconds, promise=promise(basis))
         result = _worded(replace(result, partial=state.partial))
         if state.partial:
             return result
@@ -237,7 +239,9 @@ def _measured(
 ) -> BlockDiagnosis:
     """A block with its times, and with all that its spectrum says."""
     seconds = _change_seconds(change)
-    known = replace(known, seconds=seconds, cost=seconds / pass_seconds)
+    known = replace(
+        known, seconds=seconds, cost=seconds / pass_seconds, predicted=costs.of_block(change) / pass_seconds
+    )
     if spectrum is None:
         return known
     dimension = math.prod(tensor.shape[-2] for tensor in change.tensors.values())
@@ -282,9 +286,7 @@ def _median_seconds(function: Callable[[], object]) -> float:
     times: list[float] = []
     function()  # the first call may compile, allocate and load
     while len(times) < _REPEATS and (not times or sum(times) < _SECONDS):
-        synchronize()
-        start = time.perf_counter()
+        began = clock()
         function()
-        synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - began)
     return statistics.median(times)

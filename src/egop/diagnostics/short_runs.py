@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,9 @@ __all__ = [
     "Stretches",
     "batch_losses",
     "check_gradient",
+    "clock",
     "held_batches",
     "mean_loss",
-    "synchronize",
     "trained_parameters",
 ]
 
@@ -70,7 +71,13 @@ def mean_loss(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], bat
     return sum(batch_losses(model, loss_fn, batches)) / len(batches)
 
 
-def synchronize() -> None:
-    """Wait for kernels that may still be running, before the clock is read."""
+def clock() -> float:
+    """The seconds of a clock to measure work by, read when kernels that are still running have ended.
+
+    On one core it stands still while other programs have it, so that a busy machine does not count.
+    """
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
+    return time.perf_counter()
