@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
 import egop
+from egop.diagnostics.answer import FormDiagnosis
+from egop.diagnostics.off_axes import OffAxes
 from egop.diagnostics.racing import Race
 from egop.runs.records import Curve, Run
 
@@ -17,7 +20,7 @@ def block(name="0.weight", **numbers):
         "shapes": ((32, 64),), "size": 2048, "structure": "Full", "bytes": 16 * 2**20, "seconds": 1e-3, "cost": 0.5,
         "dimension": 2048, "samples": 2048, "eigenvalues": tuple(k**-1.5 for k in range(1, 2049)), "stable_rank": 52.0,
         "density": 0.57, "ratio": 0.045, "effective_dimension": 40, "one_norm": 0.4, "stability": 0.91,
-        "chance": 0.02, "surprise": 900.0, "verdict": "use", "advice": "Use egop.Full().",
+        "chance": 0.02, "surprise": 900.0, "verdict": "promising", "advice": "Promising: egop.Full().",
     }  # fmt: skip
     return egop.BlockDiagnosis(name, **usual | numbers)
 
@@ -28,7 +31,23 @@ def left(name="2.weight"):
 
 def diagnosis(*blocks, partial=""):
     blocks = blocks or (block(), left())
-    return egop.Diagnosis(blocks, None, 2048, 2048, 2e-3, "estimate once before training.", False, partial)
+    return egop.Diagnosis(
+        blocks,
+        None,
+        2048,
+        2048,
+        2e-3,
+        forms=(
+            FormDiagnosis("fixed", (0.8, 0.9, 1.0, math.inf), step=1.2, predicted=1.25, bytes=2**20),
+            FormDiagnosis("EGOP", (0.4, 0.5, 0.6, 0.9), step=1.4, predicted=1.3, bytes=2**20),
+            FormDiagnosis("online two-sided", against="it leaves every weight of this model as it is"),
+        ),
+        promise=0.4,
+        here=OffAxes(0.8, 0.01, 32),
+        along=OffAxes(0.01, 0.01, 15),
+        rate=egop.FoundRate(0.02, (0.01, 0.02), (1.0, 0.5), "lr 0.02."),
+        partial=partial,
+    )
 
 
 def curve(start, factor):
@@ -42,7 +61,7 @@ def race(runs=4):
         Run("AdamW", "original", 1e-2, curve(2.0, 0.9)),
         Run("AdamW", "EGOP", 1e-2, curve(2.0, 0.8)),
     ]
-    return Race("AdamW", "the estimated basis", 300, 10, (1e-3, 1e-2), 0, tuple(made[:runs]))
+    return Race("AdamW", "egop.EGOP", 300, 10, (1e-3, 1e-2), 0, tuple(made[:runs]))
 
 
 @dataclass

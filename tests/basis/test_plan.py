@@ -49,21 +49,22 @@ def linear(inputs, outputs):
     return nn.Sequential(nn.Linear(inputs, outputs), nn.Linear(outputs, 2))
 
 
-def test_auto_takes_the_richest_that_applies_and_leaves_embeddings_and_heads():
+def test_auto_lets_rows_share_a_basis_and_leaves_embeddings_and_heads():
     plan = plan_of(Language())
-    assert kinds(plan) == {
-        "attention.in_proj_weight": "Full",
-        "attention.out_proj.weight": "Full",
-        "small.weight": "Full",
-        "large.weight": "Shared",
-    }
+    weights = ["attention.in_proj_weight", "attention.out_proj.weight", "small.weight", "large.weight"]
+    assert kinds(plan) == dict.fromkeys(weights, "Shared")
     assert plan.unrotated == {"embedding.weight": "an embedding", "head.weight": "the output head"}
-    assert plan.why == {
-        "attention.in_proj_weight": "the richest; at most 4096 entries",
-        "attention.out_proj.weight": "the richest; at most 4096 entries",
-        "small.weight": "the richest; at most 4096 entries",
-        "large.weight": "the richest that applies",
-    }
+    assert plan.why == dict.fromkeys(weights, "rows share a basis")
+
+
+def test_auto_takes_a_dense_basis_for_what_has_no_rows():
+    tensors, layers = (
+        {"theta": torch.zeros(9), "column": torch.zeros(9, 1)},
+        dict.fromkeys(("theta", "column"), Layer("weight")),
+    )
+    plan = make_plan(partition_parameters(tensors, layers, "parameter"), layers, "auto", GIB)
+    assert kinds(plan) == {"theta": "Full", "column": "Full"}
+    assert set(plan.why.values()) == {"no rows to share a basis; at most 4096 entries"}
 
 
 def test_what_is_asked_for_by_name_is_not_left():
@@ -84,7 +85,7 @@ def test_blocks_that_no_pattern_names_are_left():
 
 def test_layers_too_wide_to_rotate_are_left():
     plan = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT + 1, 2), nn.Linear(6, 5), nn.Linear(5, 2)))
-    assert kinds(plan) == {"1.weight": "Full"}
+    assert kinds(plan) == {"1.weight": "Shared"}
     assert plan.unrotated["0.weight"] == "more than 4096 entries, and wider than 8192"
     widest = plan_of(nn.Sequential(nn.Linear(planning.WIDTH_LIMIT, 64), nn.Linear(5, 2)))
     assert kinds(widest) == {"0.weight": "Shared"}
@@ -119,33 +120,32 @@ def test_what_is_no_weight_is_left_with_the_reason():
     assert plan.unrotated == {"token": "a vector: it has one row or column", "head.weight": "the output head"}
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "expected"),
-    [(64, 64, "Full"), (64, 65, "Shared"), (planning.FULL_LIMIT, 1, "Full")],
-)
-def test_dense_bases_end_at_a_stated_number_of_entries(inputs, outputs, expected):
-    assert kinds(plan_of(linear(inputs, outputs)))["0.weight"] == expected
+@pytest.mark.parametrize(("size", "expected"), [(planning.FULL_LIMIT, ["theta"]), (planning.FULL_LIMIT + 1, [])])
+def test_dense_bases_end_at_a_stated_number_of_entries(size, expected):
+    layers = {"theta": Layer("weight")}
+    plan = make_plan(partition_parameters({"theta": torch.zeros(size)}, layers, "parameter"), layers, "auto", GIB)
+    assert list(kinds(plan)) == expected
 
 
-# The bytes of linear(20, 10)'s first layer: Full 200² x 4, Shared 20² x 4.
-@pytest.mark.parametrize(
-    ("memory", "expected"), [(200**2 * 4, "Full"), (200**2 * 4 - 1, "Shared"), (20**2 * 4, "Shared")]
-)
+RICH = (egop.Kronecker(), egop.Shared())
+
+
+# The bytes of linear(20, 10)'s first layer: Kronecker (20² + 10²) x 4, Shared 20² x 4.
+@pytest.mark.parametrize(("memory", "expected"), [(2000, "Kronecker"), (1999, "Shared"), (1600, "Shared")])
 def test_a_budget_is_kept_to_the_byte(memory, expected):
-    assert kinds(plan_of(linear(20, 10), memory=memory)) == {"0.weight": expected}
+    assert kinds(plan_of(linear(20, 10), memory=memory, candidates=RICH)) == {"0.weight": expected}
 
 
 def test_memory_goes_first_to_as_many_blocks_as_possible_then_to_richer_bases():
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)), nn.Linear(20, 2))
-    full, shared = 400**2 * 4, 20**2 * 4
+    both, shared = 2 * 20**2 * 4, 20**2 * 4
     for richer in range(4):
-        plan = plan_of(model, memory=richer * full + (3 - richer) * shared)
-        assert sorted(kinds(plan).values()) == ["Full"] * richer + ["Shared"] * (3 - richer)
+        memory = richer * both + (3 - richer) * shared
+        plan = plan_of(model, memory=memory, candidates=RICH)
+        assert sorted(kinds(plan).values()) == ["Kronecker"] * richer + ["Shared"] * (3 - richer)
         assert list(kinds(plan)) == ["0.weight", "1.weight", "2.weight"]  # the order of the model
-        assert (
-            sum(structure.cost(block).bytes for block, structure in plan.chosen.items()) <= richer * full + 3 * shared
-        )
-    some = plan_of(model, memory=2 * shared)
+        assert sum(structure.cost(block).bytes for block, structure in plan.chosen.items()) <= memory
+    some = plan_of(model, memory=2 * shared, candidates=RICH)
     assert list(kinds(some).values()) == ["Shared"] * 2
     assert some.unrotated == {"2.weight": "1.6 KiB at least, and 0 B are left", "3.weight": "the output head"}
 
@@ -204,8 +204,7 @@ def test_the_table_has_bytes_cost_and_why():
     lines = str(plan_of(Language())).splitlines()
     assert re.split(r" {2,}", lines[0]) == ["block", "structure", "bytes", "cost at 1,024 rows", "why"]
     rows = {line.split()[0]: re.split(r" {2,}", line)[1:] for line in lines[2:-1]}
-    assert rows["large.weight"] == ["Shared", "39.1 KiB", "6.5 %", "the richest that applies"]
-    assert rows["small.weight"] == ["Full", "64.0 KiB", "8.3 %", "the richest; at most 4096 entries"]
+    assert rows["large.weight"] == ["Shared", "39.1 KiB", "6.5 %", "rows share a basis"]
     assert rows["embedding.weight"] == ["-", "an embedding"]
     assert rows["head.weight"] == ["-", "the output head"]
     assert len(rows) == 6
@@ -214,7 +213,7 @@ def test_the_table_has_bytes_cost_and_why():
 def test_the_plan_is_printed_while_a_basis_is_estimated(capsys):
     objective = cases.MLP.objective()
     egop.estimate(objective, samples=2, progress=True)
-    assert "the richest; at most 4096 entries" in capsys.readouterr().err
+    assert "rows share a basis" in capsys.readouterr().err
     basis = egop.estimate(objective, samples=2, progress=False)
     assert capsys.readouterr().err == ""
     assert "2.weight" not in basis

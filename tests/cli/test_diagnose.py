@@ -107,7 +107,8 @@ def test_it_prints_a_table_and_saves_a_page_and_numbers(here, target):
 
 def test_the_probe_runs_a_race(here, monkeypatch):
     monkeypatch.setattr(racing.race, "__kwdefaults__", racing.race.__kwdefaults__ | {"learning_rates": (1e-3, 1e-2)})
-    result = diagnose("good:objective", "--samples", "20", "--probe", "--steps", "20", "--out", "there")
+    options = ["--samples", "20", "--steps", "1000", "--probe", "--probe-steps", "20", "--out", "there"]
+    result = diagnose("good:objective", *options)
     assert result.exit_code == 0, result.output
     assert "not how often." in result.stdout
     numbers = json.loads((here / "there" / "diagnosis.json").read_text())
@@ -179,6 +180,7 @@ def test_with_debug_the_error_comes_through(here):
         (["--device", "abacus"], "Invalid device value: abacus"),
         (["--device", "cuda:77"], "There is no CUDA:77 device here"),
         (["--steps", "0"], "--steps"),
+        (["--probe-steps", "0"], "--probe-steps"),
     ],
 )
 def test_bad_options_exit_with_2_and_are_named(here, monkeypatch, options, words):

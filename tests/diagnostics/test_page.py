@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+import egop
 import pages
 from egop.diagnostics import page
 from egop.diagnostics.values import COLUMNS
@@ -37,13 +38,24 @@ def raced():
 def test_it_has_a_row_a_badge_and_the_advice_of_each_block():
     made = pages.Page(usual())
     assert made.source.startswith("<!DOCTYPE html>")
-    assert made.count("tr") == 3
+    assert made.count("tr") == 3 + 4  # blocks and forms, with their heads
     for block in pages.diagnosis().blocks:
         assert block.advice in made.text
-    assert [attributes["class"] for tag, attributes in made.tags if tag == "span"][:2] == ["badge use", "badge leave"]
+    assert [attributes["class"] for tag, attributes in made.tags if tag == "span"][:2] == [
+        "badge promising",
+        "badge leave",
+    ]
     assert made.count("svg") == 1
     assert "52.0 of 2048" in made.text
     assert all(meaning in made.text for meaning in COLUMNS.values())
+
+
+def test_the_answer_comes_first_then_the_code_and_what_to_expect():
+    found = pages.diagnosis()
+    made = pages.Page(made_of(found)).text
+    places = [made.index(words) for words in (found.verdict, found.code, "What to expect", *found.remarks)]
+    assert places == sorted(places)
+    assert found.advised.name == "EGOP"
 
 
 def test_a_race_adds_its_curves_its_words_and_its_losses():
@@ -92,7 +104,7 @@ def test_what_is_missing_is_said():
 
 def test_before_anything_is_sampled_there_is_a_page_without_pictures():
     empty = replace(pages.left("0.weight"), structure="Full", verdict="unknown", advice="Not measured.")
-    found = replace(pages.diagnosis(empty), draws=0, pass_seconds=None, partial="no gradients have been sampled yet")
+    found = egop.Diagnosis((empty,), None, 0, 2048, None, partial="no gradients have been sampled yet")
     made = pages.Page(made_of(found))
     assert made.count("svg") == 0
     assert "Nothing can be said yet." in made.text

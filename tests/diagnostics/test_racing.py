@@ -8,6 +8,7 @@ from torch import nn
 
 import cases
 import egop
+from egop.diagnostics import forms
 from egop.diagnostics.racing import Race, end, race
 from egop.runs.records import Curve, Run
 
@@ -49,12 +50,12 @@ def test_the_original_side_is_plain_training_and_repeats():
     assert [run.curve.loss for run in first.runs] == [run.curve.loss for run in again.runs]
 
 
-@pytest.mark.parametrize("online", [False, True])
-def test_the_model_and_the_random_state_are_left_as_they_were(online):
+@pytest.mark.parametrize("form", forms.FORMS)
+def test_the_model_and_the_random_state_are_left_as_they_were(form):
     given = objective()
     given.module.eval()
     before = cases.state_of(given.module)
-    raced(given, online=online)
+    raced(given, form=form)
     assert cases.state_of(given.module) == before
 
 

@@ -71,7 +71,7 @@ def reparameterized(model, structure, online, basis=None):
 
 def storages(holder, seen):
     """The memory of every tensor that an object consists of, by address; of a sharded one what is here."""
-    if id(holder) in seen:
+    if id(holder) in seen or isinstance(holder, egop.Spectrum):  # kept to be shown: a number for each direction
         return {}
     seen[id(holder)] = holder
     if isinstance(holder, torch.Tensor):

@@ -176,10 +176,10 @@ def test_identity_alone_needs_no_gradients():
     assert calls == []
 
 
-def test_auto_builds_dense_bases_for_a_small_network_within_the_memory():
+def test_auto_lets_rows_share_bases_within_the_memory():
     basis = cases.estimate(cases.DEEP.objective(), structure="auto")
-    assert basis["0.weight"].kind == "Full"
-    # three blocks of 16 x 16 in float64 take 2 KiB each
+    assert {change.kind for change in basis.values()} == {"Shared"}
+    # three bases of 16 x 16 in float64 take 2 KiB each
     lean = cases.estimate(cases.DEEP.objective(), structure="auto", memory="5KiB")
     assert 0 < sum(change.nbytes for change in lean.values()) <= 5 * 1024
 

@@ -32,6 +32,7 @@ from egop.basis.structures import (
     rebuild,
 )
 from egop.basis.structures.accumulators import density
+from egop.basis.structures.views import as_matrix
 from egop.basis.texts import read_json, record, whole_numbers, write_json
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "Structure",
     "StructureChoice",
     "Summary",
+    "as_matrix",
     "blocks_as_html",
     "blocks_as_text",
     "call_it",

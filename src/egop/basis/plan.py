@@ -15,6 +15,7 @@ from egop.basis.structures.views import matrix_shape
 from egop.runs import counted, format_bytes, format_percent, format_table, text
 
 # What "auto" chooses from, richest first: where gradients are sampled, and where those of the training are followed.
+# Full is for vectors: where rows can share a basis that was as good, in a fraction of the time and memory.
 UP_FRONT: tuple[Structure, ...] = (Full(), Shared())
 ONLINE: tuple[Structure, ...] = (Kronecker(), Shared())
 
@@ -153,7 +154,7 @@ def _automatic(
 ) -> Plan:
     unrotated = _left(blocks, layers, candidates)
     options = {
-        block: [option for structure in candidates if (option := _option(structure, block))]
+        block: _without_needless([option for structure in candidates if (option := _option(structure, block))])
         for block in blocks
         if block.name not in unrotated
     }
@@ -190,7 +191,18 @@ def _automatic(
     return Plan(chosen, why, unrotated)
 
 
-def _option(structure: Structure, block: Block) -> tuple[Structure, list[Block], int] | None:
+_Option = tuple[Structure, list[Block], int]  # a structure, the blocks that it makes of one, and their bytes
+
+
+def _without_needless(options: list[_Option]) -> list[_Option]:
+    """Without Full, where rows or kernels of more than one entry can share a basis."""
+    shared = [pieces for structure, pieces, _ in options if isinstance(structure, Shared)]
+    if not any(max(Shared().basis_shapes(piece)["basis"]) > 1 for pieces in shared for piece in pieces):
+        return options
+    return [option for option in options if not isinstance(option[0], Full)]
+
+
+def _option(structure: Structure, block: Block) -> _Option | None:
     pieces = _pieces(block, structure)
     try:
         for piece in pieces:
@@ -221,8 +233,10 @@ def _too_wide(block: Block) -> str:
 
 def _reason(structure: Structure, richest: Structure) -> str:
     if isinstance(structure, Full):
-        return f"the richest; at most {FULL_LIMIT} entries"
-    return "the richest that applies" if structure == richest else "the richest that fits the memory"
+        return f"no rows to share a basis; at most {FULL_LIMIT} entries"
+    if structure != richest:
+        return "the richest that fits the memory"
+    return "rows share a basis" if isinstance(structure, Shared) else "the richest that applies"
 
 
 def _check_memory(chosen: Mapping[Block, Structure], memory: int) -> None:

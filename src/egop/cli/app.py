@@ -29,10 +29,11 @@ def diagnose(
             "(model, loss_fn, loader).",
         ),
     ],
+    steps: Annotated[int | None, typer.Option(min=1, help="Of the training that is planned, if known.")] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Also run a short race in both coordinates.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Of each run of the race.")] = 300,
+    probe_steps: Annotated[int, typer.Option(min=1, help="Of each run of the race.")] = 300,
     samples: Annotated[int | None, typer.Option(min=1, help="Points to draw; by default what is needed.")] = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no more points are added.")] = 60.0,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds for draws, and for a learning rate.")] = 60.0,
     structure: Annotated[
         str,
         typer.Option(
@@ -49,14 +50,14 @@ def diagnose(
     device: Annotated[str | None, typer.Option(help="cpu or cuda: where the model is moved; by default not.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:
-    """Say whether a change of basis would help a model, what it would cost, and how sure that is."""
+    """Say what to use for a model, what to expect of it, what it takes, and at which learning rate."""
     with one_line_errors():
         typer.echo(f"Diagnosing {target}")
         from egop.diagnostics import factories, stages
 
         place = device_of(device) if device is not None else None
         settings = stages.Settings(
-            target, probe, steps, samples, budget, structure, rho, memory, out, seed, threads, place, debug
+            target, steps, probe, probe_steps, samples, budget, structure, rho, memory, out, seed, threads, place, debug
         )
         try:
             complete = stages.run(settings, echo=typer.echo)

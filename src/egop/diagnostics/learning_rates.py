@@ -22,7 +22,7 @@ from egop.estimation import Objective, checked
 from egop.optimizer import ReparameterizedOptimizer
 from egop.runs import train
 
-__all__ = ["RATES", "STEPS", "find_lr"]
+__all__ = ["RATES", "STEPS", "find_lr", "rate_of"]
 
 STEPS = 50
 RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1, 2e-1, 5e-1)
@@ -88,9 +88,28 @@ def find_lr(
         raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
     ladder = _checked_rates(rates)
     seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+    return rate_of(objective, make, steps=steps, rates=ladder, seed=seed, progress=progress)
+
+
+def rate_of(
+    objective: Objective,
+    make: Make,
+    *,
+    steps: int,
+    seed: int,
+    rates: Sequence[float] = RATES,
+    progress: bool = False,
+    tick: Callable[[], object] = lambda: None,
+) -> FoundRate:
+    """The same, of arguments that are known to be right; ``tick`` is called after each run."""
     runs = _Runs(objective, make, steps, held_batches(objective, steps, seed), seed, progress)
-    ends = searched(ladder, runs.end, runs.start)
-    return proposed(ladder, ends, runs.start, steps)
+
+    def end(rate: float) -> tuple[float, ...] | None:
+        losses = runs.end(rate)
+        tick()
+        return losses
+
+    return proposed(rates, searched(rates, end, runs.start), runs.start, steps)
 
 
 def _checked_rates(rates: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The diagnosis itself: the straight line of :func:`egop.estimate`, timed, compared in halves, and interruptible."""
+"""The diagnosis itself: draws, gradients where the training stands, times, a learning rate; each stage is shown."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from egop.basis import (
     LEADING,
     Block,
     ChangeOfBasis,
-    Full,
     Halves,
     Partition,
     Plan,
     Reparameterization,
-    Shared,
     Spectrum,
-    Structure,
     StructureChoice,
     make_plan,
 )
-from egop.diagnostics import rules
-from egop.diagnostics.values import BlockDiagnosis, Diagnosis
+from egop.diagnostics import costs, rules
+from egop.diagnostics.answer import Diagnosis
+from egop.diagnostics.following import Following, rotatable
+from egop.diagnostics.promise import promise
+from egop.diagnostics.short_runs import clock
+from egop.diagnostics.values import BlockDiagnosis
 from egop.estimation import (
     Distribution,
     Gathering,
@@ -41,7 +42,6 @@ from egop.estimation import (
     gradients_for,
     samples_wanted,
 )
-from egop.numerics import identity
 from egop.runs import parse_bytes
 
 # Where nothing else is said, draws are doubled until the answer is clear, up to this many times the first ones.
@@ -54,6 +54,7 @@ _SECONDS = 1.0
 def diagnose(
     objective: Objective,
     *,
+    steps: int | None = None,
     rho: Distribution | None = None,
     partition: Partition = "layer",
     structure: StructureChoice = "auto",
@@ -64,30 +65,34 @@ def diagnose(
     progress: bool = True,
     show: Callable[[Diagnosis], object] | None = None,
 ) -> Diagnosis:
-    """Say whether a change of basis is likely to help here, what it would cost, and how sure that is.
+    """Say what to use here, what to expect of it, what it takes, and at which learning rate.
 
-    Samples gradients as :func:`egop.estimate` does, and takes the same arguments. The basis it finds is in the result,
-    so nothing has to be sampled twice. ``docs/diagnostics.md`` says how to read it, and the rules behind the advice.
+    In this order: samples gradients as :func:`egop.estimate` does, which says whether a basis from before the training
+    is promising; looks at the gradients of the training, here and along a few steps; times the steps of every form
+    beside AdamW's; and looks for a learning rate for the form that is advised, if any. What to expect comes from
+    similar problems of a study. ``docs/diagnostics.md`` says how to read it.
 
-    Ctrl-C while sampling ends with a partial diagnosis of what was sampled until then, if that is at least one chunk.
+    The basis is in the result, so nothing has to be sampled twice. Ctrl-C ends with a partial diagnosis of what is
+    known until then, if at least one chunk was sampled. The model is left exactly as it was.
 
     Args:
-        objective: the loss, its parameters and the batches it sees.
+        objective: the loss, its parameters (where the training stands) and the batches it sees.
+        steps: of the training that is planned, if known: what comes before it is then counted.
         rho: where the points are drawn; the network's own initialisation by default, a standard normal distribution
             for an objective that is a plain function.
         partition: which parameters form a block.
-        structure: how a block's basis is built; ``"auto"`` takes ``Shared`` in the place of a ``Full`` whose products
-            take longer than a forward and backward pass, both measured here.
+        structure: how a block's basis is built.
         samples: the number of points. By default what the structures ask for, then twice as many while a block needs
             more to tell, up to 16 times the first ones.
-        budget: the seconds after which no more points are drawn, where ``samples`` does not say how many.
+        budget: the seconds after which no more points are drawn, where ``samples`` does not say how many; and about how
+            many the search for a learning rate may take.
         memory: what all bases together may take.
         generator: the source of all randomness; one with seed 0 by default.
-        progress: show a progress bar.
-        show: called with what is known before the first gradient is sampled: the blocks, their structures and sizes.
+        progress: show a progress bar, one for everything.
+        show: called with what is known, before the first gradient is sampled and after every stage.
 
     Returns:
-        A diagnosis, to be printed or looked at. The model is left exactly as it was.
+        A diagnosis, to be printed or looked at.
 
     Example:
         >>> scales = torch.tensor([1.0, 0.1, 0.01])
@@ -103,28 +108,30 @@ def diagnose(
     rho, generator = checked(objective, rho, samples, generator)
     if not budget >= 0:
         raise ValueError(f"Invalid budget value: {budget!r}. Must be zero seconds or more.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
     deadline = time.monotonic() + budget if samples is None else math.inf
+    show = show or (lambda diagnosis: None)
     blocks, layers = blocks_of(objective, partition)
     plan = make_plan(blocks, layers, structure, parse_bytes(memory))
-    kinds = [type(part).__name__ for part in objective.module.modules()] if objective.module is not None else []
-    refresh, online = rules.refresh_advice(layers, kinds)
     known = _planned(blocks, plan)
     wanted = samples_wanted(plan) and (samples or samples_wanted(plan))
-    result = Diagnosis(tuple(known.values()), None, 0, wanted, None, refresh, online)
-    result = _advised(result, partial="no gradients have been sampled yet")
-    if show is not None:
-        show(result)
+    result = Diagnosis(tuple(known.values()), None, 0, wanted, None)
+    show(_worded(replace(result, partial="no gradients have been sampled yet")))
     seconds = _pass_seconds(objective)
-    if structure == "auto":
-        plan = _affordable(plan, objective, seconds)
-        known = _planned(blocks, plan)
-        wanted = samples_wanted(plan) and (samples or samples_wanted(plan))
     draws = _Draws(objective, plan, rho, generator, samples or _GROWTH * wanted, progress)
     with closing(draws.bar):
-        state = _answered(draws, known, wanted, deadline, seconds, online)
-    basis = Reparameterization(list(state.changes.values()), state.spectra, plan.unrotated) if state.changes else None
-    result = Diagnosis(tuple(known.values()), basis, state.gathered.draws, state.wanted, seconds, refresh, online)
-    return _advised(result, state.partial)
+        state = _answered(draws, known, wanted, deadline, seconds)
+        basis = (
+            Reparameterization(list(state.changes.values()), state.spectra, plan.unrotated) if state.changes else None
+        )
+        drawn = state.gathered.draws
+        result = Diagnosis(tuple(known.values()), basis, drawn, state.wanted, seconds, promise=promise(basis))
+        result = _worded(replace(result, partial=state.partial))
+        if state.partial:
+            return result
+        weights, seed = rotatable(objective, layers, parse_bytes(memory)), generator.initial_seed() % 2**31
+        return Following(objective, weights, steps, budget, seed, draws.bar, show).of(result)
 
 
 @dataclass
@@ -139,7 +146,7 @@ class _State:
 
 
 def _answered(
-    draws: _Draws, known: dict[str, BlockDiagnosis], wanted: int, deadline: float, pass_seconds: float, online: bool
+    draws: _Draws, known: dict[str, BlockDiagnosis], wanted: int, deadline: float, pass_seconds: float
 ) -> _State:
     """Draw and measure; twice as many draws for the blocks that need more, while there is time."""
     plan = draws.plan
@@ -162,7 +169,7 @@ def _answered(
                     state.spectra[block.name] = spectrum
         except KeyboardInterrupt:
             state.partial = f"interrupted after {len(state.changes)} of {len(plan.chosen)} blocks"
-        unclear = [block for block in unclear if rules.is_open(known[block.name], online)]
+        unclear = [block for block in unclear if rules.is_open(known[block.name])]
         if not unclear or state.partial or state.wanted >= draws.limit or time.monotonic() > deadline:
             return state
         state.wanted = min(2 * state.wanted, draws.limit)
@@ -202,48 +209,10 @@ class _Draws:
                     break  # the batches of the other draws are not gone through
 
 
-def _affordable(plan: Plan, objective: Objective, pass_seconds: float) -> Plan:
-    """The plan with Shared in the place of what costs more than a pass, where it applies and costs less."""
-    chosen: dict[Block, Structure] = {}
-    why = dict(plan.why)
-    for block, structure in plan.chosen.items():
-        device = objective.parameters[block.parameters[0]].device
-        seconds = _structure_seconds(structure, block, device) if isinstance(structure, Full) else 0.0
-        lean = Shared()
-        pieces = block.divided() if len(block.shapes) > 1 else [block]
-        if (
-            seconds > rules.COSTLY * pass_seconds
-            and _applies(lean, pieces)
-            and sum(_structure_seconds(lean, piece, device) for piece in pieces) < seconds
-        ):
-            cost = f"Full would cost {seconds / pass_seconds:.2g} times a forward and backward pass in every step"
-            chosen |= dict.fromkeys(pieces, lean)
-            why |= {piece.name: cost for piece in pieces}
-        else:
-            chosen[block] = structure
-    return replace(plan, chosen=chosen, why=why)
-
-
-def _applies(structure: Structure, pieces: list[Block]) -> bool:
-    try:
-        for piece in pieces:
-            structure.check(piece)
-    except ValueError:
-        return False
-    return True
-
-
-def _structure_seconds(structure: Structure, block: Block, device: torch.device) -> float:
-    """The time of one encode and one decode in a basis of this structure."""
-    shapes = structure.basis_shapes(block).items()
-    tensors = {name: identity(shape, block.dtype, device) for name, shape in shapes}
-    return _change_seconds(structure.change(block, tensors))
-
-
-def _advised(diagnosis: Diagnosis, partial: str) -> Diagnosis:
-    decided = [(block, *rules.decide(block, diagnosis.online)) for block in diagnosis.blocks]
+def _worded(diagnosis: Diagnosis) -> Diagnosis:
+    decided = [(block, *rules.decide(block)) for block in diagnosis.blocks]
     blocks = tuple(replace(block, verdict=verdict, advice=advice) for block, verdict, advice in decided)
-    return replace(diagnosis, blocks=blocks, partial=partial)
+    return replace(diagnosis, blocks=blocks)
 
 
 def _planned(blocks: list[Block], plan: Plan) -> dict[str, BlockDiagnosis]:
@@ -270,9 +239,9 @@ def _measured(
 ) -> BlockDiagnosis:
     """A block with its times, and with all that its spectrum says."""
     seconds = _change_seconds(change)
-    cost = seconds / pass_seconds
-    leaner = _leaner(change, pass_seconds) if cost > rules.COSTLY else None
-    known = replace(known, seconds=seconds, cost=cost, leaner=leaner)
+    known = replace(
+        known, seconds=seconds, cost=seconds / pass_seconds, predicted=costs.of_block(change) / pass_seconds
+    )
     if spectrum is None:
         return known
     dimension = math.prod(tensor.shape[-2] for tensor in change.tensors.values())
@@ -296,14 +265,6 @@ def _measured(
     )
 
 
-def _leaner(change: ChangeOfBasis, pass_seconds: float) -> tuple[str, float] | None:
-    """A leaner structure for a block whose basis is costly, and its cost: Shared, where it applies."""
-    block, lean = change.block, Shared()
-    if not _applies(lean, [block]) or lean.cost(block).flops >= change.cost_per_step:
-        return None
-    return "Shared", _structure_seconds(lean, block, change.device) / pass_seconds
-
-
 def _change_seconds(change: ChangeOfBasis) -> float:
     """The time of one encode and one decode."""
     block = change.block
@@ -325,14 +286,7 @@ def _median_seconds(function: Callable[[], object]) -> float:
     times: list[float] = []
     function()  # the first call may compile, allocate and load
     while len(times) < _REPEATS and (not times or sum(times) < _SECONDS):
-        _synchronize()
-        start = time.perf_counter()
+        began = clock()
         function()
-        _synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - began)
     return statistics.median(times)
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():  # kernels may still be running
-        torch.accelerator.synchronize()

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from egop import __version__
+from egop.diagnostics.answer import FORM_COLUMNS, Diagnosis
 from egop.diagnostics.racing import Race, end
-from egop.diagnostics.values import COLUMNS, BlockDiagnosis, Diagnosis, alike, cells, least_promising
+from egop.diagnostics.values import COLUMNS, BlockDiagnosis, alike, cells, least_promising
 from egop.runs import Panel, Run, Series, counted, document, plotting, replacing, text, write_json
 
 __all__ = ["page", "write"]
@@ -59,10 +60,10 @@ def page(diagnosis: Diagnosis, race: Race | None = None, *, title: str, settings
         f"<h1>{text(title)}</h1>",
         banner if missing else "",
         f'<p class="verdict">{text(diagnosis.verdict)}</p>',
-        f"<p><strong>When to renew the basis:</strong> {text(diagnosis.refresh)}</p>" if diagnosis.is_of_use else "",
         f"<pre>{text(diagnosis.code)}</pre>" if diagnosis.code else "",
+        _forms(diagnosis),
         f'<p class="small">{diagnosis.draws} of {diagnosis.wanted} points drawn{speed}.</p>',
-        "<h2>Advice</h2>",
+        "<h2>A basis estimated before training</h2>",
         _advice(diagnosis.blocks),
         '<div class="plots">',
         _spectra(diagnosis.blocks),
@@ -76,12 +77,23 @@ def page(diagnosis: Diagnosis, race: Race | None = None, *, title: str, settings
     return document(f"{title} · egop diagnosis", body)
 
 
+def _forms(diagnosis: Diagnosis) -> str:
+    if not diagnosis.forms:
+        return ""
+    remarks = "".join(f"<li>{text(words)}</li>" for words in diagnosis.remarks)
+    rows = [form.cells() for form in diagnosis.forms]
+    return f"<h2>What to expect, beside AdamW</h2>{_rows(FORM_COLUMNS, rows)}<ul>{remarks}</ul>"
+
+
 def _table(blocks: Sequence[BlockDiagnosis]) -> str:
-    heads = "".join(f'<th scope="col" title="{text(meaning)}">{text(name)}</th>' for name, meaning in COLUMNS.items())
+    return _rows(COLUMNS, [cells(name, group) for name, group in alike(blocks)])
+
+
+def _rows(columns: Mapping[str, str], lines: Sequence[Sequence[str]]) -> str:
+    heads = "".join(f'<th scope="col" title="{text(meaning)}">{text(name)}</th>' for name, meaning in columns.items())
     rows = []
-    for name, group in alike(blocks):
-        first, *others = cells(name, group)
-        labelled = zip(list(COLUMNS)[1:], others, strict=True)
+    for first, *others in lines:
+        labelled = zip(list(columns)[1:], others, strict=True)
         numbers = "".join(f'<td data-label="{text(label)}">{text(cell)}</td>' for label, cell in labelled)
         rows.append(f'<tr><th scope="row">{text(first)}</th>{numbers}</tr>')
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
@@ -176,10 +188,11 @@ def _race_table(race: Race) -> str:
 
 
 def _reading(settings: Mapping[str, Any]) -> str:
-    columns = "".join(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in COLUMNS.items())
+    meanings = [*FORM_COLUMNS.items(), *COLUMNS.items()]
+    columns = "".join(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in meanings)
     options = ", ".join(f"{text(name)} {text(value)}" for name, value in settings.items())
     return (
         f"<details open><summary>How to read this</summary><dl>{columns}</dl></details>"
-        f'<p class="small">Made by egop {text(__version__)}{": " if options else ""}{options}. The advice follows the '
-        "simple rules of docs/diagnostics.md; every number it looks at is shown above.</p>"
+        f'<p class="small">Made by egop {text(__version__)}{": " if options else ""}{options}. How the answer comes '
+        "about is in docs/diagnostics.md; every number it looks at is shown above.</p>"
     )

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from egop.basis import Reparameterization
-from egop.diagnostics.short_runs import Stretches, check_gradient, held_batches, mean_loss, trained_parameters
+from egop.diagnostics.answer import TITLES
+from egop.diagnostics.forms import FIXED, maker
+from egop.diagnostics.short_runs import Stretches, check_gradient, held_batches, mean_loss
 from egop.estimation import Objective
-from egop.optimizer import ReparameterizedOptimizer
-from egop.refresh import Online
 from egop.runs import Run, counted, train
 
 __all__ = ["LEARNING_RATES", "STEPS", "Race", "end", "race"]
@@ -111,7 +110,7 @@ def race(
     objective: Objective,
     basis: Reparameterization | None,
     *,
-    online: bool = False,
+    form: str = FIXED,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     steps: int = STEPS,
     learning_rates: Sequence[float] = LEARNING_RATES,
@@ -123,9 +122,9 @@ def race(
 
     Args:
         objective: the loss, its parameters (the start of every run) and its batches.
-        basis: the basis of the EGOP side.
-        online: let that side learn its basis from the training gradients instead, by ``egop.Online()``.
-        optimizer: the class that both sides use.
+        basis: the basis of the EGOP side, where that is estimated before the training.
+        form: what that side is.
+        optimizer: the class that both sides use, unless the form is EGOP.
         steps: of each run.
         learning_rates: tried on both sides.
         seed: of the batches and of dropout, the same for every run.
@@ -135,14 +134,14 @@ def race(
     if steps < 1:
         raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
     every = max(1, math.ceil(steps / _POINTS))
-    words = "egop.Online()" if online else "the estimated basis"
-    result = Race(optimizer.__name__, words, math.ceil(steps / every) * every, every, tuple(learning_rates), seed)
+    steps = math.ceil(steps / every) * every
+    result = Race(optimizer.__name__, TITLES[form], steps, every, tuple(learning_rates), seed)
     batches = held_batches(objective, result.steps, seed)
     compared = batches[:_COMPARED]
     for lr, coordinates in itertools.product(learning_rates, ("original", "EGOP")):
         with objective.preserved(seed=seed):
             model, loss_fn = objective.trainable_copy()
-            runner = _optimizer(model, optimizer, lr, coordinates, basis, online)
+            runner = maker("" if coordinates == "original" else form, basis, optimizer)(model, lr=lr)
             check_gradient(model, loss_fn, batches[0])
             curve = train(
                 model,
@@ -160,18 +159,3 @@ def race(
         if show is not None:
             show(result)
     return result
-
-
-def _optimizer(
-    model: nn.Module,
-    kind: type[torch.optim.Optimizer],
-    lr: float,
-    coordinates: str,
-    basis: Reparameterization | None,
-    online: bool,
-) -> torch.optim.Optimizer:
-    if coordinates == "original":
-        return kind(trained_parameters(model), lr=lr)  # type: ignore[call-arg]  # the base class has no lr
-    if online:
-        return ReparameterizedOptimizer(model, kind, refresh=Online(), lr=lr)
-    return ReparameterizedOptimizer(model, kind, basis, lr=lr)

@@ -1,11 +1,11 @@
-"""From numbers to advice: simple rules with named thresholds, all stated in ``docs/diagnostics.md``.
+"""From the numbers of a block to words: what draws say of a basis that is estimated before training.
 
-The thresholds are rules of thumb. They decide on wording only; every number they look at is shown beside it.
+Simple rules with named thresholds, all stated in ``docs/diagnostics.md``. They decide on wording, and on which blocks
+get such a basis; every number they look at is shown beside it.
 """
 
 from __future__ import annotations
 
-from egop.basis import Layer
 from egop.diagnostics.values import BlockDiagnosis, Verdict
 from egop.estimation import MORE
 from egop.runs import format_bytes
@@ -24,22 +24,10 @@ UNCHANGED = 0.95
 FLAT = 0.8
 # From here on sr/(dβ₁) promises nothing.
 NO_GAIN = 0.9
-# A block whose basis products take longer than this many forward and backward passes is too costly.
-COSTLY = 1.0
-
-ATTENTION = (
-    "refresh=egop.Online(). The model has attention or embeddings: for transformers a basis estimated up front is not "
-    "expected to help by itself, one that is kept current from the training gradients is."
-)
-CONVOLUTION = (
-    "estimate once before training; on convolution nets it pays more to do so again every epoch, with "
-    "refresh=egop.Every(steps_per_epoch, objective)."
-)
-PLAIN = "estimate once before training."
 
 
-def decide(block: BlockDiagnosis, online: bool) -> tuple[Verdict, str]:
-    """The verdict on a block and the advice, from its measured numbers."""
+def decide(block: BlockDiagnosis) -> tuple[Verdict, str]:
+    """The verdict on a block and its reasons, from its measured numbers."""
     if block.structure is None:
         return "leave", f"Leave it in original coordinates: {block.why}."
     if block.stable_rank is None or block.ratio is None:
@@ -48,16 +36,12 @@ def decide(block: BlockDiagnosis, online: bool) -> tuple[Verdict, str]:
         return "leave", "Leave it: every sampled gradient was zero."
     if block.dimension == 1:
         return "leave", "Leave it: with one entry there are no other coordinates."
-    verdict, words = _unpromising(block) or _costly(block) or _promising(block, block.structure)
-    if online:  # whatever the spectrum of the start is
-        up_front = f"For a basis estimated up front: {words[0].lower()}{words[1:]}"
-        return "online", f"Learn its basis in training, with refresh=egop.Online(). {up_front}"
-    return verdict, words
+    return _unpromising(block) or _promising(block)
 
 
-def is_open(block: BlockDiagnosis, online: bool) -> bool:
+def is_open(block: BlockDiagnosis) -> bool:
     """Whether more draws may change the answer: they were too few, or show nothing and are fewer than directions."""
-    verdict, _ = decide(block, online)
+    verdict, _ = decide(block)
     few = block.dimension is not None and block.samples < block.dimension
     return verdict == "sample more" or (verdict == "leave" and few and not _is_seen(block))
 
@@ -106,34 +90,9 @@ def _agreed(block: BlockDiagnosis) -> str:
     return f", two halves of the draws agree to {block.stability:.2f} (chance: {block.chance:.2f})"
 
 
-def _costly(block: BlockDiagnosis) -> tuple[Verdict, str] | None:
-    if block.cost is None or block.cost <= COSTLY:
-        return None
-    much = f"egop.{block.structure} costs {block.cost:.2g} times a forward and backward pass in every step"
-    if block.leaner is not None and block.leaner[1] <= COSTLY:
-        name, cost = block.leaner
-        verdict, words = _promising(block, name)
-        how = f"with structure=egop.{name}(), or --structure {name.lower()}"
-        return verdict, f"{words} ({much}, egop.{name} {cost:.2g} times; diagnose that one too, {how}.)"
-    return "leave", (
-        f"Leave it: the spectrum is promising (sr/(dβ₁) = {block.ratio:.2g}), but {much}. "
-        f"It pays only where less than 1 step in {1 + block.cost:.2g} is needed."
-    )
-
-
-def _promising(block: BlockDiagnosis, structure: str) -> tuple[Verdict, str]:
+def _promising(block: BlockDiagnosis) -> tuple[Verdict, str]:
     enough = f"samples={block.samples} were enough, " if block.stability is not None else ""
-    remark = f" ({enough}{format_bytes(block.bytes)})" if structure == block.structure else ""
-    return "use", (
-        f"Use egop.{structure}(){remark}: about {block.stable_rank:.1f} of {block.dimension} directions matter, "
-        f"sr/(dβ₁) = {block.ratio:.2g}{_agreed(block)}."
+    return "promising", (
+        f"Promising: about {block.stable_rank:.1f} of {block.dimension} directions matter, sr/(dβ₁) = "
+        f"{block.ratio:.2g}{_agreed(block)} (egop.{block.structure}(), {enough}{format_bytes(block.bytes)})."
     )
-
-
-def refresh_advice(layers: dict[str, Layer], kinds: list[str]) -> tuple[str, bool]:
-    """When to renew the basis, and whether the model needs it kept current; from what its parts are called."""
-    if any("attention" in kind.lower() for kind in kinds) or any(
-        layer.role == "embedding" for layer in layers.values()
-    ):
-        return ATTENTION, True
-    return (CONVOLUTION if any(kind.startswith("Conv") for kind in kinds) else PLAIN), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 
 from egop.estimation import Objective
 
-__all__ = ["Stretches", "batch_losses", "check_gradient", "held_batches", "mean_loss", "trained_parameters"]
+__all__ = [
+    "Stretches",
+    "batch_losses",
+    "check_gradient",
+    "clock",
+    "held_batches",
+    "mean_loss",
+    "trained_parameters",
+]
 
 # At most so many different batches are held; a longer run goes through them again.
 _BATCHES = 100
@@ -60,3 +69,15 @@ def batch_losses(
 def mean_loss(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
     """The mean of these losses."""
     return sum(batch_losses(model, loss_fn, batches)) / len(batches)
+
+
+def clock() -> float:
+    """The seconds of a clock to measure work by, read when kernels that are still running have ended.
+
+    On one core it stands still while other programs have it, so that a busy machine does not count.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
+    return time.perf_counter()

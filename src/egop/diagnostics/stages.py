@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from egop.diagnostics import page
+from egop.diagnostics.answer import Diagnosis
 from egop.diagnostics.factories import FactoryError, first_line, load_objective, parse_rho, parse_structure
 from egop.diagnostics.measure import diagnose
 from egop.diagnostics.racing import Race, race
-from egop.diagnostics.values import Diagnosis
 from egop.runs import parse_bytes
 
 
@@ -22,8 +22,9 @@ class Settings:
     """The options of the command, as they are documented there."""
 
     target: str
+    steps: int | None
     probe: bool
-    steps: int
+    probe_steps: int
     samples: int | None
     budget: float
     structure: str
@@ -38,7 +39,7 @@ class Settings:
     def shown(self) -> dict[str, object]:
         """Those that decide the outcome, for the page."""
         values = {"structure": self.structure, "rho": self.rho, "samples": self.samples, "memory": self.memory}
-        values |= {"seed": self.seed, "steps": self.steps if self.probe else None}
+        values |= {"seed": self.seed, "steps": self.steps, "probe steps": self.probe_steps if self.probe else None}
         values |= {"device": None if self.device is None else str(self.device)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -76,6 +77,7 @@ def run(settings: Settings, *, echo: Callable[[str], object], progress: bool = T
         with _one_line(f"{settings.target} cannot be diagnosed: ", settings.debug):
             diagnosis = diagnose(
                 objective,
+                steps=settings.steps,
                 rho=rho,
                 structure=structure,
                 samples=settings.samples,
@@ -94,8 +96,8 @@ def run(settings: Settings, *, echo: Callable[[str], object], progress: bool = T
                 result = race(
                     objective,
                     diagnosis.basis,
-                    online=diagnosis.online,
-                    steps=settings.steps,
+                    form=diagnosis.nearest,
+                    steps=settings.probe_steps,
                     seed=settings.seed,
                     progress=progress,
                     show=lambda so_far: save(diagnosis, so_far),

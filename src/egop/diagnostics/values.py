@@ -1,22 +1,16 @@
-"""What a diagnosis found, as plain values."""
+"""What a diagnosis found of each block, as plain values and as rows of a table."""
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from egop.basis import Reparameterization, spectra_picture
-from egop.runs import counted, format_bytes, format_percent, format_table, html_table, text
+from egop.diagnostics.off_axes import place
+from egop.runs import format_bytes, format_percent
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Verdict = Literal["use", "online", "sample more", "leave", "unknown"]
+Verdict = Literal["promising", "sample more", "leave", "unknown"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +26,7 @@ class BlockDiagnosis:
         bytes: what its basis takes.
         seconds: the time of one encode and one decode, which every step needs; the median of several.
         cost: that, as a fraction of one forward and backward pass of the model.
-        leaner: where that is much and a leaner structure exists, its name and its measured cost.
+        predicted: the same by the cost model, see :mod:`egop.diagnostics.costs`.
         dimension: the number d of directions that its spectrum is about: of all entries, or of one row or kernel.
         samples: how many draws the spectrum comes from: gradients, not their rows.
         eigenvalues: λ₁ ≥ λ₂ ≥ …: the squared gradients of one half of the draws along the eigenvectors of the other.
@@ -63,7 +57,7 @@ class BlockDiagnosis:
     bytes: int = 0
     seconds: float | None = None
     cost: float | None = None
-    leaner: tuple[str, float] | None = None
+    predicted: float | None = None
     dimension: int | None = None
     samples: int = 0
     eigenvalues: tuple[float, ...] = ()
@@ -92,9 +86,9 @@ def alike(blocks: Sequence[BlockDiagnosis]) -> list[tuple[str, list[BlockDiagnos
     groups: dict[tuple[object, ...], list[BlockDiagnosis]] = {}
     for block in blocks:
         words = re.sub(r"[\d.]*\d", "#", block.advice)
-        groups.setdefault((_place(block.name), block.shapes, block.structure, block.verdict, words), []).append(block)
+        groups.setdefault((place(block.name), block.shapes, block.structure, block.verdict, words), []).append(block)
     return [
-        (f"{_place(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
+        (f"{place(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
         for group in groups.values()
     ]
 
@@ -112,7 +106,8 @@ def cells(name: str, group: Sequence[BlockDiagnosis]) -> list[str]:
         " + ".join(" × ".join(map(str, shape)) or "1" for shape in first.shapes),
         first.structure or "-",
         format_bytes(first.bytes) if first.structure else "",
-        "–".join(dict.fromkeys(format_percent(cost) for cost in _ends(group, "cost"))),
+        _percent(group, "cost"),
+        _percent(group, "predicted"),
         _span(group, "stable_rank", "{:.1f}", f" of {first.dimension}"),
         _span(group, "density", "{:.2g}"),
         _span(group, "ratio", "{:.2g}"),
@@ -123,15 +118,15 @@ def cells(name: str, group: Sequence[BlockDiagnosis]) -> list[str]:
     ]
 
 
-def _place(name: str) -> str:
-    """The name with a star for the number of a layer."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
 def _span(group: Sequence[BlockDiagnosis], name: str, form: str, unit: str = "") -> str:
     """A number of all blocks: one, or from the smallest to the largest; nothing where it was not measured."""
     ends = [form.format(end) for end in _ends(group, name)]
     return f"{'–'.join(dict.fromkeys(ends))}{unit}" if ends else ""
+
+
+def _percent(group: Sequence[BlockDiagnosis], name: str) -> str:
+    """The same of a part of a pass."""
+    return "–".join(dict.fromkeys(format_percent(cost) for cost in _ends(group, name)))
 
 
 def _ends(group: Sequence[BlockDiagnosis], name: str) -> list[float]:
@@ -147,6 +142,7 @@ COLUMNS = {
     "structure": "how its basis is built; - for original coordinates",
     "bytes": "what the basis takes",
     "cost": "the two basis products of a step, in percent of one forward and backward pass, both measured here",
+    "predicted": "the same from shapes and the speed of products on this machine",
     "stable rank": "about how many directions matter, of how many there are",
     "β₁": "how dense the leading eigenvector is, from 1/d (an axis) to 1",
     "sr/(dβ₁)": "the theory's leading term: well below 1 is promising, near or above 1 promises nothing",
@@ -155,139 +151,3 @@ COLUMNS = {
     "draws": "how many gradients it was estimated from",
     "stability": "how far two bases from half of the draws each agree, up to 1 (unrelated ones: this much)",
 }
-
-
-@dataclass(frozen=True, repr=False)
-class Diagnosis:
-    """What :func:`egop.diagnose` found; ``print(...)`` shows a table and the advice.
-
-    Attributes:
-        blocks: in the model's order, those left in original coordinates included.
-        basis: the basis itself, ready for :class:`egop.ReparameterizedOptimizer`; only of the blocks that were
-            finished, and None before the first one is.
-        draws: how many points were drawn; a block that was clear earlier has fewer, see its ``samples``.
-        wanted: how many were to be drawn.
-        pass_seconds: the time of one forward and backward pass on one batch; the median of several.
-        refresh: when to renew the basis, in a sentence.
-        online: whether the model is of a kind that needs ``refresh=egop.Online()``.
-        partial: what is missing, when it was interrupted; empty when it is complete.
-
-    Example:
-        >>> objective = egop.Objective.from_function(lambda theta: theta.sum().square(), {"theta": torch.zeros(8)})
-        >>> diagnosis = egop.diagnose(objective, samples=200, progress=False)
-        >>> diagnosis.draws, list(diagnosis.basis), diagnosis.refresh
-        (200, ['theta'], 'estimate once before training.')
-    """
-
-    blocks: tuple[BlockDiagnosis, ...]
-    basis: Reparameterization | None
-    draws: int
-    wanted: int
-    pass_seconds: float | None
-    refresh: str
-    online: bool
-    partial: str = ""
-
-    @property
-    def cost(self) -> float | None:
-        """The cost of all blocks together; blocks of one shape share a product, so it is an upper estimate."""
-        costs = [block.cost for block in self.blocks if block.cost is not None]
-        return sum(costs) if costs else None
-
-    @property
-    def verdict(self) -> str:
-        """The whole in a sentence or two, made from the blocks."""
-        tried = [block for block in self.blocks if block.structure and block.verdict != "unknown"]
-        if not tried:
-            return "Nothing can be said yet."
-        good = [block.name for block in tried if block.verdict == "use"]
-        unclear = [block.name for block in tried if block.verdict == "sample more"]
-        said = f"A change of basis is promising for {len(good)} of {len(tried)} blocks."
-        if not good:
-            said = "Nothing here suggests that a change of basis would help."
-        if unclear and not good:
-            said = "Whether a change of basis would help is not clear yet."
-        if any(block.verdict == "online" for block in tried):
-            said = "For a model of this kind the basis should be learnt in training, not estimated up front."
-        if unclear:
-            said += f" For {len(unclear)} of {len(tried)} blocks there are too few draws to tell."
-        if self.cost is not None and (good or unclear or self.online):
-            said += f" With the bases in the table a training step takes about {1 + self.cost:.3g} times as long."
-        return said
-
-    @property
-    def is_of_use(self) -> bool:
-        """Whether a basis is advised for any block, so that it matters when to renew it."""
-        return any(block.verdict in ("use", "online") for block in self.blocks)
-
-    @property
-    def code(self) -> str:
-        """What to paste for the advice: the blocks and structures that are advised, and no others; empty for none."""
-        make = "optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, {}, lr=lr)"
-        if any(block.verdict == "online" for block in self.blocks):
-            return make.format("refresh=egop.Online()")
-        advised = [(_place(block.name), block) for block in self.blocks if block.verdict == "use"]
-        if not advised:
-            return ""
-        others = [block.name for block in self.blocks if block.verdict != "use"]
-        structures = {}
-        for place, block in advised:
-            same = {each.structure for where, each in advised if fnmatch.fnmatchcase(each.name, place)}
-            alone = len(same) == 1 and not fnmatch.filter(others, place)
-            structures[place if alone else block.name] = self._structure(block)
-        listed = ", ".join(f'"{name}": {structure}' for name, structure in structures.items())
-        draws = max(block.samples for _, block in advised)
-        sample = f"basis = egop.estimate(objective, structure={{{listed}}}, samples={draws})"
-        return f"{sample}\n{make.format('basis')}"
-
-    def _structure(self, block: BlockDiagnosis) -> str:
-        """The structure that is advised for a block, as it is written in code."""
-        if block.cost is not None and block.leaner is not None:
-            return f"egop.{block.leaner[0]}()"
-        if self.basis is None or block.name not in self.basis:
-            return f"egop.{block.structure}()"
-        structure = self.basis[block.name].structure()
-        given = [(field.name, getattr(structure, field.name), field.default) for field in dataclasses.fields(structure)]
-        options = [f"{name}={value!r}" for name, value, usual in given if value != usual]
-        return f"egop.{type(structure).__name__}({', '.join(options)})"
-
-    def __repr__(self) -> str:
-        """In a line: how many blocks, and what is said of them."""
-        verdicts = Counter(block.verdict for block in self.blocks)
-        said = ", ".join(f"{count} {verdict!r}" for verdict, count in verdicts.items())
-        partial = ", partial" if self.partial else ""
-        return f"Diagnosis({counted(len(self.blocks), 'block')}: {said}, {counted(self.draws, 'draw')}{partial})"
-
-    def _repr_html_(self) -> str:
-        """The verdict, the table of the blocks and the advice for each, for a notebook."""
-        groups = alike(self.blocks)
-        words = [f"PARTIAL: {self.partial}"] if self.partial else []
-        words += [self.verdict, *([f"Refresh: {self.refresh}"] if self.is_of_use else [])]
-        rows = [[*cells(name, group), least_promising(group).advice] for name, group in groups]
-        table = html_table([*COLUMNS, "advice"], rows)
-        code = f"<pre>{text(self.code)}</pre>" if self.code else ""
-        return f"{''.join(f'<p>{text(line)}</p>' for line in words)}{table}{code}"
-
-    def plot(self) -> Figure:
-        """The spectra of the blocks as the table has them, as a figure of matplotlib."""
-        picture = spectra_picture({block.name: block.eigenvalues for block in self.blocks})
-        from egop.runs import plotting  # needs matplotlib
-
-        return plotting.draw(picture)
-
-    def __str__(self) -> str:
-        """The table of the blocks, the advice for each, and for the whole; blocks that are alike in one line."""
-        groups = alike(self.blocks)
-        table = format_table(list(COLUMNS), [cells(name, group) for name, group in groups])
-        width = max(len(name) for name, _ in groups)
-        advice = [f"  {name:<{width}}  {least_promising(group).advice}" for name, group in groups]
-        closing = [self.verdict, *([f"Refresh: {self.refresh}"] if self.is_of_use else [])]
-        code = ["", *(f"    {line}" for line in self.code.splitlines())] if self.code else []
-        opening = [f"PARTIAL: {self.partial}", ""] if self.partial else []
-        return "\n".join([*opening, table, "", "Advice", *advice, "", *closing, *code])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the basis itself, as plain values for JSON."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "basis"}
-        blocks = [dataclasses.asdict(block) for block in self.blocks]
-        return values | {"blocks": blocks, "cost": self.cost, "verdict": self.verdict, "code": self.code}

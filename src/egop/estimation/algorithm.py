@@ -73,9 +73,9 @@ def estimate(
         partition: which parameters form a block: ``"layer"``, ``"parameter"``, ``"global"`` or a mapping of block names
             to name patterns. The first three leave biases and norm layers alone.
         structure: how a block's basis is built: one structure for all, a mapping of block-name patterns to structures
-            (the first that matches counts; blocks without a match stay in original coordinates), or ``"auto"``: for
-            each block the richest of ``Full`` and ``Shared`` that fits, printed as a table. It leaves embeddings,
-            output heads and very wide layers in original coordinates.
+            (the first that matches counts; blocks without a match stay in original coordinates), or ``"auto"``:
+            ``Shared``, and ``Full`` for what has no rows, printed as a table. It leaves embeddings, output heads and
+            very wide layers in original coordinates.
         samples: the number M of points; by default what the structures ask for.
         memory: what all bases together may take.
         generator: the source of all randomness; one with seed 0 by default.

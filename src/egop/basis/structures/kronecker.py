@@ -14,7 +14,7 @@ from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures.accumulators import StackAccumulator, density, reliability
 from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
-from egop.basis.structures.shared import ROWS_WANTED
+from egop.basis.structures.shared import DRAWS_WANTED, ROWS_WANTED
 from egop.basis.structures.views import (
     Coordinates,
     as_matrix,
@@ -84,7 +84,7 @@ class Kronecker(Structure):
         check_matrix(block, "Kronecker()")
 
     def samples(self, block: Block) -> int:
-        return math.ceil(ROWS_WANTED / min(matrix_shape(block)))
+        return max(DRAWS_WANTED, math.ceil(ROWS_WANTED / min(matrix_shape(block))))
 
     def accumulator(self, block: Block) -> Accumulator:
         return StackAccumulator(block, self) if any(block.stacked) else _KroneckerAccumulator(block)

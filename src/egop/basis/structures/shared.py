@@ -26,8 +26,10 @@ from egop.numerics import OuterProducts
 
 Side = Literal["input", "output", "smaller"]
 
-# How many rows or kernels the paper's rule asks for in every layer.
+# How many rows or kernels the paper's rule asks for in every layer; and how many gradients at least, since the rows of
+# one may all be alike: as many as the lab's study of prediction draws.
 ROWS_WANTED = 1000
+DRAWS_WANTED = 64
 
 
 class SharedChange(ChangeOfBasis):
@@ -113,7 +115,7 @@ class Shared(Structure):
         check_matrix(block, "Shared()")
 
     def samples(self, block: Block) -> int:
-        return math.ceil(ROWS_WANTED / matrix_shape(block)[1 if self._is_output(block) else 0])
+        return max(DRAWS_WANTED, math.ceil(ROWS_WANTED / matrix_shape(block)[1 if self._is_output(block) else 0]))
 
     def change(self, block: Block, tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
         return SharedChange(block, tensors, self._settings(block))

@@ -1,0 +1,343 @@
+"""The answer of a diagnosis: what each form brings and takes, which is advised, and all of it as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from egop.basis import Reparameterization, spectra_picture
+from egop.diagnostics.evidence import evidence
+from egop.diagnostics.forms import FIXED, written
+from egop.diagnostics.off_axes import OffAxes, place
+from egop.diagnostics.rate_search import FoundRate
+from egop.diagnostics.values import COLUMNS, BlockDiagnosis, alike, cells, least_promising
+from egop.runs import counted, format_bytes, format_table, html_table, text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["FORM_COLUMNS", "TITLES", "Diagnosis", "FormDiagnosis"]
+
+# What a form is called where people read.
+TITLES = {
+    FIXED: "AdamW in a basis estimated before training",
+    "online one-sided": "AdamW in a basis that follows the gradients, of the input side",
+    "online two-sided": "AdamW in a basis that follows the gradients, of both sides",
+    "EGOP": "egop.EGOP",
+}
+# The headings of a table of forms, and what each column means.
+FORM_COLUMNS = {
+    "form": "what takes the place of AdamW",
+    "steps": "the part of AdamW's steps until a loss as low as AdamW's last one: the median of similar problems of a "
+    "study, and the middle half of them",
+    "step": "how long a training step takes, as a multiple of one with AdamW, measured here",
+    "predicted": "the same from shapes and the speed of products on this machine",
+    "time": "the two multiplied: the part of AdamW's time",
+    "faster": "for how many of the similar problems that is less than all of AdamW's time",
+    "memory": "what the optimizer holds more than AdamW",
+}
+# A form is advised when its expected time is at most this part of AdamW's.
+WORTH = 0.95
+
+
+@dataclass(frozen=True)
+class FormDiagnosis:
+    """What one form of training is expected to bring, and what it takes here.
+
+    Attributes:
+        name: ``"fixed"``, ``"online one-sided"``, ``"online two-sided"`` or ``"EGOP"``.
+        steps: of similar problems, the part of AdamW's steps that it needed; infinite where it never was as good.
+        step: how long a training step takes, as a multiple of one with AdamW, measured here in turn.
+        predicted: the same by the cost model.
+        bytes: what the optimizer holds more than AdamW.
+        before: seconds before the first step, of AdamW's training time: the share that draws take; 0 if not known.
+        against: why it cannot be advised, whatever it takes; empty where it can.
+    """
+
+    name: str
+    steps: tuple[float, ...] = ()
+    step: float | None = None
+    predicted: float | None = None
+    bytes: int = 0
+    before: float = 0.0
+    against: str = ""
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Of similar problems, the part of AdamW's time that it would have needed with steps as long as here."""
+        return tuple(self.before + share * self.step for share in self.steps) if self.step is not None else ()
+
+    @property
+    def time(self) -> float:
+        """The median of these; infinite where nothing is known."""
+        return statistics.median(self.times) if self.times else math.inf
+
+    @property
+    def faster(self) -> int:
+        """For how many of them that is less than AdamW's time."""
+        return sum(time < 1 for time in self.times)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it can be advised."""
+        return not self.against and self.time <= WORTH
+
+    def cells(self) -> list[str]:
+        """Its row in a table, in the order of :data:`FORM_COLUMNS`."""
+        known = self.step is not None
+        return [
+            TITLES[self.name],
+            _quartiles(self.steps),
+            f"{self.step:.2f} ×" if known else "",
+            f"{self.predicted:.2f} ×" if self.predicted is not None else "",
+            _quartiles(self.times),
+            f"{self.faster} of {len(self.times)}" if self.times else "",
+            format_bytes(self.bytes) if known else "",
+        ]
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "never"
+
+
+def _quartiles(values: Sequence[float]) -> str:
+    """The median and the middle half."""
+    if not values:
+        return ""
+    low, high = _middle_half(values)
+    return f"{_share(statistics.median(values))} ({_share(low)} to {_share(high)})"
+
+
+def _middle_half(values: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """What :func:`egop.diagnose` found; ``print(...)`` shows the answer, then what it comes from.
+
+    Attributes:
+        blocks: in the model's order, those left in original coordinates included: what the draws say of each.
+        basis: the basis itself, ready for :class:`egop.ReparameterizedOptimizer`; only of the blocks that were
+            finished, and None before the first one is.
+        draws: how many points were drawn; a block that was clear earlier has fewer, see its ``samples``.
+        wanted: how many were to be drawn.
+        pass_seconds: the time of one forward and backward pass on one batch; the median of several.
+        forms: what each form of training is expected to bring, and what it takes.
+        promise: of the draws, the number that the study chose to predict by; None if not known.
+        here: how far the gradients of the training lie off the axes at the current parameters; None if not looked at.
+        along: the same along a few steps of AdamW.
+        rate: what :func:`egop.find_lr` found for the form that is advised.
+        without_rate: why there is none; empty where there is, or nothing is advised.
+        partial: what is missing, when it was interrupted; empty when it is complete.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(8)})
+        >>> diagnosis = egop.diagnose(objective, samples=200, progress=False)
+        >>> diagnosis.draws, list(diagnosis.basis), diagnosis.advised
+        (200, ['theta'], None)
+        >>> diagnosis.verdict.startswith("Leave it")
+        True
+    """
+
+    blocks: tuple[BlockDiagnosis, ...]
+    basis: Reparameterization | None
+    draws: int
+    wanted: int
+    pass_seconds: float | None
+    forms: tuple[FormDiagnosis, ...] = ()
+    promise: float | None = None
+    here: OffAxes | None = None
+    along: OffAxes | None = None
+    rate: FoundRate | None = None
+    without_rate: str = ""
+    partial: str = ""
+
+    @property
+    def cost(self) -> float | None:
+        """The products of all blocks together; blocks of one shape share a product, so it is an upper estimate."""
+        costs = [block.cost for block in self.blocks if block.cost is not None]
+        return sum(costs) if costs else None
+
+    @property
+    def advised(self) -> FormDiagnosis | None:
+        """The form to use: of those that are worth their time the one with the least; None where AdamW is to stay."""
+        return min((form for form in self.forms if form.is_worth_it), key=lambda form: form.time, default=None)
+
+    @property
+    def nearest(self) -> str:
+        """The form that is advised, or else comes nearest to it: what a race tries."""
+        if self.advised is not None:
+            return self.advised.name
+        timed = [form for form in self.forms if not form.against and form.times]
+        if timed:
+            return min(timed, key=lambda form: form.time).name
+        return FIXED if self.basis is not None else "online two-sided"
+
+    @property
+    def verdict(self) -> str:
+        """The answer: what to use, what to expect of it, and what it takes."""
+        if not self.forms:
+            return "Nothing can be said yet."
+        if (form := self.advised) is not None:
+            lr = f" with lr {self.rate.lr:g}" if self.rate is not None else ""
+            return f"Use {TITLES[form.name]}{lr}. {_expected(form)}"
+        if unclear := [block for block in self.blocks if block.verdict == "sample more"]:
+            told = sum(block.structure is not None for block in self.blocks)
+            return f"Not clear yet: there are too few draws for {len(unclear)} of {told} blocks. Sample more."
+        timed = [form for form in self.forms if not form.against and form.times]
+        if timed:
+            best = min(timed, key=lambda form: form.time)
+            return f"Leave it, AdamW is to stay: no form is expected to save time here. The best, {_lower(best)}"
+        reasons = list(dict.fromkeys(form.against for form in self.forms if form.against))
+        return f"Leave it, AdamW is to stay: {'; '.join(reasons)}."
+
+    @property
+    def code(self) -> str:
+        """What to paste for the advice; empty where AdamW is to stay."""
+        form = self.advised
+        if form is None:
+            return ""
+        lines = []
+        if form.name == FIXED:
+            lines.append(f"basis = egop.estimate(objective, {self._structures()})")
+        lr = f"{self.rate.lr:g}" if self.rate is not None else "1e-3"
+        lines.append(written(form.name, lr))
+        if self.rate is None:
+            lines[-1] += "  # no rate was looked for: try 4e-3 too, or egop.find_lr"
+        return "\n".join(lines)
+
+    def _structures(self) -> str:
+        """The structures of the blocks that are promising, and how many draws."""
+        good = [(place(block.name), block) for block in self.blocks if block.verdict == "promising"]
+        others = [block.name for block in self.blocks if block.verdict != "promising"]
+        structures = {}
+        for where, block in good:
+            same = {each.structure for other, each in good if fnmatch.fnmatchcase(each.name, where)}
+            alone = len(same) == 1 and not fnmatch.filter(others, where)
+            structures[where if alone else block.name] = self._structure(block)
+        listed = ", ".join(f'"{name}": {structure}' for name, structure in structures.items())
+        return f"structure={{{listed}}}, samples={max((block.samples for _, block in good), default=0)}"
+
+    def _structure(self, block: BlockDiagnosis) -> str:
+        """The structure of a block, as it is written in code."""
+        if self.basis is None or block.name not in self.basis:
+            return f"egop.{block.structure}()"
+        structure = self.basis[block.name].structure()
+        given = [(field.name, getattr(structure, field.name), field.default) for field in dataclasses.fields(structure)]
+        options = [f"{name}={value!r}" for name, value, usual in given if value != usual]
+        return f"egop.{type(structure).__name__}({', '.join(options)})"
+
+    def __repr__(self) -> str:
+        """In a line: how many blocks, and what is advised."""
+        said = "nothing said yet" if not self.forms else "leave it" if self.advised is None else self.advised.name
+        partial = ", partial" if self.partial else ""
+        return f"Diagnosis({counted(len(self.blocks), 'block')}, {counted(self.draws, 'draw')}: {said}{partial})"
+
+    def _repr_html_(self) -> str:
+        """The answer, the code, the forms and the blocks, for a notebook."""
+        words = [*([f"PARTIAL: {self.partial}"] if self.partial else []), self.verdict]
+        code = f"<pre>{text(self.code)}</pre>" if self.code else ""
+        forms = html_table(list(FORM_COLUMNS), [form.cells() for form in self.forms]) if self.forms else ""
+        rows = [[*cells(name, group), least_promising(group).advice] for name, group in alike(self.blocks)]
+        said, remarks = ("".join(f"<p>{text(line)}</p>" for line in lines) for lines in (words, self.remarks))
+        return f"{said}{code}{forms}{remarks}{html_table([*COLUMNS, 'advice'], rows)}"
+
+    def plot(self) -> Figure:
+        """The spectra of the blocks as the table has them, as a figure of matplotlib."""
+        picture = spectra_picture({block.name: block.eigenvalues for block in self.blocks})
+        from egop.runs import plotting  # needs matplotlib
+
+        return plotting.draw(picture)
+
+    def __str__(self) -> str:
+        """The answer and the code, then the forms, the blocks and what the draws say of each."""
+        groups = alike(self.blocks)
+        width = max(len(name) for name, _ in groups)
+        said = [f"  {name:<{width}}  {least_promising(group).advice}" for name, group in groups]
+        parts = [
+            [f"PARTIAL: {self.partial}"] if self.partial else [],
+            [self.verdict],
+            [f"    {line}" for line in self.code.splitlines()],
+            [format_table(list(FORM_COLUMNS), [form.cells() for form in self.forms])] if self.forms else [],
+            [f"  {words}" for words in self.remarks],
+            [format_table(list(COLUMNS), [cells(name, group) for name, group in groups])],
+            ["A basis estimated before training", *said],
+        ]
+        return "\n\n".join("\n".join(part) for part in parts if part)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What else is to be known of the answer, in sentences."""
+        words = [f"{TITLES[form.name]}: {form.against}." for form in self.forms if form.against]
+        if self.promise is not None and self.forms:
+            words.append(_compared(self.promise))
+        if self.here is not None:
+            words.append(_seen("At the current parameters", self.here))
+        if self.along is not None:
+            words.append(_seen(f"Along {counted(self.along.draws, 'step')} of AdamW", self.along))
+        if self.rate is not None:
+            words.append(f"Learning rate: {self.rate.said}")
+        if self.without_rate:
+            words.append(f"No learning rate: {self.without_rate}.")
+        return words
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the basis itself, as plain values for JSON."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        values |= {"cost": self.cost, "advised": self.advised.name if self.advised is not None else None}
+        return {name: value for name, value in values.items() if name != "basis"} | {
+            "verdict": self.verdict,
+            "code": self.code,
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return dataclasses.asdict(value) if isinstance(value, _VALUES) else value
+
+
+_VALUES = (BlockDiagnosis, FormDiagnosis, OffAxes, FoundRate)
+
+
+def _expected(form: FormDiagnosis) -> str:
+    """What a form brings and takes, in sentences."""
+    low, high = _middle_half(form.times)
+    reach = f"about {_share(form.time)} of AdamW's time to AdamW's loss"
+    span = f"{_share(low)} to {_share(high)} for the middle half of {len(form.times)} similar problems of the study"
+    sure = f"faster than AdamW in {form.faster} of them"
+    takes = f"A step takes {form.step:.2f} times as long as AdamW's here, and {format_bytes(form.bytes)} more memory."
+    steps = f"{_share(statistics.median(form.steps))} of the steps"
+    return f"Expect {reach} ({span}; {sure}): {steps}. {takes}"
+
+
+def _lower(form: FormDiagnosis) -> str:
+    steps = _share(statistics.median(form.steps))
+    return (
+        f"{TITLES[form.name]}, needed {steps} of AdamW's steps on similar problems of the study, but a step takes "
+        f"{form.step:.2f} times as long here: {_share(form.time)} of AdamW's time (faster in {form.faster} of "
+        f"{len(form.times)})."
+    )
+
+
+def _compared(promise: float) -> str:
+    study = evidence()
+    chosen, held_out = study.correlations
+    names = ", ".join(problem.name for problem in study.similar(promise))
+    return (
+        f"Promise of the draws: {promise:.2f}. Similar problems of the study: {names}. It is a weak guide: its rank "
+        f"correlation with the gain was {chosen:.2f} on the problems that it was chosen on, {held_out:.2f} on others. "
+        "A race (--probe) shows more."
+    )
+
+
+def _seen(where: str, off: OffAxes) -> str:
+    told = f"{off.value:.2f}" if off.is_seen else f"{off.value:.2f}, which is not told from noise"
+    return f"{where} gradients are off the axes by {told} ({counted(off.draws, 'draw')})."
