@@ -118,12 +118,24 @@ class MatrixFactorizationExperiment(TunedExperiment):
             for one in (self._lower, self._closer, self._fastest_of_all, self._faster_than_original)
         ]
         found.append(self._by_start(self.starts(preset), partial(self._superimposed, store, preset)))
-        if CONSTANT not in self.settings(preset)["schedules"]:
-            return found
-        constant = self.starts(preset, CONSTANT)
-        return found + [
-            self._by_start(constant, partial(self._persists, store, preset, o)) for o in ("Adam", "Adagrad")
-        ]
+        if constant := self._constant(store, preset):
+            found += [self._by_start(constant, partial(self._persists, store, preset, o)) for o in ("Adam", "Adagrad")]
+        return found
+
+    def remarks(self, store: Store, preset: Preset) -> list[str]:
+        missing = CONSTANT in self.settings(preset)["schedules"] and not self._constant(store, preset)
+        return ["Not run to their end: runs without a schedule."] if missing else []
+
+    def _constant(self, store: Store, preset: Preset) -> list[Case]:
+        """The cases without a schedule; none where they were not run to their end."""
+        wanted = self.starts(preset, CONSTANT) if CONSTANT in self.settings(preset)["schedules"] else []
+        try:
+            for case, method in self.pairs(preset):
+                if case in wanted:
+                    self.reported(store, preset, case, method)
+        except LookupError:
+            return []
+        return wanted
 
     def _by_start(self, cases: Sequence[Case], judge: Callable[[Case], Judged]) -> Judged:
         *others, papers = map(judge, cases)
