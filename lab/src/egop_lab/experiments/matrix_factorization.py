@@ -103,8 +103,9 @@ class MatrixFactorizationExperiment(TunedExperiment):
         """The final loss, relative to the trial's optimum."""
         return float(result["excess"][-1])
 
-    def scores(self) -> list[Score]:
-        return [self.score, _speed]
+    def scores(self, case: Case) -> list[Score]:
+        """Speed is compared with a schedule only."""
+        return [self.score, _speed] if self.anneals(case) else [self.score]
 
     def fastest(self, store: Store, preset: Preset, method: Method, case: Case | None = None) -> float:
         """The rate with the fewest steps to the threshold, median over the tuning trials."""
