@@ -136,6 +136,16 @@ def test_the_claims_hold_where_the_records_say_so(tmp_path):
     assert set(found.values()) == {"holds"}
 
 
+def test_traces_that_are_near_do_not_coincide(tmp_path):
+    def near(method, objective):
+        faster = objective == LOGISTIC and method == Method("Adam", EGOP)
+        return as_in_the_paper(method, objective) * (1.2 if faster else 1)
+
+    experiment, store = faked(ConvexExperiment, outcome(near), tmp_path)
+    unchanged = next(each for each in experiment.judge(store, "quick") if each.id.endswith("Adam-unchanged"))
+    assert (unchanged.verdict, unchanged.beside[0].verdict) == ("does not hold", "holds")
+
+
 def test_the_claims_fail_where_the_records_say_so(tmp_path):
     def opposite(method, objective):
         if method.optimizer.startswith("SGD"):

@@ -141,6 +141,16 @@ def test_the_claims_fail_where_the_records_say_so(tmp_path):
     assert set(found.values()) == {"does not hold"}
 
 
+def test_a_loss_that_falls_in_between_is_said_beside(tmp_path):
+    def bumpy(method, nu):
+        return 1e-2 if nu == 0.5 and method.coordinates != EGOP else as_in_the_paper(method, nu)
+
+    experiment, store = faked(ErrorsInVariablesExperiment, outcome(bumpy), tmp_path)
+    soap = experiment.judge(store, "quick")[0]
+    assert (soap.verdict, soap.beside[0].verdict) == ("holds", "does not hold")
+    assert soap.found.startswith("Final loss, with the better of its two settings of betas, at residual 0.00")
+
+
 def test_one_setting_of_soap_that_is_better_is_enough_against_the_claim(tmp_path):
     def own_betas(method, nu):
         return 1e-31 if method.optimizer == "SOAP (0.95)" else as_in_the_paper(method, nu)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from egop.runs import Panel, Picture, Series
 from egop_lab.data.matrices import with_decay
-from egop_lab.experiments.base import Judged, decades, verdict
+from egop_lab.experiments.base import Beside, Judged, decades, verdict
 from egop_lab.experiments.curves import first_below, median, same_in_both
 from egop_lab.experiments.tuned import Case, Method, TunedExperiment
 from egop_lab.training import batched
@@ -28,6 +28,7 @@ STOP = 1e-8  # the gradient norm at which the paper stops
 
 # Within this factor, in steps or in gradient norm, two methods count as equally good.
 _EQUAL = 2.0
+_SEEN = 1.05  # what is nearer coincides in a figure
 
 
 class ConvexTrials(Trials):
@@ -227,19 +228,24 @@ class ConvexExperiment(TunedExperiment):
     def _unchanged(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
         original, turned = (self.measured(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         words = f"EGOP does not change {optimizer} on {case['objective']}."
-        equal = all(a <= _EQUAL * b and b <= _EQUAL * a for a, b in zip(original, turned, strict=True))
+
+        def within(factor: float) -> bool:
+            return all(a <= factor * b and b <= factor * a for a, b in zip(original, turned, strict=True))
+
         rates = [self.chosen(store, preset, case, Method(optimizer, kind)) for kind in (EGOP, ORIGINAL)]
         finding = (
             f"EGOP: {_shown(turned)}, learning rate {rates[0]:g}; original: {_shown(original)}, learning rate "
             f"{rates[1]:g}."
         )
+        loosely = Beside(f"within a factor of {_EQUAL:g}", verdict(within(_EQUAL)), "The same numbers.")
         return Judged(
             _id(case, f"{optimizer}-unchanged"),
             words,
-            verdict(equal),
+            verdict(within(_SEEN)),
             finding,
             paper="the traces coincide",
-            threshold=f"unchanged: within a factor of {_EQUAL:g}",
+            threshold=f"coincide: within {_SEEN - 1:.0%}",
+            beside=() if within(_SEEN) else (loosely,),
         )
 
     def _competitive(self, store: Store, preset: Preset, case: Case) -> Judged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from egop import theory
 from egop.runs import Panel, Picture, Series
 from egop_lab.data.matrices import with_decay
-from egop_lab.experiments.base import Judged, decades, verdict
+from egop_lab.experiments.base import Beside, Judged, decades, verdict
 from egop_lab.experiments.curves import median, quartiles
 from egop_lab.experiments.tuned import Case, Method, TunedExperiment
 from egop_lab.methods import describe
@@ -27,6 +28,7 @@ from egop_lab.training.sweeps import EGOP
 EGOP_ADAM = Method("Adam", EGOP)
 _SOAPS = (Method("SOAP"), Method("SOAP (0.95)"))
 _SHAMPOO = Method("Shampoo")
+_WHICH = {"SOAP": ", with the better of its two settings of betas,", "Shampoo": ""}
 
 # Losses below this share of the first one are rounding: the floor of float64.
 _FLOOR = 1e-28
@@ -142,13 +144,16 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             numbers = "; ".join(f"residual {residuals[nu]:.2f}: {losses[nu]:.2g}" for nu in ordered)
             worse = losses[ordered[-1]] > 10 * losses[ordered[0]]
             decided = verdict(worse) if enough else "cannot be judged"
+            always = verdict(all(losses[one] < losses[other] for one, other in pairwise(ordered)))
+            step_by_step = Beside("from each residual to the next larger one", always, "The same numbers.")
             judged.append(
                 Judged(
                     f"{self.id}/{name}-degrades",
                     words,
                     decided,
-                    f"Final loss at {numbers}.",
+                    f"Final loss{_WHICH[name]} at {numbers}.",
                     threshold="ten times the loss at the largest residual",
+                    beside=() if always == decided else (step_by_step,),
                     margin=decades(losses[ordered[0]], losses[ordered[-1]]),
                 )
             )
@@ -158,7 +163,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             far = [nu for nu in residuals if nu >= 0.5]
             numbers = "; ".join(f"ν = {nu:g}: EGOP Adam {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
             better = verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"
-            found = f"Final losses, {name} second: {numbers}."
+            found = f"Final losses, {name} second{_WHICH[name].removesuffix(',')}: {numbers}."
             margins = [decades(final[nu, EGOP_ADAM], losses[nu]) for nu in far]
             least = min((margin for margin in margins if margin is not None), default=None)
             judged.append(Judged(f"{self.id}/{name}-no-better", words, better, found, margin=least))

@@ -103,8 +103,9 @@ class MatrixFactorizationExperiment(TunedExperiment):
         """The final loss, relative to the trial's optimum."""
         return float(result["excess"][-1])
 
-    def scores(self) -> list[Score]:
-        return [self.score, _speed]
+    def scores(self, case: Case) -> list[Score]:
+        """Speed is compared with a schedule only."""
+        return [self.score, _speed] if self.anneals(case) else [self.score]
 
     def fastest(self, store: Store, preset: Preset, method: Method, case: Case | None = None) -> float:
         """The rate with the fewest steps to the threshold, median over the tuning trials."""
@@ -118,12 +119,24 @@ class MatrixFactorizationExperiment(TunedExperiment):
             for one in (self._lower, self._closer, self._fastest_of_all, self._faster_than_original)
         ]
         found.append(self._by_start(self.starts(preset), partial(self._superimposed, store, preset)))
-        if CONSTANT not in self.settings(preset)["schedules"]:
-            return found
-        constant = self.starts(preset, CONSTANT)
-        return found + [
-            self._by_start(constant, partial(self._persists, store, preset, o)) for o in ("Adam", "Adagrad")
-        ]
+        if constant := self._constant(store, preset):
+            found += [self._by_start(constant, partial(self._persists, store, preset, o)) for o in ("Adam", "Adagrad")]
+        return found
+
+    def remarks(self, store: Store, preset: Preset) -> list[str]:
+        missing = CONSTANT in self.settings(preset)["schedules"] and not self._constant(store, preset)
+        return ["Not run to their end: runs without a schedule."] if missing else []
+
+    def _constant(self, store: Store, preset: Preset) -> list[Case]:
+        """The cases without a schedule; none where they were not run to their end."""
+        wanted = self.starts(preset, CONSTANT) if CONSTANT in self.settings(preset)["schedules"] else []
+        try:
+            for case, method in self.pairs(preset):
+                if case in wanted:
+                    self.reported(store, preset, case, method)
+        except LookupError:
+            return []
+        return wanted
 
     def _by_start(self, cases: Sequence[Case], judge: Callable[[Case], Judged]) -> Judged:
         *others, papers = map(judge, cases)

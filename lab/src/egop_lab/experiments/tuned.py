@@ -90,8 +90,8 @@ class TunedExperiment(Experiment):
         """The method whose learning rates a method is given; itself unless the two are known to be the same."""
         return method
 
-    def scores(self) -> list[Score]:
-        """What learning rates are searched by, each search giving one that is reported."""
+    def scores(self, case: Case) -> list[Score]:
+        """What learning rates of a case are searched by, each search giving one that is reported."""
         return [self.score]
 
     def run(self, store: Store, context: Context) -> None:
@@ -181,13 +181,13 @@ class TunedExperiment(Experiment):
     def _tuning_left(self, store: Store, preset: Preset, case: Case, method: Method) -> Iterable[_Task]:
         if self.tuned_as(method) != method:
             return []
-        searches = [self._search(store, preset, case, method, score)[1] for score in self.scores()]
+        searches = [self._search(store, preset, case, method, score)[1] for score in self.scores(case)]
         left = [task for task in searches if task is not None]
         rates = sorted({rate for task in left for rate in task.rates})  # searches share what both of them want
         return [replace(left[0], rates=rates)] if left else []
 
     def _rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:
-        return sorted({self.chosen(store, preset, case, method, score) for score in self.scores()})
+        return sorted({self.chosen(store, preset, case, method, score) for score in self.scores(case)})
 
     def _do(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
         """Do what the store does not have yet."""

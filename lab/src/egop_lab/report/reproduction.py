@@ -15,10 +15,10 @@ from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
 
 _INTRODUCTION = (
-    "Made by egop-lab report from the records of egop-lab reproduce; no number here was typed by hand. Each claim of "
-    "the paper stands beside what was measured, judged by the paper's own rule; what rules of ours say stands beside. "
-    "Thresholds are ours: the paper has words. Those of this version, and the claims it adds, were set when the "
-    "records were known, so none of them is a test that was fixed beforehand."
+    "Made by egop-lab report from the records of egop-lab reproduce; no measured number here was typed by hand. Each "
+    "claim of the paper stands beside what was measured, judged by the paper's own rule; what rules of ours say stands "
+    "beside. Where the paper has words and no threshold, there is one of ours, which is named. Thresholds and claims "
+    "were set when the records were known, so none of them is a test that was fixed beforehand."
 )
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
 _HEADER = ("experiment", "hold / judged", "in a line")
@@ -206,7 +206,7 @@ def _markdown(section: Section) -> list[str]:
     lines += [
         f"| {_cell(words.claim(item))} | {_bold(item.verdict)} | {_cell('<br>'.join(words.found(item)))} | "
         f"{_cell(item.paper)} |"
-        for item in section.judged
+        for item in words.together(section.judged)
     ]
     for table in section.tables:
         lines += ["", f"**{table.title}**", ""]
@@ -275,7 +275,7 @@ def _html(section: Section) -> list[str]:
     if differs := words.deviations(one, section.preset):
         parts.append(f"<p>{text(differs)}</p>")
     items = []
-    for item in section.judged:
+    for item in words.together(section.judged):
         first, *more = words.found(item)
         lines = [f"<strong>{text(first)}</strong>", *map(text, more)]
         lines += [f"In the paper: {text(item.paper)}."] if item.paper else []

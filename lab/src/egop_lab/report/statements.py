@@ -279,7 +279,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "ResNet-sup",
         "residual networks, accuracy by epoch",
         "resnet",
-        missing=(_IMAGENET, "Accuracy is recorded on held-out images only, not on those of training."),
+        missing=(_IMAGENET, "Accuracy on training images is recorded in runs of 30 epochs only."),
     ),
     _figure("global-sup", "linear networks: all parameters in one basis", "linear-networks"),
     _figure("block-sup", "linear networks: a basis for each layer", "linear-networks"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from egop.runs import counted
@@ -104,6 +105,17 @@ def found(item: Judged) -> list[str]:
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
     lines += [f"By our rule ({other.rule}): {other.verdict}. {other.found}" for other in item.beside]
     return lines
+
+
+def together(judged: Iterable[Judged]) -> list[Judged]:
+    """What is shown, with those that cannot be judged for one reason as one."""
+    kept: dict[object, Judged] = {}
+    for item in judged:
+        alike = item.verdict == "cannot be judged" and not (item.beside or item.paper)
+        key = (item.kind, item.found) if alike else item.id
+        first = kept.get(key)
+        kept[key] = item if first is None else replace(first, words=f"{first.words} {item.words}")
+    return list(kept.values())
 
 
 def claim(item: Judged) -> str:
