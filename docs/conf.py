@@ -55,6 +55,7 @@ html_title = "egop"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_sphinx = False
+html_show_search_summary = False  # it fetches pages, which browsers refuse for files
 html_theme_options = {"navigation_with_keys": True}
 
 # Pages of the repository that lie outside this folder, and where the site has them.

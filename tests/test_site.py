@@ -116,8 +116,7 @@ const next = () => {
   if (!page) { document.body.dataset.found = JSON.stringify(found); return; }
   frame.onload = () => {
     const document = frame.contentDocument, window = frame.contentWindow;
-    found[page] = QUESTION;
-    next();
+    setTimeout(() => { found[page] = QUESTION; next(); }, WAIT);
   };
   frame.src = page;
 };
@@ -138,10 +137,15 @@ SLIDE = """(() => {
 })()"""
 
 
-def asked(tmp_path, pages, question, width=1300, dark=False):
+FOUND = """[...document.querySelectorAll("#search-results li a")].map(each => each.getAttribute("href"))"""
+
+
+def asked(tmp_path, pages, question, width=1300, dark=False, wait=0):
     frame = tmp_path / "frame.html"
-    filled = FRAME.replace("WIDTH", str(width)).replace("PAGES", json.dumps([page.as_uri() for page in pages]))
-    frame.write_text(filled.replace("QUESTION", question), encoding="utf-8")
+    filled = FRAME.replace("WIDTH", str(width)).replace(
+        "PAGES", json.dumps([page if isinstance(page, str) else page.as_uri() for page in pages])
+    )
+    frame.write_text(filled.replace("QUESTION", question).replace("WAIT", str(wait)), encoding="utf-8")
     done = subprocess.run(
         [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000",
          f"--blink-settings=preferredColorScheme={1 - dark}", "--dump-dom", frame.as_uri()],
@@ -151,6 +155,15 @@ def asked(tmp_path, pages, question, width=1300, dark=False):
     return json.loads(html.unescape(done.stdout.split('data-found="')[1].split('"')[0]))
 
 
+OF_EACH_KIND = [
+    "index",
+    "why",
+    "howto/form",
+    "recipes/fsdp2",
+    "reference/theory",
+    "gallery-pages/plot_9_find_lr",
+    "search",
+]
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
@@ -158,8 +171,10 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1300])
 def test_no_page_is_wider_than_the_screen(tmp_path, width, dark):
-    found = asked(tmp_path, PAGES, SCROLL, width, dark)
-    assert len(found) == len(PAGES)
+    # Widths do not depend on colours: in the dark one page of each kind.
+    pages = [SITE / f"{name}.html" for name in OF_EACH_KIND] if dark else PAGES
+    found = asked(tmp_path, pages, SCROLL, width, dark)
+    assert len(found) == len(pages)
     wide = {page: sizes for page, (*sizes, _) in found.items() if max(sizes) > width}
     assert wide == {}
     for *_, color in found.values():
@@ -175,6 +190,12 @@ def test_the_slider_shows_that_adam_sees_the_angle_and_gradient_descent_does_not
     assert turned[0] > 2 * turned[1]
     assert descent[0] == descent[1]
     assert lines >= 7
+
+
+@in_browser
+def test_a_search_finds_pages_without_a_server(tmp_path):
+    (results,) = asked(tmp_path, [f"{(SITE / 'search.html').as_uri()}?q=stable+rank"], FOUND, wait=4000).values()
+    assert {"glossary.html", "why.html"} <= {result.partition("#")[0].partition("?")[0] for result in results}
 
 
 @in_browser

@@ -1,15 +1,18 @@
-"""The recipes of docs/recipes: whole scripts, run as a reader would run them."""
+"""The recipes of docs/recipes: whole scripts, run as they stand."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import runs
 
@@ -21,7 +24,7 @@ NEEDS = {
     "with_peft": ["peft", "transformers"],
     "with_trainer": ["accelerate", "transformers"],
 }
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def test_every_recipe_is_on_a_page_of_its_own():
@@ -31,12 +34,39 @@ def test_every_recipe_is_on_a_page_of_its_own():
         assert f"{{literalinclude}} {path.name}\n" in page
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_runs(path):
+@pytest.fixture
+def _no_traces():
+    """Frameworks keep what they are in class attributes and in the environment."""
+    kept = dict(os.environ)
+    with torch.random.fork_rng():
+        yield
+    os.environ.clear()
+    os.environ.update(kept)
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def check_loss(said):
+    (loss,) = re.findall(r"\bloss (\d\S*)$", said, flags=re.MULTILINE)
+    assert math.isfinite(float(loss))
+
+
+@pytest.mark.usefixtures("_no_traces")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("path", [path for path in RECIPES if NEEDS[path.stem]], ids=lambda path: path.stem)
+def test_a_recipe_runs(path, capsys):
     if missing := [name for name in NEEDS[path.stem] if importlib.util.find_spec(name) is None]:
         pytest.skip(f"no {missing[0]} here: {runs.MISSING}")
-    started = TORCHRUN if path.stem == "with_fsdp2" else []
-    done = subprocess.run([sys.executable, *started, str(path)], capture_output=True, text=True, timeout=300)
+    runpy.run_path(str(path), run_name="__main__")
+    check_loss(capsys.readouterr().out)
+
+
+def test_the_sharded_recipe_runs_on_two_processes():
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes could not share one GPU
+    recipe = str(RECIPES[0].with_name("with_fsdp2.py"))
+    done = subprocess.run([*TORCHRUN, recipe], capture_output=True, text=True, timeout=300, env=hidden)
     assert done.returncode == 0, done.stderr
-    (loss,) = re.findall(r"\bloss (\d\S*)$", done.stdout, flags=re.MULTILINE)
-    assert math.isfinite(float(loss))
+    check_loss(done.stdout)

@@ -201,9 +201,9 @@ def matrix_factorization_blocks(
     :func:`matrix_factorization_curvature`, are not Kronecker products.
 
     Args:
-        data: A.
-        left: L.
-        right: R.
+        data: the matrix A.
+        left: the factor L.
+        right: the factor R.
 
     Returns:
         The two factors of the block of L and the two of that of R; their ``torch.kron`` is the block.

@@ -28,7 +28,7 @@ def regret_bound(
             :math:`\nabla f / L` from an iterate: constants that hold on the whole space are safe.
         diameter: :math:`D_2`, of the set.
         lr: :math:`\eta`.
-        steps: T.
+        steps: how many, T.
         eps: :math:`\varepsilon` of :class:`egop.BallConstrainedAdagrad`.
         extent: :math:`D_\infty`, how much one coordinate can differ between two points of the set, see
             :func:`box_extent`; the diameter by default, as it is for a ball.
@@ -104,7 +104,7 @@ def gradient_norm_bound(
         gap: :math:`\Delta`, from the loss at the start down to the infimum.
         dimension: d.
         lr: :math:`\eta`.
-        steps: T.
+        steps: how many, T.
         eps: :math:`\varepsilon`, inside the root as in :class:`egop.BallConstrainedAdagrad`; not zero.
 
     Example:

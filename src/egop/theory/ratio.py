@@ -156,7 +156,7 @@ def needed_delta(hessian_lipschitz: float, *, egop_norm: float, hessian_norm: fl
     The paper's guarantees ask for :math:`\delta < \beta_1^2`; the proof itself only needs :math:`\delta < \beta_1`.
 
     Args:
-        hessian_lipschitz: H.
+        hessian_lipschitz: the constant H.
         egop_norm: the largest eigenvalue of the EGOP matrix, :math:`\lambda_1(P)`.
         hessian_norm: the largest eigenvalue of the Hessian at the minimum.
         diameter: D, of the set that rho and all iterates stay in.
