@@ -24,8 +24,8 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## the digits network in both coordinates: a table and a picture in egop-demo/ (options: ARGS="--epochs 20")
-	@echo "Starting the demo (about half a minute on two cores)"  # importing torch alone takes two seconds
+demo: $(STAMP) ## the digits network in both coordinates and a small language model: tables and a picture in egop-demo/ (options: ARGS="--epochs 20")
+	@echo "Starting the demo (about a minute on two cores)"  # importing torch alone takes two seconds
 	@$(BIN)/egop-lab demo $(ARGS)
 
 bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (options: ARGS="--only steps")

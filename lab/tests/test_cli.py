@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 import egop_lab
 from egop_lab import cli
 from egop_lab.bench import run as bench
-from egop_lab.experiments import demo
+from egop_lab.experiments import demo, demo_language
 from signals import heed_ctrl_c
 
 
 def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--out", str(tmp_path / "made")])
+    result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--steps", "3", "--out", str(tmp_path / "made")])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert "seed 0, 1 epoch a run" in lines[0]
@@ -32,10 +32,21 @@ def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, mon
     numbers = json.loads((tmp_path / "made" / "demo.json").read_text())
     assert [len(run["curve"]["loss"]) for run in numbers["runs"]] == [2] * 6
     assert numbers["summary"].endswith("not how often.")
+    assert [run["optimizer"] for run in numbers["language model"]["runs"]] == ["AdamW", "EGOP"]
+    for heading in ("validation", "steps to", "seconds to"):
+        assert any(heading in line for line in lines), heading
+
+
+def test_the_language_model_can_be_left_out(tmp_path):
+    result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--steps", "0", "--out", str(tmp_path / "made")])
+    assert result.exit_code == 0, result.output
+    assert "language" not in result.output
+    assert "language model" not in json.loads((tmp_path / "made" / "demo.json").read_text())
 
 
 def test_the_default_number_of_epochs_is_the_one_the_learning_rates_were_chosen_for():
     assert inspect.signature(cli.demo).parameters["epochs"].default == demo.EPOCHS
+    assert inspect.signature(cli.demo).parameters["steps"].default == demo_language.STEPS
 
 
 def test_help_lists_the_commands():

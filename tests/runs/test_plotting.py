@@ -1,41 +1,151 @@
 import math
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 
 import matplotlib
 import pytest
-from matplotlib.figure import Figure
 
-from egop.runs import Panel, Picture, Series, plotting
-from egop.runs.records import Curve, Run
+from egop.runs import Mark, Panel, Picture, Series, Span, plotting
+from egop.runs.bars import judged
+from egop.runs.colors import BACK, COLORS, INK, family_color
 
-RUNS = [
-    Run("Adam", "original", 0.1, Curve(loss=(2.0, 1.0, 0.5))),
-    Run("Adam", "EGOP", 0.1, Curve(loss=(2.0, 0.1, 0.01))),
-    Run("Lion", "original", 0.1, Curve(loss=(2.0, math.nan), diverged=True)),
-]
-SPECTRA = {"0.weight": (4.0, 1.0, 1e-20, 0.0), "2.weight": (3.0, 2.0)}
+X = (0, 1, 2)
+PAIR = (
+    Series("Adam", X, (2.0, 1.0, 0.5), method="Adam"),
+    Series("Adam, EGOP", X, (2.0, 0.1, 0.01), method="Adam", egop=True),
+)
+LION = Series("Lion", X, (2.0, math.inf, math.nan))
 
 
-def test_losses_have_a_colour_an_optimizer_and_dashes_in_egop_coordinates():
-    axes = Figure().subplots()
-    plotting.plot_losses(axes, RUNS)
+def panel(*series, **options):
+    return Panel("Training loss", "epoch", "loss", series, **options)
+
+
+def drawn(*panels):
+    return plotting.draw(Picture("picture", "", panels))
+
+
+def words(axes):
+    return [text.get_text() for text in axes.texts if text.get_text()]
+
+
+def test_lines_have_a_colour_a_method_and_dashes_in_egop_coordinates():
+    (axes,) = drawn(panel(*PAIR, LION)).axes
     original, reparameterized, other = axes.lines
-    assert original.get_color() == reparameterized.get_color() != other.get_color()
+    assert original.get_color() == reparameterized.get_color() == COLORS["Adam"] != other.get_color()
     assert original.get_linestyle() == "-"
     assert reparameterized.get_linestyle() == "--"
     assert axes.get_yscale() == "log"
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["Adam", "Lion", "original coordinates", "EGOP coordinates"]
+    assert axes.get_ylabel() == "loss (lower is better)"
 
 
-def test_spectra_are_relative_and_end_at_the_numerical_rank():
-    axes = Figure().subplots()
-    plotting.plot_spectra(axes, SPECTRA)
-    first, second = axes.lines
-    assert first.get_ydata().tolist() == [1.0, 0.25]
-    assert first.get_xdata().tolist() == [1, 2]
-    assert second.get_ydata().tolist() == pytest.approx([1.0, 2 / 3])
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+def test_lines_are_named_at_their_ends_in_their_colour_and_apart():
+    close = [Series(f"line {k}", X, (1.0, 1.0, 1.0 + k / 1000)) for k in range(5)]
+    figure = drawn(panel(*close))
+    (axes,) = figure.axes
+    assert words(axes) == [series.label for series in close]
+    assert axes.get_legend() is None
+    assert figure.legends == []
+    places = [text.get_position()[1] for text in axes.texts]
+    height = axes.bbox.height / figure.dpi * 72
+    assert places == sorted(places)
+    assert min(b - a for a, b in pairwise(places)) * height > 10.9
+    assert places[0] >= 0
+    assert places[-1] <= 1
+    assert [text.get_color() for text in axes.texts] == [line.get_color() for line in axes.lines]
+
+
+def test_a_line_that_never_was_finite_has_no_name_at_its_end():
+    never = Series("never", X, (math.nan, math.inf, math.nan))
+    (axes,) = drawn(panel(PAIR[0], never)).axes
+    assert words(axes) == ["Adam"]
+
+
+def test_panels_with_the_same_lines_have_one_legend():
+    three = [*PAIR, Series("SGD", X, (2.0, 1.5, 1.2), method="SGD")]
+    figure = drawn(panel(*three), panel(*three))
+    (legend,) = figure.legends
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert shown == ["Adam", "SGD", "original coordinates", "EGOP coordinates"]
+    assert [words(axes) for axes in figure.axes] == [[], []]
+
+
+def test_names_that_are_no_pairs_are_all_in_the_legend():
+    named = [Series(f"form {k}", X, (1.0, 0.5, 0.2), egop=k > 3) for k in range(9)]
+    (legend,) = drawn(panel(*named)).legends
+    assert [text.get_text() for text in legend.get_texts()] == [f"form {k}" for k in range(9)]
+
+
+def test_a_logarithmic_axis_ends_where_rounding_begins():
+    (axes,) = drawn(panel(Series("a", X, (1.0, 1e-8, 1e-30)))).axes
+    assert axes.get_ylim()[0] == pytest.approx(1e-16)
+    assert "below: rounding" in words(axes)
+    label = next(text for text in axes.texts if text.get_text() == "a")
+    assert label.xy == (1.0, 1e-8), "at the last point that is seen"
+    (axes,) = drawn(panel(Series("a", X, (1.0, 1e-8, 1e-10)))).axes
+    assert "below: rounding" not in words(axes)
+
+
+def test_quartiles_lie_behind_all_lines():
+    banded = Series("a", X, (3.0, 2.0, 1.0), (2.0, 1.5, 0.5), (4.0, 3.0, 2.0))
+    (axes,) = drawn(panel(banded)).axes
+    (band,) = axes.collections
+    assert band.get_zorder() < min(line.get_zorder() for line in axes.lines)
+    assert band.get_alpha() < 0.2
+
+
+def test_marks_spans_and_reference_lines_have_their_words():
+    given = panel(
+        PAIR[0], marks=[Mark("start", 0, 2.0)], spans=[Span("saved", 2, 1, 0.5, "Adam")], horizontal={"goal": 1.0}
+    )
+    (axes,) = drawn(given).axes
+    assert {"start", "saved", "goal"} <= set(words(axes))
+
+
+def test_what_is_faint_has_no_name():
+    (axes,) = drawn(panel(PAIR[0], Series("behind", X, (1.0, 1.0, 1.0), faint=True))).axes
+    assert words(axes) == ["Adam"]
+
+
+def test_bars_have_the_colour_of_their_family_their_number_and_never():
+    names = ["AdamW", "EGOP online", "Muon", "NorMuon", "something"]
+    bars = Series("steps", names, [800.0, math.inf, 380.0, 400.0, math.nan])
+    (axes,) = drawn(Panel("Steps", "", "steps", [bars], yscale="linear", kind="bar")).axes
+    assert [text.get_text() for text in axes.texts] == ["800", "never", "380", "400", ""]
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    colors = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in axes.patches]
+    assert colors[:2] == [COLORS["AdamW"], COLORS["EGOP"]]
+    assert colors[2] == colors[3] == COLORS["Muon"]
+    assert axes.yaxis_inverted(), "the first is at the top"
+    assert axes.get_xlabel() == "steps (lower is better)"
+
+
+def test_bars_beside_each_other_are_named_once():
+    series = Series("steps", ["a", "b"], [1.0, 2.0])
+    first, second = drawn(*(Panel("x", "", "steps", [series], kind="bar") for _ in range(2))).axes
+    assert [label.get_text() for label in first.get_yticklabels()] == ["a", "b"]
+    assert [label.get_text() for label in second.get_yticklabels()] == ["", ""]
+
+
+def test_rows_of_bars_of_which_nothing_is_known_are_left_out():
+    series = [Series("steps", ["a"], [1.0]), Series("time", ["a"], [math.nan])]
+    (axes,) = drawn(Panel("x", "", "share of a", series, kind="bar")).axes
+    assert len(axes.patches) == 1
+    assert axes.get_legend() is None
+
+
+@pytest.mark.parametrize(
+    ("said", "direction"),
+    [("validation loss", "lower"), ("ten-crop accuracy", "higher"), ("steps saved", "higher"), ("λₖ / λ₁", None)],
+)
+def test_an_axis_says_which_direction_is_good(said, direction):
+    assert judged(said) == (said if direction is None else f"{said} ({direction} is better)")
+
+
+def test_families_go_by_what_a_name_says():
+    assert family_color("PolarAdam, online smaller") == family_color("EGOP fixed") == COLORS["EGOP"]
+    assert family_color("AdamW") == COLORS["AdamW"]
+    assert family_color("SGD+momentum") == COLORS["SGD+momentum"] != family_color("SGD")
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
@@ -43,29 +153,41 @@ def test_the_same_records_give_the_same_bytes(tmp_path, kind):
     contents = []
     for name in ("a", "b"):
         path = tmp_path / name / f"picture.{kind}"
-        plotting.save(plotting.loss_and_spectra(RUNS, SPECTRA), path)
+        plotting.save(drawn(panel(*PAIR)), path)
         contents.append(path.read_bytes())
         assert list(path.parent.iterdir()) == [path]
     assert contents[0] == contents[1]
 
 
-def test_the_picture_is_an_svg_of_two_panels(tmp_path):
+def test_an_svg_is_dark_where_that_is_preferred(tmp_path):
     path = tmp_path / "picture.svg"
-    plotting.save(plotting.loss_and_spectra(RUNS, SPECTRA), path)
-    identifiers = {element.get("id") for element in ElementTree.parse(path).iter()}
+    plotting.save(drawn(panel(*PAIR), panel(*PAIR)), path)
+    tree = ElementTree.parse(path)
+    identifiers = {element.get("id") for element in tree.iter()}
     assert {"axes_1", "axes_2"} <= identifiers
-    assert "axes_3" not in identifiers
+    source = path.read_text()
+    assert "@media (prefers-color-scheme: dark)" in source
+    for color in (INK, BACK):
+        assert f'[style*="fill: {color}"]' in source
+        assert f'style="fill: {color}' in source, "what the style sheet looks for is there"
+
+
+def test_a_page_has_its_own_colours():
+    shown = plotting.inline_picture(Picture("picture", "", [panel(*PAIR)]))
+    assert "currentColor" in shown
+    assert "var(--grid)" in shown
+    assert INK not in shown
 
 
 def test_plotting_changes_no_global_setting(tmp_path):
     before = dict(matplotlib.rcParams)
-    plotting.save(plotting.loss_and_spectra(RUNS, SPECTRA), tmp_path / "picture.svg")
+    plotting.save(drawn(panel(*PAIR)), tmp_path / "picture.svg")
     assert dict(matplotlib.rcParams) == before
 
 
 def test_an_ending_nobody_knows_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="xyz"):
-        plotting.save(plotting.loss_and_spectra(RUNS, SPECTRA), tmp_path / "picture.xyz")
+        plotting.save(drawn(panel(*PAIR)), tmp_path / "picture.xyz")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from egop_lab.experiments.demo import Demo
+    from egop_lab.experiments.demo_language import Language
 
 app = application("egop-lab", __version__, "The paper's experiments and benchmarks: optimizers in EGOP coordinates.")
 
@@ -26,11 +27,12 @@ def main() -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for demo.svg and demo.json.")] = Path("egop-demo"),
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training set in each run.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="Of the start, the batches and the sampled gradients.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the digits in each of the six runs.")] = 100,
+    steps: Annotated[int, typer.Option(min=0, help="Of each run of the language model; 0 leaves it out.")] = 300,
+    seed: Annotated[int, typer.Option(min=0, help="Of the starts, the batches and the sampled gradients.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
 ) -> None:
-    """Train the paper's digits network in original and in EGOP coordinates, and compare."""
+    """Train the paper's digits network in both coordinates, and a small language model by AdamW and EGOP; compare."""
     with one_line_errors():
         passes = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, {passes} a run, six runs.")
@@ -39,6 +41,7 @@ def demo(
 
         from egop.runs import plotting, write_json
         from egop_lab.experiments import demo as experiment
+        from egop_lab.experiments import demo_language
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -48,9 +51,43 @@ def demo(
         console.print()
         console.print(_table(result))
         console.print(f"The basis took {result.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
-        plotting.save(plotting.loss_and_spectra(result.runs, result.spectra), out / "demo.svg")
-        write_json(out / "demo.json", {**asdict(result), "summary": closing})
+        language, words = None, ""
+        if steps:
+            typer.echo(f"\nA language model on egop's own source: {steps} steps with AdamW and with EGOP, in turns.")
+            language = demo_language.run(steps=steps, seed=seed)
+            words = demo_language.summary(language)
+            console.print()
+            console.print(_language_table(language))
+            console.print(f"{demo_language.RATES} {words}", highlight=False)
+        plotting.save(plotting.draw(experiment.picture(result, language)), out / "demo.svg")
+        numbers = {**asdict(result), "summary": closing}
+        if language is not None:
+            numbers["language model"] = {**asdict(language), "summary": words}
+        write_json(out / "demo.json", numbers)
         typer.echo(f"\nSaved {out / 'demo.svg'} (the picture) and {out / 'demo.json'} (the numbers).")
+
+
+def _language_table(language: Language) -> Table:
+    from rich.table import Table
+
+    adamw = language.runs[0]
+    size = f"{language.parameters:,} parameters, {language.characters:,} bytes of text"
+    table = Table(title=f"A language model: {size}", title_justify="left")
+    table.caption = "steps and seconds to the same loss: until as low as AdamW's last validation loss"
+    table.caption_justify = "left"
+    table.add_column("optimizer")
+    for heading in ("lr", "validation\nloss", "steps to\nsame loss", "seconds to\nsame loss", "seconds"):
+        table.add_column(heading, justify="right")
+    for run in language.runs:
+        reached = run.reached(adamw.loss[-1])
+        table.add_row(
+            run.optimizer,
+            f"{run.lr:g}",
+            f"{run.loss[-1]:.3f}",
+            *(["never", "never"] if reached is None else [str(reached[0]), f"{reached[1]:.1f}"]),
+            f"{run.seconds[-1]:.1f}",
+        )
+    return table
 
 
 def _table(result: Demo) -> Table:
@@ -75,7 +112,7 @@ def _table(result: Demo) -> Table:
                 f"{run.lr:g}",
                 "diverged" if curve.diverged else f"{curve.final:.2e}",
                 f"{curve.metrics['test accuracy'][-1]:.1%}",
-                "not reached" if reached is None else str(reached),
+                "never" if reached is None else str(reached),
                 f"{curve.seconds:.1f}",
                 end_section=run is reparameterized,
             )

@@ -90,6 +90,16 @@ def test_the_closing_words_say_what_the_numbers_say(before, after, expected):
     assert "takes 3.5 times as long. One seed (7)" in demo.summary(found)
 
 
+def test_the_picture_says_how_much_of_the_training_is_saved():
+    runs = pair((4.0, 2.0, 1.0), (4.0, 1.0, 0.25)) + pair((4.0, 2.0, 1.0), (4.0, 2.0, 1.0), "SGD")
+    found = demo.Demo(epochs=2, seed=7, estimation_seconds=1.0, spectra={}, runs=runs)
+    (panel,) = demo.picture(found, None).panels
+    assert [span.words for span in panel.spans] == ["the same loss after 1 of 2 epochs"]
+    assert [series.label for series in panel.series] == ["Adam", "Adam, EGOP", "SGD", "SGD, EGOP"]
+    never = replace(found, runs=pair((4.0, 2.0, 1.0), (4.0, 3.0, 2.0)))
+    assert demo.panel(never).spans == []
+
+
 def test_a_loss_of_zero_does_not_break_the_closing_words():
     found = demo.Demo(epochs=1, seed=0, estimation_seconds=1.0, spectra={}, runs=pair((1.0, 0.5), (0.9, 0.0)))
     assert "ends at zero" in demo.summary(found)

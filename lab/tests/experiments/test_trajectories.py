@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from egop_lab.experiments.trajectories import Plane, TrajectoriesExperiment, tilt
+from egop_lab.experiments.trajectories import Plane, TrajectoriesExperiment, smooth, tilt
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL
@@ -60,14 +60,31 @@ def test_both_ways_begin_at_one_point_and_the_picture_shows_them(toy):
     original, turned, loss, sweep = picture.panels
     assert (original.aspect, turned.aspect) == ("equal", "equal")
     for panel in (original, turned):
-        levels, one, other = panel.series
+        levels, way = panel.series
+        assert levels.faint
         assert any(math.isnan(x) for x in levels.x)
-        assert (one.x[0], one.median[0]) == pytest.approx((other.x[0], other.median[0]), rel=1e-5)
-        assert len(one.x) == 31
+        start, minimum = panel.marks
+        assert (start.label, minimum.label) == ("start", "minimum")
+        assert (way.x[0], way.median[0]) == pytest.approx((start.x, start.y), rel=1e-5)
+        assert len(way.x) == 31
+    assert [panel.series[1].egop for panel in (original, turned)] == [False, True]
     radius = math.hypot(original.series[1].x[0], original.series[1].median[0])
     assert radius == pytest.approx(math.hypot(turned.series[1].x[0], turned.series[1].median[0]), rel=1e-5)
     assert list(sweep.series[0].x) == [10.0, 30.0]
     assert len(loss.series) == 2
+
+
+def test_level_sets_are_smooth_and_go_through_the_recorded_points():
+    center = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    angles = torch.linspace(0, 2 * math.pi, 73, dtype=torch.float64)
+    rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    quadratic = torch.tensor([[30.0, 4.0], [4.0, 1.0]], dtype=torch.float64)
+    ring = center + rays / (rays @ quadratic * rays).sum(-1, keepdim=True).sqrt()  # an ellipse
+    found = smooth(ring, center)
+    assert len(found) == 721
+    torch.testing.assert_close(found[::10], ring)
+    offsets = found - center
+    torch.testing.assert_close((offsets @ quadratic * offsets).sum(-1), torch.ones(721, dtype=torch.float64))
 
 
 def test_the_real_runs_differ_while_sgd_does_not(toy):

@@ -5,17 +5,19 @@ needs matplotlib.
 """
 
 from egop.runs.pages import document, html_table, sparkline, text
-from egop.runs.pictures import Panel, Picture, Series
+from egop.runs.pictures import Mark, Panel, Picture, Series, Span
 from egop.runs.records import Curve, Run, finite, replacing, write_json
 from egop.runs.training import train
 from egop.runs.units import counted, format_bytes, format_count, format_percent, format_table, parse_bytes
 
 __all__ = [
     "Curve",
+    "Mark",
     "Panel",
     "Picture",
     "Run",
     "Series",
+    "Span",
     "counted",
     "document",
     "finite",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Panel", "Picture", "Series"]
+__all__ = ["Mark", "Panel", "Picture", "Series", "Span"]
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,13 @@ class Series:
     Attributes:
         label: in the legend.
         x: where.
-        median: the values.
+        median: the values; of a bar infinite for what never happens, and not a number for what is not known.
         low: first quartiles.
         high: third quartiles.
         method: gives the colour: the optimizer's name.
         egop: drawn dashed: EGOP coordinates.
         chosen: the x value to mark with a star (a chosen learning rate, say).
+        faint: in the background, thin and without a label.
     """
 
     label: str
@@ -32,6 +33,27 @@ class Series:
     method: str = ""
     egop: bool = False
     chosen: float | None = None
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point with a name."""
+
+    label: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """An arrow along the x axis, with words on it: what is saved between two places."""
+
+    words: str
+    start: float
+    end: float
+    height: float
+    method: str = ""  # gives the colour
 
 
 @dataclass(frozen=True)
@@ -47,6 +69,8 @@ class Panel:
     kind: Literal["line", "bar", "cells"] = "line"  # cells: a row a series, numbers on colours, pale is small
     horizontal: Mapping[str, float] = field(default_factory=dict)  # labelled reference lines
     aspect: Literal["auto", "equal"] = "auto"  # equal: one unit is as long on both axes
+    marks: Sequence[Mark] = ()
+    spans: Sequence[Span] = ()
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
-"""Pictures of records, in one style: logarithmic axes, one colour an optimizer, dashed for EGOP coordinates.
+"""Pictures of records, in one style: a colour a method, dashed for EGOP coordinates, lines labelled at their ends.
 
-Figures are made without ``pyplot``, so nothing global changes and no display is needed. The same records give the same
-bytes.
+Where several panels have the same lines, or many, the figure has one legend below them. Figures are made without
+``pyplot``, so nothing global changes and no display is needed. The same records give the same bytes.
 """
 
 import html
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 try:
@@ -23,132 +24,174 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from egop.runs.pictures import Panel, Picture
-from egop.runs.records import Run, replacing
+from egop.runs.bars import draw_bars, draw_cells, judged
+from egop.runs.colors import BACK, EDGE, GRID, INK, MUTED, PAGE_COLORS, colors_of, dark_style
+from egop.runs.pictures import Panel, Picture, Series
+from egop.runs.records import replacing
 
-__all__ = [
-    "COLORS",
-    "STYLE",
-    "draw",
-    "inline",
-    "inline_picture",
-    "loss_and_spectra",
-    "plot_losses",
-    "plot_spectra",
-    "save",
-]
+__all__ = ["STYLE", "draw", "inline", "inline_picture", "save"]
 
 STYLE = {
     "axes.axisbelow": True,
-    "axes.edgecolor": "#666666",
+    "axes.edgecolor": EDGE,
+    "axes.facecolor": "none",
     "axes.grid": True,
     "axes.grid.which": "major",
+    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlesize": 11,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "figure.facecolor": BACK,
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same everywhere
-    "font.size": 10,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.8,
+    "font.size": 9.5,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "legend.handlelength": 2.4,
+    "legend.handlelength": 2.2,
+    "legend.labelcolor": INK,
     "svg.hashsalt": "egop",  # element ids do not change from run to run
+    "text.color": INK,
+    "xtick.color": EDGE,
+    "xtick.labelcolor": INK,
+    "ytick.color": EDGE,
+    "ytick.labelcolor": INK,
 }
-
-# Okabe and Ito's palette, told apart by colour-blind readers too.
-COLORS = {
-    "Adam": "#0072b2",
-    "Adagrad": "#d55e00",
-    "SGD": "#7f7f7f",
-    "SGD+momentum": "#b0a000",
-    "AdamW": "#009e73",
-    "SOAP": "#cc79a7",
-    "Shampoo": "#56b4e9",
-    "Muon": "#000000",
-}
-_MORE_COLORS = ("#e69f00", "#4b2991", "#8c564b", "#2ca02c", "#c0369d", "#17becf")
-# Smaller eigenvalues, relative to the largest, are rounding; drawn, they would squeeze everything else.
-_ROUNDING = 1e-10
-_BLOCK_COLORS = ("#4b2991", "#c0369d", "#fa7876", "#edd9a3")
-
-
-def plot_losses(axes: Axes, runs: Sequence[Run], *, title: str = "Training loss") -> None:
-    """Loss by epoch: a colour for each optimizer, dashed in EGOP coordinates."""
-    colors = _colors(run.optimizer for run in runs)
-    for run in runs:
-        transformed = run.coordinates == "EGOP"
-        axes.plot(
-            run.curve.loss,
-            color=colors[run.optimizer],
-            # The solid line is wide and pale, so that a dashed one on top of it still shows both.
-            linestyle=(0, (3, 1.2)) if transformed else "solid",
-            linewidth=1.6 if transformed else 2.6,
-            alpha=1.0 if transformed else 0.5,
-            zorder=3 if transformed else 2,
-        )
-    axes.set_yscale("log")
-    axes.set(title=title, xlabel="epoch", ylabel="loss")
-    axes.margins(x=0.01)
-    axes.legend(handles=_loss_legend(runs, colors), ncols=2, loc="best")
-
-
-def plot_spectra(axes: Axes, spectra: Mapping[str, Sequence[float]], *, title: str = "EGOP eigenvalues") -> None:
-    """Eigenvalues of each block relative to the largest one, by index; a block's line ends at its numerical rank."""
-    for index, (name, eigenvalues) in enumerate(spectra.items()):
-        relative = [value / eigenvalues[0] for value in eigenvalues if value > _ROUNDING * eigenvalues[0]]
-        label = f"{name} ({len(eigenvalues)})"
-        axes.plot(
-            range(1, len(relative) + 1),
-            relative,
-            color=_BLOCK_COLORS[index % len(_BLOCK_COLORS)],
-            linewidth=1.8,
-            label=label,
-        )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set(title=title, xlabel="k", ylabel="λₖ / λ₁")
-    axes.legend(title="block (size)", loc="lower left", alignment="left")
+# What is lower than this part of the highest value is rounding: drawn, it would squeeze everything else.
+_ROUNDING = 1e-16
+# More lines than this in a panel are not labelled at their ends; a panel that stands alone has more room.
+_LABELLED, _LABELLED_ALONE = 6, 8
+_DASHES = (0, (3, 1.2))
+# Of a panel, in inches: a picture of three of them is as wide as a column of text, and its words as large.
+_NARROW, _WIDE, _ALONE, _HEIGHT = 3.1, 4.6, 6.4, 2.9
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]  # a plain dict of settings
-def loss_and_spectra(runs: Sequence[Run], spectra: Mapping[str, Sequence[float]]) -> Figure:
-    """Two panels: loss by epoch on the left, the spectrum of every block on the right."""
-    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1.0))
-    plot_losses(left, runs)
-    plot_spectra(right, spectra)
-    return figure
-
-
-@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 def draw(picture: Picture) -> Figure:
-    """A picture of an experiment: its panels in rows of three."""
-    return _drawn(picture)
-
-
-def _drawn(picture: Picture) -> Figure:
-    """In whatever style is set."""
-    columns = min(3, len(picture.panels))
-    rows = -(-len(picture.panels) // columns)
-    wide = any(panel.kind == "cells" for panel in picture.panels)
-    figure = Figure(figsize=((9.2 if wide else 4.4) * columns + 0.4, 3.6 * rows), layout="constrained")
+    """A picture of an experiment: its panels in rows of two or three."""
+    panels = picture.panels
+    with_legend = _needs_legend(panels)
+    count = len(panels)
+    narrow = with_legend or all(panel.kind == "bar" for panel in panels)
+    columns = 1 if count == 1 else 3 if narrow and count not in (2, 4) else 2
+    rows = -(-count // columns)
+    width = _ALONE if count == 1 else _WIDE * 2 / columns
+    if any(panel.kind == "cells" for panel in panels):
+        width = 9.2
+    height = max([_HEIGHT, *(0.19 * _bars(panel) + 0.9 for panel in panels)])
+    legend_height = 0.45 if with_legend else 0.0
+    figure = Figure(figsize=(width * columns, height * rows + legend_height), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel, place in zip(picture.panels, axes, strict=False):
-        {"bar": _draw_bars, "line": _draw_lines, "cells": _draw_cells}[panel.kind](place, panel)
-        place.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
-        if panel.kind != "cells":  # whose rows have names, which a scale would take away
-            place.set_yscale(panel.yscale)
-        place.set_aspect(panel.aspect)
-        for axis in (place.xaxis, place.yaxis):
-            _few_ticks(axis)
-    for place in axes[len(picture.panels) :]:
-        place.remove()
+    labels: list[tuple[Axes, list[Annotation]]] = []
+    for place, (panel, here) in enumerate(zip(panels, axes, strict=False)):
+        _draw_panel(here, panel, is_named=place % columns == 0 or _names(panel) != _names(panels[place - 1]))
+        if panel.kind == "line" and not with_legend:
+            labels.append((here, _end_labels(here, panel)))
+    for here in axes[count:]:
+        here.remove()
+    if with_legend:
+        handles = _legend(panels)
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 2 * columns))
+    figure.draw_without_rendering()  # so that it is known how high the panels are
+    for here, texts in labels:
+        _spread(here, texts)
     return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel, *, is_named: bool) -> None:
+    if panel.kind == "cells":
+        draw_cells(axes, panel)
+    elif panel.kind == "bar":
+        draw_bars(axes, panel, is_named=is_named)
+    else:
+        _draw_lines(axes, panel)
+    axes.set_title(panel.title)
+    for axis in (axes.xaxis, axes.yaxis):
+        _few_ticks(axis)
+
+
+def _draw_lines(axes: Axes, panel: Panel) -> None:
+    axes.set(xlabel=panel.xlabel, ylabel=judged(panel.ylabel), xscale=panel.xscale)
+    axes.set_yscale(panel.yscale)
+    colors = colors_of(series.method or series.label for series in panel.series)
+    many = len(panel.series) > _LABELLED
+    for series in panel.series:
+        _draw_line(axes, series, colors[series.method or series.label], band=0.07 if many else 0.13)
+    for label, height in panel.horizontal.items():
+        axes.axhline(height, color="#aa3333", linewidth=1, linestyle=":", zorder=2.5)
+        axes.annotate(
+            label,
+            (0, height),
+            (3, 2),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            color="#aa3333",
+            fontsize=8,
+            va="bottom",
+        )
+    for mark in panel.marks:
+        axes.plot([mark.x], [mark.y], marker="o", markersize=5, color=INK, zorder=5)
+        axes.annotate(mark.label, (mark.x, mark.y), (5, 5), textcoords="offset points", zorder=5)
+    for span in panel.spans:
+        color = colors.get(span.method, INK)
+        arrow = {"arrowstyle": "<->", "color": color, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (span.end, span.height), (span.start, span.height), arrowprops=arrow, zorder=4)
+        axes.annotate(
+            span.words,
+            ((span.start + span.end) / 2, span.height),
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            color=color,
+            fontsize=8.5,
+            fontweight="bold",
+            bbox={"facecolor": BACK, "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            zorder=5,
+        )
+    axes.set_aspect(panel.aspect, adjustable="datalim")
+    axes.margins(x=0.01 if panel.aspect == "auto" else 0.05)
+    if panel.yscale == "log":
+        _clip(axes, panel)
+
+
+def _draw_line(axes: Axes, series: Series, color: str, *, band: float) -> None:
+    if series.faint:
+        axes.plot(series.x, series.median, color=EDGE, linewidth=0.8, alpha=0.7, zorder=1)
+        return
+    dashes = _DASHES if series.egop else "solid"
+    # A solid line is wider and paler, so that a dashed one on top of it still shows both.
+    width, alpha, order = (1.7, 1.0, 3) if series.egop else (2.3, 0.75, 2)
+    axes.plot(series.x, series.median, color=color, linestyle=dashes, linewidth=width, alpha=alpha, zorder=order)
+    if series.low is not None and series.high is not None:
+        axes.fill_between(series.x, series.low, series.high, color=color, alpha=band, linewidth=0, zorder=1)
+    if series.chosen is not None and series.chosen in series.x:
+        place = list(series.x).index(series.chosen)
+        axes.plot([series.chosen], [series.median[place]], marker="*", markersize=10, color=color, zorder=4)
+
+
+def _clip(axes: Axes, panel: Panel) -> None:
+    """End a logarithmic axis where rounding begins, and say so."""
+    values = [value for series in panel.series for value in series.median if math.isfinite(value) and value > 0]
+    floor = _ROUNDING * max(values, default=1.0)
+    if values and min(values) < floor:
+        axes.set_ylim(bottom=floor)
+        axes.annotate(
+            "below: rounding",
+            (1, 0),
+            (-2, 2),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="right",
+            fontsize=7.5,
+            color=MUTED,
+        )
 
 
 def _few_ticks(axis: Axis) -> None:
@@ -161,79 +204,139 @@ def _few_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_lines(axes: Axes, panel: Panel) -> None:
-    colors = _colors(series.method or series.label for series in panel.series)
-    for series in panel.series:
+# --- what the lines are called ---
+
+
+def _needs_legend(panels: Sequence[Panel]) -> bool:
+    """Whether the names of the lines stand below the figure, once, and not at their ends."""
+    lines = [panel for panel in panels if panel.kind == "line"]
+    most = _LABELLED if len(panels) > 1 else _LABELLED_ALONE
+    if any(len(_shown(panel)) > most or panel.aspect == "equal" or not _go_right(panel) for panel in lines):
+        return True
+    names = [_names(panel) for panel in lines]
+    return any(len(one) > 2 and names.count(one) > 1 for one in names)
+
+
+def _shown(panel: Panel) -> list[Series]:
+    return [series for series in panel.series if not series.faint]
+
+
+def _names(panel: Panel) -> tuple[str, ...]:
+    """What tells the lines of a panel apart, or its rows of bars."""
+    if panel.kind == "bar":
+        return tuple(str(x) for x in panel.series[0].x)
+    return tuple(series.label for series in _shown(panel))
+
+
+def _go_right(panel: Panel) -> bool:
+    """Whether every line has an end on the right."""
+    numbers = [[float(x) for x in series.x] for series in _shown(panel)]
+    return all(all(one <= other for one, other in pairwise(xs)) for xs in numbers)
+
+
+def _bars(panel: Panel) -> int:
+    return len(panel.series) * len(panel.series[0].x) if panel.kind == "bar" else 0
+
+
+def _legend(panels: Sequence[Panel]) -> list[Line2D]:
+    """A line for each method, and one for each of the coordinates, where their names are made of these two."""
+    series = {one.label: one for panel in panels if panel.kind == "line" for one in _shown(panel)}
+    methods = dict.fromkeys(one.method or one.label for one in series.values())
+    colors = colors_of(methods)
+    pairs = {name for method in methods for name in (method, f"{method}, EGOP", f"EGOP {method}")}
+    if set(series) <= pairs and len(series) > len(methods):
+        dashes = [
+            Line2D([], [], color=MUTED, linewidth=2.3, alpha=0.75, label="original coordinates"),
+            Line2D([], [], color=MUTED, linewidth=1.7, linestyle=_DASHES, label="EGOP coordinates"),
+        ]
+        return [Line2D([], [], color=colors[name], linewidth=3.5, label=name) for name in methods] + dashes
+    return [
+        Line2D(
+            [],
+            [],
+            color=colors[one.method or label],
+            linestyle=_DASHES if one.egop else "solid",
+            linewidth=1.7 if one.egop else 2.3,
+            label=label,
+        )
+        for label, one in series.items()
+    ]
+
+
+def _end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
+    """The names of the lines to the right of their last points; :func:`_spread` keeps them apart."""
+    colors = colors_of(series.method or series.label for series in panel.series)
+    labels = []
+    for series in _shown(panel):
+        lowest = axes.get_ylim()[0] if panel.yscale == "log" else -math.inf
+        pairs = zip(series.x, series.median, strict=True)
+        ends = [(float(x), y) for x, y in pairs if lowest <= y < math.inf]
+        if not ends:
+            continue
         color = colors[series.method or series.label]
-        dashes = (0, (3, 1.2)) if series.egop else "solid"
-        width = 1.5 if series.egop else 2.2
-        axes.plot(series.x, series.median, color=color, linestyle=dashes, linewidth=width, label=series.label)
-        if series.low is not None and series.high is not None:
-            axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.15, linewidth=0)
-        if series.chosen is not None and series.chosen in series.x:
-            place = list(series.x).index(series.chosen)
-            axes.plot([series.chosen], [series.median[place]], marker="*", markersize=11, color=color)
-    for label, height in panel.horizontal.items():
-        axes.axhline(height, color="#aa0000", linewidth=1, linestyle=":", label=label)
-    axes.set_xscale(panel.xscale)
-    axes.legend(loc="best", fontsize=7, ncols=2 if len(panel.series) > 5 else 1)
+        leader = {"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.6, "shrinkA": 0, "shrinkB": 1}
+        labels.append(
+            axes.annotate(
+                series.label,
+                ends[-1],
+                (1.03, 0.5),
+                xycoords="data",
+                textcoords="axes fraction",
+                color=color,
+                va="center",
+                fontsize=8.5,
+                arrowprops=leader,
+                annotation_clip=False,
+            )
+        )
+    return labels
 
 
-def _draw_bars(axes: Axes, panel: Panel) -> None:
-    colors = _colors(series.method or series.label for series in panel.series)
-    width = 0.8 / len(panel.series)
-    for index, series in enumerate(panel.series):
-        places = [number + width * (index - (len(panel.series) - 1) / 2) for number in range(len(series.x))]
-        color = colors[series.method or series.label]
-        hatch = "///" if series.egop else None
-        axes.bar(places, series.median, width, color=color, alpha=0.75, hatch=hatch, label=series.label)
-        if series.low is not None and series.high is not None:
-            middles = zip(places, series.low, series.high, strict=True)
-            for place, low, high in middles:
-                axes.plot([place, place], [low, high], color="#333333", linewidth=1.2)
-    names = [str(x) for x in panel.series[0].x]
-    axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0, ha="right")
-    if len(panel.series) > 1:
-        axes.legend(loc="best", fontsize=7)
+def _spread(axes: Axes, labels: Sequence[Annotation]) -> None:
+    """Move names as little as keeps each a line away from the next."""
+    if not labels:
+        return
+    height = axes.bbox.height / axes.figure.dpi * 72  # in points
+    step = 11.0 / height
+    wanted = []
+    for label in labels:
+        _, y = axes.transAxes.inverted().transform(axes.transData.transform(label.xy))
+        wanted.append((min(1.0, max(0.0, float(y))), label))
+    wanted.sort(key=lambda pair: pair[0])
+    places = [place for place, _ in wanted]
+    for _ in range(100):
+        for k in range(len(places) - 1):
+            overlap = step - (places[k + 1] - places[k])
+            if overlap > 1e-6:
+                places[k] -= overlap / 2
+                places[k + 1] += overlap / 2
+        shift = max(0.0, -places[0]) - max(0.0, places[-1] - 1.0)
+        places = [place + shift for place in places]
+    for place, (_, label) in zip(places, wanted, strict=True):
+        label.set_position((1.03, place))
 
 
-def _draw_cells(axes: Axes, panel: Panel) -> None:
-    """A row a series and a column an x: the colour shows which numbers are small, whatever the largest are."""
-    rows = [[value if math.isfinite(value) else math.nan for value in series.median] for series in panel.series]
-    known = sorted(value for row in rows for value in row if value == value)
-    low, middle = (known[0], known[len(known) // 2]) if known else (0.0, 1.0)
-    high = max(2 * middle - low, low + 1e-12)
-    axes.grid(False)
-    axes.pcolormesh(rows, cmap="YlOrBr", vmin=low, vmax=high, edgecolors="white", linewidth=2)
-    for place, row in enumerate(rows):
-        for index, value in enumerate(row):
-            dark = value == value and (value - low) / (high - low) > 0.65
-            words = f"{value:.3f}" if value == value else "–"
-            color = "white" if dark else "black"
-            axes.text(index + 0.5, place + 0.5, words, ha="center", va="center", color=color)
-    names = [str(x) for x in panel.series[0].x]
-    axes.set_xticks([index + 0.5 for index in range(len(names))], names, rotation=20, ha="right")
-    axes.set_yticks([index + 0.5 for index in range(len(rows))], [series.label for series in panel.series])
-    axes.invert_yaxis()
-    axes.tick_params(length=0)
+# --- files and pages ---
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure, whole or not at all; the ending of the name says how (``.svg``, ``.png``, ``.pdf``)."""
+    """Write a figure, whole or not at all; the ending of the name says how (``.svg``, ``.png``, ``.pdf``).
+
+    An SVG is dark where the reader wants that, by a style sheet of its own.
+    """
     path = Path(path)
     kind = path.suffix.removeprefix(".")
     # A date would make every file different; only these two formats write one.
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     with replacing(path) as beside:
-        figure.savefig(beside, format=kind, metadata=metadata, dpi=150, facecolor="white")
+        figure.savefig(beside, format=kind, metadata=metadata, dpi=150)
+        if kind == "svg":
+            svg = beside.read_text(encoding="utf-8")
+            beside.write_text(svg.replace("<defs>", f"{dark_style()}<defs>", 1), encoding="utf-8")
 
 
-# Colours that a page replaces by its own, so that one picture suits light and dark.
-_PAGE_TEXT, _PAGE_GRID = "#010203", "#030201"
-
-
-@matplotlib.rc_context(STYLE | {"grid.color": _PAGE_GRID})  # type: ignore[arg-type]
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
 def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) -> str:
     """One panel of lines as SVG to be put into a page: no outside names, no background, small enough for a phone.
 
@@ -246,84 +349,32 @@ def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) ->
     figure = Figure(figsize=(4.2, 3.1), layout="constrained")
     axes = figure.subplots()
     for place, (series, color) in enumerate(zip(panel.series, colors, strict=True)):
-        dashes = (0, (3, 1.2)) if series.egop else "solid"
+        dashes = _DASHES if series.egop else "solid"
         alpha, width = (0.35, 1.0) if place < faint else (1.0, 2.2)
         axes.plot(series.x, series.median, color=color, linestyle=dashes, alpha=alpha, linewidth=width)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
-    axes.tick_params(which="both", color=_PAGE_TEXT, labelcolor=_PAGE_TEXT)
-    for part in (axes.xaxis.label, axes.yaxis.label):
-        part.set_color(_PAGE_TEXT)
-    for spine in axes.spines.values():
-        spine.set_color(_PAGE_TEXT)
-    svg = _embedded(figure, name, panel.title, transparent=True)
-    return svg.replace(_PAGE_TEXT, "currentColor").replace(_PAGE_GRID, "var(--grid)")
-
-
-# Black lines (Muon's), dark whiskers and dark violet would vanish on a dark page.
-_PAGE_COLORS = {
-    _PAGE_TEXT: "currentColor",
-    _PAGE_GRID: "var(--grid)",
-    "#000000": "currentColor",
-    "#333333": "currentColor",
-    "#4b2991": "var(--violet)",
-}
-_PAGE_STYLE = {
-    "axes.edgecolor": _PAGE_TEXT,
-    "axes.labelcolor": _PAGE_TEXT,
-    "axes.titlecolor": _PAGE_TEXT,
-    "grid.color": _PAGE_GRID,
-    "legend.labelcolor": _PAGE_TEXT,
-    "text.color": _PAGE_TEXT,
-    "xtick.color": _PAGE_TEXT,
-    "ytick.color": _PAGE_TEXT,
-}
+    return _embedded(figure, name, panel.title)
 
 
 def inline_picture(picture: Picture) -> str:
-    """A picture's panels with their legends as SVGs to be put into a page, in its colours; the page places them."""
-    panels = []
-    for place, panel in enumerate(picture.panels, start=1):
-        with matplotlib.rc_context(STYLE | _PAGE_STYLE):  # type: ignore[arg-type]
-            figure = _drawn(Picture(picture.name, picture.caption, [panel]))
-            svg = _embedded(figure, f"{picture.name}-{place}", panel.title or picture.caption, transparent=True)
-        for color, of_page in _PAGE_COLORS.items():
-            svg = svg.replace(color, of_page)
-        panels.append(svg)
-    return "".join(panels)
+    """A picture's panels with their names as SVGs to be put into a page, in its colours; the page places them."""
+    panels = [Picture(picture.name, picture.caption, [panel]) for panel in picture.panels]
+    return "".join(
+        _embedded(draw(one), f"{picture.name}-{place}", one.panels[0].title or picture.caption)
+        for place, one in enumerate(panels, start=1)
+    )
 
 
-def _embedded(figure: Figure, name: str, label: str, *, transparent: bool) -> str:
-    """The figure without outside names, its identifiers told apart by a name, as wide as the page lets it."""
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
+def _embedded(figure: Figure, name: str, label: str) -> str:
+    """The figure without outside names and background, its identifiers told apart by a name, in a page's colours."""
     written = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(written, format="svg", metadata=nothing, transparent=transparent)
+    figure.savefig(written, format="svg", metadata=nothing, transparent=True)
     svg = written.getvalue()
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :]).replace("xlink:href", "href")
     svg = re.sub(r' (id|href)="(#?)', rf' \1="\2{name}-', svg).replace("url(#", f"url(#{name}-")
+    for color, of_page in PAGE_COLORS.items():
+        svg = svg.replace(color, of_page)
     role = f'role="img" aria-label="{html.escape(label, quote=True)}"'
     return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda match: f"{match[1]} {role}", svg)
-
-
-def _colors(methods: Iterable[str]) -> dict[str, str]:
-    """A colour for each method: its own where it has one, so that it is the same in all pictures."""
-    unknown = [name for name in dict.fromkeys(methods) if name not in COLORS]
-    return COLORS | {name: _MORE_COLORS[index % len(_MORE_COLORS)] for index, name in enumerate(unknown)}
-
-
-def _loss_legend(runs: Sequence[Run], colors: Mapping[str, str]) -> list[Line2D]:
-    optimizers = dict.fromkeys(run.optimizer for run in runs)
-    coordinates = dict.fromkeys(run.coordinates for run in runs)
-    by_color = [Line2D([], [], color=colors[name], linewidth=4, label=name) for name in optimizers]
-    by_dash = [
-        Line2D(
-            [],
-            [],
-            color="#444444",
-            linestyle=(0, (3, 1.2)) if name == "EGOP" else "solid",
-            linewidth=1.6 if name == "EGOP" else 2.6,
-            alpha=1.0 if name == "EGOP" else 0.5,
-            label=f"{name} coordinates",
-        )
-        for name in coordinates
-    ]
-    return by_color + by_dash

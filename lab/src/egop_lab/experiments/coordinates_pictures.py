@@ -101,7 +101,7 @@ def _bars(found: Found, task: str) -> Panel:
     methods = [method for method in SHOWN if found.has(task, method)]
     length = found.length(task)
     steps = [to_goal(found, task, method)[1] for method in methods]
-    shares = [part / length if math.isfinite(part) else math.nan for part in steps]
+    shares = [part / length for part in steps]
     times = [_time_share(found, task, method, part) for method, part in zip(methods, steps, strict=True)]
     series = [Series(unit(found.tasks[task]), methods, shares, method="steps"), Series("time", methods, times)]
     return Panel(task, "", "share of AdamW's", series, yscale="linear", kind="bar")

@@ -23,11 +23,9 @@ def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[floa
 
 
 def bar_panel(title: str, what: str, runs: Mapping[str, Sequence[Record]], number: Callable[[Record], float]) -> Panel:
-    """One bar a method with a number of each of its runs; none where the median is not finite."""
+    """One bar a method with a number of each of its runs; infinite where the median is."""
     triples = [quartiles([[number(run)] for run in records]) for records in runs.values()]
-    low, middle, high = (
-        [triple[part][0] if math.isfinite(triple[part][0]) else math.nan for triple in triples] for part in range(3)
-    )
+    low, middle, high = ([triple[part][0] for triple in triples] for part in range(3))
     return Panel(title, "", what, [Series(what, list(runs), middle, low, high)], yscale="linear", kind="bar")
 
 

@@ -1,4 +1,4 @@
-"""The demo: the paper's digits network, trained in original and in EGOP coordinates from equivalent starts.
+"""The demo's first half: the paper's digits network, in original and in EGOP coordinates from equivalent starts.
 
 Learning rates were chosen for the original coordinates alone, by the paper's rule, and are used in both: for each
 optimizer the highest median, over seeds 1 to 9, of the best validation accuracy within 100 epochs, on a grid of powers
@@ -28,13 +28,14 @@ import torch
 from torch import nn
 
 import egop
-from egop.runs import Curve, Run, train
+from egop.runs import Curve, Panel, Picture, Run, Series, Span, train
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
+from egop_lab.experiments import demo_language
 from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 
-__all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "run", "summary"]
+__all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "panel", "picture", "run", "summary"]
 
 EPOCHS = 100
 BATCH_SIZE = 300
@@ -121,6 +122,37 @@ def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> ego
         generator=_generator(seed, "sampling"),
         progress=progress,
     )
+
+
+def picture(demo: Demo, language: demo_language.Language | None) -> Picture:
+    """Both halves side by side; the second one may be left out."""
+    others = [] if language is None else [demo_language.panel(language)]
+    caption = "Training loss of the digits network by epoch, and validation loss of a language model by seconds."
+    return Picture("demo", caption, [panel(demo), *others])
+
+
+def panel(demo: Demo) -> Panel:
+    """Training loss by epoch, and how much of the training EGOP coordinates save."""
+    series, spans = [], []
+    for original, reparameterized in demo.pairs():
+        for run in (original, reparameterized):
+            label = run.optimizer if run is original else f"{run.optimizer}, EGOP"
+            turned = run is reparameterized
+            series.append(Series(label, range(len(run.curve.loss)), run.curve.loss, method=run.optimizer, egop=turned))
+        saved = _saved(original, reparameterized)
+        if saved is not None and not spans:  # the first optimizer's: more would hide the lines
+            words = f"the same loss after {saved} of {demo.epochs} epochs"
+            spans.append(Span(words, demo.epochs, saved, original.curve.final, original.optimizer))
+    return Panel("The digits network", "epoch", "training loss", series, spans=spans)
+
+
+def _saved(original: Run, reparameterized: Run) -> int | None:
+    """The epoch in which EGOP coordinates have the original's final loss, if that is earlier and they differ."""
+    before, after = original.curve, reparameterized.curve
+    if before.diverged or after.diverged or _median_difference(before, after) < _SAME:
+        return None
+    reached = after.epochs_to(before.final)
+    return reached if reached is not None and reached < len(before.loss) - 1 else None
 
 
 def summary(demo: Demo) -> str:

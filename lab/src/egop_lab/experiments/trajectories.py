@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop.runs import Panel, Picture, Series
+from egop.runs import Mark, Panel, Picture, Series
 from egop_lab.experiments.base import Experiment, Judged, decades, verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
 from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
@@ -170,10 +170,15 @@ class TrajectoriesExperiment(Experiment):
         settings = self.settings(preset)
         seed, rate = settings["shown seed"], settings["learning rate"]
         planes = []
-        for kind, title in ((ORIGINAL, "Original coordinates"), (EGOP, "EGOP coordinates")):
-            lines = [self._levels(store, preset, seed, kind)]
-            lines += [self._way(store, preset, seed, taken, kind) for taken in (ORIGINAL, EGOP)]
-            planes.append(Panel(title, "first coordinate", "second coordinate", lines, yscale="linear", aspect="equal"))
+        for kind, title, axis in (
+            (ORIGINAL, "The loss in original coordinates", "coordinate"),
+            (EGOP, "The same loss in EGOP coordinates", "eigenvector"),
+        ):
+            # Each with the way that Adagrad takes in these coordinates: it scales along the axes, which are these.
+            lines = [self._levels(store, preset, seed, kind), self._way(store, preset, seed, kind, kind)]
+            marks = self._marks(store, preset, seed, kind)
+            words = (f"{part} {axis}" for part in _PARTS)
+            planes.append(Panel(title, *words, lines, yscale="linear", aspect="equal", marks=marks))
         methods = [Method("Adagrad", kind) for kind in (ORIGINAL, EGOP)]
         losses, sweeps = [], []
         for method in methods:
@@ -188,9 +193,9 @@ class TrajectoriesExperiment(Experiment):
         return [
             Picture(
                 self.id,
-                f"Adagrad with learning rate {rate:g} on a log-sum-exp objective in the plane: one instance in the two "
-                "coordinates, with level sets; the loss above its minimum by step, and after the last step by learning "
-                f"rate, medians and quartiles over {len(self._seeds(preset))} instances.",
+                f"Adagrad with learning rate {rate:g} on a log-sum-exp objective in the plane: one instance in two "
+                "coordinate systems, with level sets and the way taken in each; the loss above its minimum by step, and "
+                f"after the last step by learning rate, medians and quartiles over {len(self._seeds(preset))} instances.",
                 [
                     *planes,
                     Panel("Loss", "step", "loss above minimum", losses),
@@ -265,10 +270,34 @@ class TrajectoriesExperiment(Experiment):
     def _levels(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
         """All level sets as one line with gaps."""
         gap = torch.full((1, 2), math.nan, dtype=torch.float64)
-        sets = self._geometry(store, preset, seed).result["level sets"]
-        rings = torch.cat([part for ring in sets for part in (torch.tensor(ring, dtype=torch.float64), gap)])
+        geometry = self._geometry(store, preset, seed).result
+        least = torch.tensor(geometry["minimum"], dtype=torch.float64)
+        sets = [smooth(torch.tensor(ring, dtype=torch.float64), least) for ring in geometry["level sets"]]
+        rings = torch.cat([part for ring in sets for part in (ring, gap)])
         rings = rings @ self._turn(store, preset, seed, shown)
-        return Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), method="SGD")
+        return Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), faint=True)
+
+    def _marks(self, store: Store, preset: Preset, seed: int, shown: str) -> list[Mark]:
+        turn = self._turn(store, preset, seed, shown)
+        start = self._path(store, preset, seed, ORIGINAL)[0] @ turn
+        least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64) @ turn
+        return [Mark(name, *point.tolist()) for name, point in (("start", start), ("minimum", least))]
+
+
+def smooth(ring: Tensor, center: Tensor, times: int = 10) -> Tensor:
+    """A closed line with so many times as many points, from points at even angles around a center.
+
+    One over the squared radius of an ellipse has two frequencies only, so that is what is interpolated.
+    """
+    offsets = ring[:-1] - center  # the last point is the first
+    waves = torch.fft.rfft(offsets.square().sum(-1).reciprocal())
+    count = times * len(offsets)
+    radii = (torch.fft.irfft(waves, n=count) * times).clamp_min(1e-12).rsqrt()
+    angles = torch.atan2(offsets[0, 1], offsets[0, 0]) + torch.arange(count + 1, dtype=torch.float64) * (
+        2 * math.pi / count
+    )
+    rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return center + torch.cat([radii, radii[:1]])[:, None] * rays
 
 
 def _final(result: Any) -> float:
