@@ -130,9 +130,5 @@ class _Hessian:
 @contextlib.contextmanager
 def _twice_differentiable() -> Iterator[None]:
     """Kernels for attention and recurrent layers that have second derivatives."""
-    with (
-        sdpa_kernel(SDPBackend.MATH),
-        torch.backends.cudnn.flags(enabled=False),
-        torch.backends.mkldnn.flags(enabled=False),
-    ):
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
         yield

@@ -72,7 +72,7 @@ class Following:
 
     def forms(self, diagnosis: Diagnosis) -> Diagnosis:
         """What each form is expected to bring, and what it takes here."""
-        against = _against(diagnosis, self.objective)
+        against = _against(diagnosis, self.objective, self.weights)
         tick = self.begin("Timing steps", forms.TURNS * sum(not words for words in against.values()))
         found = []
         for name, words in against.items():
@@ -140,14 +140,14 @@ def _promising(diagnosis: Diagnosis) -> Reparameterization | None:
     return Reparameterization(changes) if changes else None
 
 
-def _against(diagnosis: Diagnosis, objective: Objective) -> dict[str, str]:
+def _against(diagnosis: Diagnosis, objective: Objective, weights: list[Block]) -> dict[str, str]:
     """Why each form cannot be advised, whatever it takes; nothing where it can."""
     least, found = evidence().threshold, diagnosis.curvature
     seen = [each for each in (diagnosis.here, diagnosis.along) if each is not None]
     words = ""
-    if not seen:
+    if not weights:
         words = "there is no weight that a basis could be found for"
-    elif not any(each.is_seen for each in seen):
+    elif seen and not any(each.is_seen for each in seen):
         words = "gradients do not lie off the axes more than noise would, neither here nor after a few steps"
     elif found is not None and found.promise < least:
         words = "so little curvature is on the axes of the draws' basis that no problem like it gained a tenth"

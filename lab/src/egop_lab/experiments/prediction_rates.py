@@ -1,7 +1,7 @@
 """How good the rates are that ``egop.find_lr`` proposes, on the problems of the study of prediction.
 
-The rate is looked for on the trial that the study tunes with; a training at it, on the first of the study's
-others, is compared with that at the tuned rate. ``python -m egop_lab.experiments.prediction_rates RECORDS OUT HALF`` does what is
+The rate is looked for on the trial that the study tunes with; a training at it, on the first of the study's others, is
+compared with that at the tuned rate. ``python -m egop_lab.experiments.prediction_rates RECORDS OUT HALF`` does what is
 missing in OUT for one half, ``"chosen on"`` or ``"held out"``, and says what came out.
 """
 
