@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import egop
 from egop.diagnostics.answer import FormDiagnosis
+from egop.diagnostics.curvature import Curvature
 from egop.diagnostics.off_axes import OffAxes
 from egop.diagnostics.racing import Race
 from egop.runs.records import Curve, Run
@@ -42,7 +43,7 @@ def diagnosis(*blocks, partial=""):
             FormDiagnosis("EGOP", (0.4, 0.5, 0.6, 0.9), step=1.4, predicted=1.3, bytes=2**20),
             FormDiagnosis("online two-sided", against="it leaves every weight of this model as it is"),
         ),
-        promise=0.4,
+        curvature=Curvature(0.1, 0.2),
         here=OffAxes(0.8, 0.01, 32),
         along=OffAxes(0.01, 0.01, 15),
         rate=egop.FoundRate(0.02, (0.01, 0.02), (1.0, 0.5), "lr 0.02."),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from egop.basis import Reparameterization, spectra_picture
+from egop.diagnostics.curvature import Curvature
 from egop.diagnostics.evidence import evidence
 from egop.diagnostics.forms import FIXED, written
 from egop.diagnostics.off_axes import OffAxes, place
@@ -130,7 +131,7 @@ class Diagnosis:
         wanted: how many were to be drawn.
         pass_seconds: the time of one forward and backward pass on one batch; the median of several.
         forms: what each form of training is expected to bring, and what it takes.
-        promise: of the draws, the number that the study chose to predict by; None if not known.
+        curvature: how much of it is on the axes, which the study chose to predict by; None if not known.
         here: how far the gradients of the training lie off the axes at the current parameters; None if not looked at.
         along: the same along a few steps of AdamW.
         rate: what :func:`egop.find_lr` found for the form that is advised.
@@ -152,7 +153,7 @@ class Diagnosis:
     wanted: int
     pass_seconds: float | None
     forms: tuple[FormDiagnosis, ...] = ()
-    promise: float | None = None
+    curvature: Curvature | None = None
     here: OffAxes | None = None
     along: OffAxes | None = None
     rate: FoundRate | None = None
@@ -276,8 +277,8 @@ class Diagnosis:
     def remarks(self) -> list[str]:
         """What else is to be known of the answer, in sentences."""
         words = [f"{TITLES[form.name]}: {form.against}." for form in self.forms if form.against]
-        if self.promise is not None and self.forms:
-            words.append(_compared(self.promise))
+        if self.curvature is not None and self.forms:
+            words.append(_compared(self.curvature))
         if self.here is not None:
             words.append(_seen("At the current parameters", self.here))
         if self.along is not None:
@@ -304,7 +305,7 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if isinstance(value, _VALUES) else value
 
 
-_VALUES = (BlockDiagnosis, FormDiagnosis, OffAxes, FoundRate)
+_VALUES = (BlockDiagnosis, FormDiagnosis, Curvature, OffAxes, FoundRate)
 
 
 def _expected(form: FormDiagnosis) -> str:
@@ -327,14 +328,15 @@ def _lower(form: FormDiagnosis) -> str:
     )
 
 
-def _compared(promise: float) -> str:
+def _compared(found: Curvature) -> str:
     study = evidence()
     chosen, held_out = study.correlations
-    names = ", ".join(problem.name for problem in study.similar(promise))
+    names = ", ".join(problem.name for problem in study.similar(found.promise))
     return (
-        f"Promise of the draws: {promise:.2f}. Similar problems of the study: {names}. It is a weak guide: its rank "
-        f"correlation with the gain was {chosen:.2f} on the problems that it was chosen on, {held_out:.2f} on others. "
-        "A race (--probe) shows more."
+        f"Of the curvature {found.original:.0%} is on the original axes, {found.rotated:.0%} on those of the draws' "
+        f"basis. The problems of the study that are most similar in this: {names}. It is a weak guide: the rank "
+        f"correlation with what was gained is {chosen:.2f} on the problems that it was chosen on and {held_out:.2f} on "
+        "others. A race (--probe) shows more."
     )
 
 

@@ -122,8 +122,9 @@ def _by_entry(form: str, dtype: torch.dtype, device: str) -> float:
 
 def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> forms.Taken:
     """What the steps of a form take for linear layers of these widths."""
-    layers = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)]
-    model = nn.Sequential(*layers, nn.Linear(widths[-1], 2)).to(device, dtype)
+    with torch.random.fork_rng(devices=[]):
+        layers = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)]
+        model = nn.Sequential(*layers, nn.Linear(widths[-1], 2)).to(device, dtype)
     batch = torch.ones(2, widths[0], device=device, dtype=dtype)
     objective = Objective(model, lambda model, batch: model(batch).square().mean(), [batch])
     structure, place = forms.STRUCTURES[form], torch.device(device)
@@ -137,7 +138,8 @@ def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = tor
 
 
 def _made(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, dtype=torch.float32).to(device, dtype) for shape in shapes]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 def _least(function: Callable[[], object]) -> float:

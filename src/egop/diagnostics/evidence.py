@@ -51,8 +51,10 @@ class Evidence:
     correlations: tuple[float, float]
     problems: tuple[Problem, ...]
 
-    def similar(self, value: float) -> list[Problem]:
-        """The problems whose values are nearest."""
+    def similar(self, value: float | None) -> list[Problem]:
+        """The problems whose values are nearest; all of them where the value is not known."""
+        if value is None:
+            return list(self.problems)
         return sorted(self.problems, key=lambda problem: abs(problem.value - value))[:SIMILAR]
 
 

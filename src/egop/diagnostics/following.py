@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from egop.basis import ONLINE, Block, Layer, Reparameterization, make_plan, partition_parameters
 from egop.diagnostics import costs, forms, off_axes
 from egop.diagnostics.answer import Diagnosis, FormDiagnosis
+from egop.diagnostics.curvature import PROBES, curvature
 from egop.diagnostics.evidence import evidence
 from egop.diagnostics.learning_rates import STEPS, rate_of
 from egop.estimation import Objective
@@ -62,18 +63,20 @@ class Following:
     def gradients(self, diagnosis: Diagnosis) -> Diagnosis:
         """Where the training stands, and along a few steps of it."""
         early = _EARLY if self.steps is None else max(2, round(_PART * self.steps))
-        tick = self.begin("Looking at gradients", _BATCHES + early)
+        tick = self.begin("Looking at gradients", _BATCHES + early + 2 * PROBES)
         here = off_axes.here(self.objective, self.weights, _BATCHES, self.seed, tick)
         along = off_axes.along(self.objective, self.weights, early, _RATE, self.seed, tick)
-        return replace(diagnosis, here=here, along=along)
+        basis = diagnosis.basis
+        found = None if basis is None else curvature(self.objective, basis, self.seed, tick)
+        return replace(diagnosis, here=here, along=along, curvature=found)
 
     def forms(self, diagnosis: Diagnosis) -> Diagnosis:
         """What each form is expected to bring, and what it takes here."""
-        against = _against(diagnosis, self.objective)
+        against = _against(diagnosis, self.objective, self.weights)
         tick = self.begin("Timing steps", forms.TURNS * sum(not words for words in against.values()))
         found = []
         for name, words in against.items():
-            similar = [] if diagnosis.promise is None else evidence().similar(diagnosis.promise)
+            similar = evidence().similar(None if diagnosis.curvature is None else diagnosis.curvature.promise)
             form = FormDiagnosis(name, tuple(sorted(problem.steps[name] for problem in similar)), against=words)
             if not words:
                 form = self.timed(form, diagnosis, tick)
@@ -137,17 +140,17 @@ def _promising(diagnosis: Diagnosis) -> Reparameterization | None:
     return Reparameterization(changes) if changes else None
 
 
-def _against(diagnosis: Diagnosis, objective: Objective) -> dict[str, str]:
+def _against(diagnosis: Diagnosis, objective: Objective, weights: list[Block]) -> dict[str, str]:
     """Why each form cannot be advised, whatever it takes; nothing where it can."""
-    least, value = evidence().threshold, diagnosis.promise
-    seen = [found for found in (diagnosis.here, diagnosis.along) if found is not None]
+    least, found = evidence().threshold, diagnosis.curvature
+    seen = [each for each in (diagnosis.here, diagnosis.along) if each is not None]
     words = ""
-    if not seen or value is None:
+    if not weights:
         words = "there is no weight that a basis could be found for"
-    elif not any(found.is_seen for found in seen):
+    elif seen and not any(each.is_seen for each in seen):
         words = "gradients do not lie off the axes more than noise would, neither here nor after a few steps"
-    elif value < least:
-        words = f"the promise of the draws is {value:.2f}, and below {least:.2f} no problem of the study gained a tenth"
+    elif found is not None and found.promise < least:
+        words = "so little curvature is on the axes of the draws' basis that no problem like it gained a tenth"
     against = dict.fromkeys(forms.FORMS, words)
     if not words and _promising(diagnosis) is None:
         against[forms.FIXED] = "no block is promising"

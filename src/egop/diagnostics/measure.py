@@ -28,7 +28,6 @@ from egop.basis import (
 from egop.diagnostics import costs, rules
 from egop.diagnostics.answer import Diagnosis
 from egop.diagnostics.following import Following, rotatable
-from egop.diagnostics.promise import promise
 from egop.diagnostics.short_runs import clock
 from egop.diagnostics.values import BlockDiagnosis
 from egop.estimation import (
@@ -125,8 +124,7 @@ def diagnose(
         basis = (
             Reparameterization(list(state.changes.values()), state.spectra, plan.unrotated) if state.changes else None
         )
-        drawn = state.gathered.draws
-        result = Diagnosis(tuple(known.values()), basis, drawn, state.wanted, seconds, promise=promise(basis))
+        result = Diagnosis(tuple(known.values()), basis, state.gathered.draws, state.wanted, seconds)
         result = _worded(replace(result, partial=state.partial))
         if state.partial:
             return result

@@ -51,7 +51,7 @@ class OffAxes:
 
 
 def here(objective: Objective, blocks: Sequence[Block], draws: int, seed: int, tick: Progress) -> OffAxes | None:
-    """At the current parameters, over so many batches, fewer where they repeat; None without a weight to look at."""
+    """At the current parameters, over so many batches, fewer where they repeat; None without a gradient to look at."""
     grams = _grams_of(blocks)
     if not grams:
         return None
@@ -136,7 +136,10 @@ def _grams_of(blocks: Sequence[Block]) -> dict[str, _Grams]:
     return {block.parameters[0]: _Grams(block) for block in chosen}
 
 
-def _together(grams: Mapping[str, _Grams], seed: int) -> OffAxes:
+def _together(grams: Mapping[str, _Grams], seed: int) -> OffAxes | None:
+    """The number; None where all gradients are zero, which says nothing."""
+    if not any(bool(side.any()) for gram in grams.values() for side in gram.sides):
+        return None
     generator = torch.Generator().manual_seed(seed)
     found = [(gram.block.size, *gram.off_axes(generator)) for gram in grams.values()]
     total = sum(size for size, _, _ in found)
