@@ -218,7 +218,7 @@ def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
     assert {each.verdict for each in found.values()} == {"holds"}
     upfront = found["resnet/upfront-epochs"]
     # SOAP's median ends at 1.51, and 1.05 times that is 1.586.
-    assert upfront.found == "Epochs to a validation loss of 1.586: EGOP up-front 6, AdamW 8."
+    assert upfront.found == "Epochs to a validation loss of 1.586: EGOP up-front: 6; AdamW: 8."
     assert (upfront.paper, upfront.beside[0].rule) == ("15 and 24", "to AdamW's lowest validation loss")
 
 
@@ -250,9 +250,9 @@ def test_numbers_come_from_the_records(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
     found = {each.id: ours(each).found for each in EXPERIMENT.judge(store, "full")}
     # AdamW's median ends at 2.01; the others' middle seeds get there after 8 and 5 epochs.
-    assert found["resnet/upfront-epochs"] == "Epochs to a validation loss of 2.010: EGOP up-front 8, AdamW 10."
-    assert found["resnet/periodic-time"] == "Seconds to a validation loss of 2.010: EGOP each epoch 60, AdamW 100."
-    assert found["resnet/upfront-training"] == "Last training loss: EGOP up-front 0.4, AdamW 0.5."
+    assert found["resnet/upfront-epochs"] == "Epochs to a validation loss of 2.010: EGOP up-front: 8; AdamW: 10."
+    assert found["resnet/periodic-time"] == "Seconds to a validation loss of 2.010: EGOP each epoch: 60; AdamW: 100."
+    assert found["resnet/upfront-training"] == "Last training loss: EGOP up-front: 0.4; AdamW: 0.5."
 
 
 def test_a_method_that_never_gets_there_is_said_so(tmp_path):
@@ -260,7 +260,7 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", never)
     judged = {each.id: each for each in EXPERIMENT.judge(store, "full")}
     assert ours(judged["resnet/periodic-epochs"]).verdict == "does not hold"
-    assert "EGOP each epoch never" in judged["resnet/periodic-epochs"].found
+    assert "EGOP each epoch: never" in judged["resnet/periodic-epochs"].found
     assert ours(judged["resnet/periodic-soap"]).verdict == "cannot be judged", "neither got there"
     bars = EXPERIMENT.pictures(store, "full")[1].panels[0].series[0]
     assert math.isnan(bars.median[list(bars.x).index(PERIODIC)])
