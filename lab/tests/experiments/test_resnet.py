@@ -366,7 +366,7 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
     assert not LongToy().all_of_them(store, context(folder, time_budget=-1.0), 1)
     assert not done
     assert LongToy().all_of_them(store, context(folder), 1)
-    assert done[:4] == [(method, TUNING, 1e-3) for method in FIRST]
+    assert done[:6] == [(method, TUNING, 1e-3) for method in (*FIRST, SOAP_EPOCH, SOAP_ONCE)]
     # The best is at an end of those tried, again and again, until 1e-2 is worse.
     own = [lr for method, seed, lr in done if method == ADAMW and seed == TUNING]
     assert own == [1e-3, 3e-4, 3e-3, 1e-2]
@@ -375,7 +375,7 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
 
 
 def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(resnet_runs, "_LONG", ((ADAMW,),))
+    monkeypatch.setattr(resnet_runs, "_LONG", ((ADAMW,), ()))
     monkeypatch.setattr(resnet_runs, "_LADDER", [1e-3])  # so that there is one round of processes
     stores = []
     for processes in (1, 2):
