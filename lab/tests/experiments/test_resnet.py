@@ -218,7 +218,7 @@ def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
     assert {each.verdict for each in found.values()} == {"holds"}
     upfront = found["resnet/upfront-epochs"]
     # SOAP's median ends at 1.51, and 1.05 times that is 1.586.
-    assert upfront.found == "Epochs to a validation loss of 1.586: EGOP up-front 6, AdamW 8."
+    assert upfront.found == "Epochs to a validation loss of 1.586: EGOP up-front: 6; AdamW: 8."
     assert (upfront.paper, upfront.beside[0].rule) == ("15 and 24", "to AdamW's lowest validation loss")
 
 
@@ -250,9 +250,9 @@ def test_numbers_come_from_the_records(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
     found = {each.id: ours(each).found for each in EXPERIMENT.judge(store, "full")}
     # AdamW's median ends at 2.01; the others' middle seeds get there after 8 and 5 epochs.
-    assert found["resnet/upfront-epochs"] == "Epochs to a validation loss of 2.010: EGOP up-front 8, AdamW 10."
-    assert found["resnet/periodic-time"] == "Seconds to a validation loss of 2.010: EGOP each epoch 60, AdamW 100."
-    assert found["resnet/upfront-training"] == "Last training loss: EGOP up-front 0.4, AdamW 0.5."
+    assert found["resnet/upfront-epochs"] == "Epochs to a validation loss of 2.010: EGOP up-front: 8; AdamW: 10."
+    assert found["resnet/periodic-time"] == "Seconds to a validation loss of 2.010: EGOP each epoch: 60; AdamW: 100."
+    assert found["resnet/upfront-training"] == "Last training loss: EGOP up-front: 0.4; AdamW: 0.5."
 
 
 def test_a_method_that_never_gets_there_is_said_so(tmp_path):
@@ -260,7 +260,7 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", never)
     judged = {each.id: each for each in EXPERIMENT.judge(store, "full")}
     assert ours(judged["resnet/periodic-epochs"]).verdict == "does not hold"
-    assert "EGOP each epoch never" in judged["resnet/periodic-epochs"].found
+    assert "EGOP each epoch: never" in judged["resnet/periodic-epochs"].found
     assert ours(judged["resnet/periodic-soap"]).verdict == "cannot be judged", "neither got there"
     bars = EXPERIMENT.pictures(store, "full")[1].panels[0].series[0]
     assert math.isnan(bars.median[list(bars.x).index(PERIODIC)])
@@ -366,7 +366,7 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
     assert not LongToy().all_of_them(store, context(folder, time_budget=-1.0), 1)
     assert not done
     assert LongToy().all_of_them(store, context(folder), 1)
-    assert done[:4] == [(method, TUNING, 1e-3) for method in FIRST]
+    assert done[:6] == [(method, TUNING, 1e-3) for method in (*FIRST, SOAP_EPOCH, SOAP_ONCE)]
     # The best is at an end of those tried, again and again, until 1e-2 is worse.
     own = [lr for method, seed, lr in done if method == ADAMW and seed == TUNING]
     assert own == [1e-3, 3e-4, 3e-3, 1e-2]
@@ -375,7 +375,7 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
 
 
 def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(resnet_runs, "_LONG", ((ADAMW,),))
+    monkeypatch.setattr(resnet_runs, "_LONG", ((ADAMW,), ()))
     monkeypatch.setattr(resnet_runs, "_LADDER", [1e-3])  # so that there is one round of processes
     stores = []
     for processes in (1, 2):

@@ -189,11 +189,11 @@ def compared(experiment, name, verdict, margin, kind="claim"):
 
 
 def test_what_cannot_be_judged_for_one_reason_is_shown_as_one():
-    unknown = [Judged(f"t/{name}", f"{name}.", "cannot be judged", "Not there.", "target") for name in "abc"]
+    unknown = [Judged(f"t/{name}", f"Target: {name}.", "cannot be judged", "Not there.", "target") for name in "abc"]
     other = Judged("t/d", "d.", "cannot be judged", "Not there.", "target", beside=(Beside("ours", "holds", "1."),))
     held = [Judged(f"t/{name}", f"{name}.", "holds", "Not there.", "target") for name in "ef"]
     shown = words.together([unknown[0], held[0], *unknown[1:], other, held[1]])
-    assert [item.words for item in shown] == ["a. b. c.", "e.", "d.", "f."]
+    assert [item.words for item in shown] == ["Target: a; b; c.", "e.", "d.", "f."]
 
 
 def test_the_strongest_and_the_clearest_are_those_furthest_apart_one_an_experiment():

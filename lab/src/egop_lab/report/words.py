@@ -114,7 +114,8 @@ def together(judged: Iterable[Judged]) -> list[Judged]:
         alike = item.verdict == "cannot be judged" and not (item.beside or item.paper)
         key = (item.kind, item.found) if alike else item.id
         first = kept.get(key)
-        kept[key] = item if first is None else replace(first, words=f"{first.words} {item.words}")
+        more = item.words.removeprefix("Target: ")
+        kept[key] = item if first is None else replace(first, words=f"{first.words.removesuffix('.')}; {more}")
     return list(kept.values())
 
 
