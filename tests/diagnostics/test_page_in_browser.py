@@ -70,7 +70,7 @@ def probed(path, tmp_path, width):
     return [[int(number) for number in box.split(",")] for box in svgs.split(";")], rest
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [400, 1300])
 def test_the_plots_are_inside_the_screen_and_nothing_is_wider_than_it(path, tmp_path, width):
     boxes, rest = probed(path, tmp_path, width)
     assert len(boxes) == 2
@@ -79,7 +79,7 @@ def test_the_plots_are_inside_the_screen_and_nothing_is_wider_than_it(path, tmp_
         assert wide >= 340
         assert high >= 240
     side_by_side = boxes[0][1] <= boxes[1][0]
-    assert side_by_side == (width == 1280)
+    assert side_by_side == (width == 1300)
     assert rest == f"wide={width} of {width} loaded=0 small=0"
 
 
@@ -98,7 +98,7 @@ def colors_of(path):
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [400, 1300])
 def test_a_screenshot_shows_the_lines_of_both_plots(path, tmp_path, width, scheme):
     shot = tmp_path / "shot.png"
     scheme_setting = f"--blink-settings=preferredColorScheme={scheme}"
