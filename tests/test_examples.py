@@ -59,7 +59,9 @@ def test_each_can_be_diagnosed(path):
         assert 1 / block.dimension <= block.density <= 1
         assert 0 <= block.stability <= 1
         assert block.verdict != "unknown"
-    assert found.online == (path.stem == "transformer")
+    assert {form.name for form in found.forms} == {"fixed", "online one-sided", "online two-sided", "EGOP"}
+    assert all(form.against or (form.step > 0 and form.predicted > 0 and form.bytes > 0) for form in found.forms)
+    assert (found.rate is not None) == (found.advised is not None)
 
 
 def test_the_digits_are_what_the_paper_says_they_are():
