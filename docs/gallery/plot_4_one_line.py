@@ -45,7 +45,7 @@ def train(make, steps=100):
         if step % 10 == 0:
             with torch.no_grad():
                 losses.append(F.cross_entropy(model(images), labels).item())
-        chosen = torch.randint(len(images), (64,), generator=order)
+        chosen = torch.randint(len(images), (128,), generator=order)
         optimizer.zero_grad()
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         optimizer.step()

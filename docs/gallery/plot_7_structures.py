@@ -3,7 +3,8 @@ What each structure buys
 ========================
 
 A basis of a whole weight with mn entries is an mn × mn matrix. Leaner structures take a hundredth of the memory and
-keep the gain. One network of two linear layers, Adam at one learning rate, every structure.
+keep the gain. One network of two linear layers, Adam at one learning rate, every
+structure for the first of them.
 """
 
 import matplotlib.pyplot as plt
@@ -28,7 +29,7 @@ def train(structure, steps=200):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 12, bias=False), nn.Linear(12, 6, bias=False))
     objective = egop.Objective(model, loss_fn, [(inputs, targets)])
-    basis = egop.estimate(objective, structure={"*": structure}, samples=300, progress=False)
+    basis = egop.estimate(objective, structure={"0.weight": structure}, samples=300, progress=False)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis, lr=0.03)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -37,7 +37,7 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.letters(codes) + self.places.weight, mask=self.mask, is_causal=True))
 
 
-def train(make, steps=150):
+def train(make, steps=200):
     """The training loss by step."""
     torch.manual_seed(0)
     model = Transformer()
@@ -45,7 +45,7 @@ def train(make, steps=150):
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(steps):
-        starts = torch.randint(len(codes) - CONTEXT, (8, 1), generator=generator)
+        starts = torch.randint(len(codes) - CONTEXT, (12, 1), generator=generator)
         batch = codes[starts + torch.arange(CONTEXT + 1)]
         optimizer.zero_grad()
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
