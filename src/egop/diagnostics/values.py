@@ -263,8 +263,9 @@ class Diagnosis:
         groups = alike(self.blocks)
         words = [f"PARTIAL: {self.partial}"] if self.partial else []
         words += [self.verdict, *([f"Refresh: {self.refresh}"] if self.is_of_use else [])]
-        rows = [[*cells(name, group), least_promising(group).advice] for name, group in groups]
-        table = html_table([*COLUMNS, "advice"], rows)
+        table = html_table(list(COLUMNS), [cells(name, group) for name, group in groups])
+        said = [f"<strong>{text(name)}</strong> {text(least_promising(group).advice)}" for name, group in groups]
+        table += f"<ul>{''.join(f'<li>{line}</li>' for line in said)}</ul>"
         code = f"<pre>{text(self.code)}</pre>" if self.code else ""
         return f"{''.join(f'<p>{text(line)}</p>' for line in words)}{table}{code}"
 
