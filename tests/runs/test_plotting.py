@@ -71,9 +71,9 @@ def test_panels_with_the_same_lines_have_one_legend():
 
 
 def test_names_that_are_no_pairs_are_all_in_the_legend():
-    named = [Series(f"form {k}", X, (1.0, 0.5, 0.2), egop=k > 3) for k in range(9)]
+    named = [Series(f"form {k}", X, (1.0, 0.5, 0.2), egop=k > 3) for k in range(11)]
     (legend,) = drawn(panel(*named)).legends
-    assert [text.get_text() for text in legend.get_texts()] == [f"form {k}" for k in range(9)]
+    assert [text.get_text() for text in legend.get_texts()] == [f"form {k}" for k in range(11)]
 
 
 def test_a_logarithmic_axis_ends_where_rounding_begins():

@@ -12,12 +12,14 @@ from egop.basis.partition import Block, match
 from egop.basis.roles import Layer
 from egop.basis.structures import Auxiliary, Full, Kronecker, Shared, Structure
 from egop.basis.structures.views import matrix_shape
-from egop.runs import counted, format_bytes, format_percent, format_table, text
+from egop.runs import counted, format_bytes, format_percent, format_table, html_table, text
 
 # What "auto" chooses from, richest first: where gradients are sampled, and where those of the training are followed.
 # Full is for vectors: where rows can share a basis that was as good, in a fraction of the time and memory.
 UP_FRONT: tuple[Structure, ...] = (Full(), Shared())
 ONLINE: tuple[Structure, ...] = (Kronecker(), Shared())
+
+_HEADER = ["block", "structure", "bytes", showing.COST]
 
 StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
 
@@ -46,20 +48,23 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as a table."""
+        rows = self._rows()
+        table = format_table(_HEADER, [row[:-1] for row in rows]).splitlines()
+        width = max(len(line) for line in table)
+        return "\n".join(
+            [f"{table[0]:<{width}}  why", f"{table[1]}  ---"]
+            + [f"{line:<{width}}  {row[-1]}" for line, row in zip(table[2:], rows, strict=True)]
+            + [showing.COST_MEANS]
+        )
+
+    def _rows(self) -> list[list[str]]:
+        """What the table says of each block; why comes last."""
         rows = []
         for block, structure in self.chosen.items():
             cost = structure.cost(block)
             share = format_percent(showing.cost_of(cost.flops, block.size))
-            rows.append([block.name, type(structure).__name__, format_bytes(cost.bytes), share])
-        rows += [[name, "-", "", ""] for name in self.unrotated]
-        reasons = [*(self.why[block.name] for block in self.chosen), *self.unrotated.values()]
-        table = format_table(["block", "structure", "bytes", showing.COST], rows).splitlines()
-        width = max(len(line) for line in table)
-        return "\n".join(
-            [f"{table[0]:<{width}}  why", f"{table[1]}  ---"]
-            + [f"{line:<{width}}  {reason}" for line, reason in zip(table[2:], reasons, strict=True)]
-            + [showing.COST_MEANS]
-        )
+            rows.append([block.name, type(structure).__name__, format_bytes(cost.bytes), share, self.why[block.name]])
+        return rows + [[name, "-", "", "", why] for name, why in self.unrotated.items()]
 
     def __repr__(self) -> str:
         """In a line."""
@@ -67,8 +72,8 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """The table, for a notebook."""
-        shown = [showing.of_plan(block, structure) for block, structure in self.chosen.items()]
-        return f"<p>{text(repr(self))}</p>{showing.as_html(shown, self.unrotated)}"
+        table = html_table([*_HEADER, "why"], self._rows())
+        return f"<p>{text(repr(self))}</p>{table}<p><small>{text(showing.COST_MEANS)}</small></p>"
 
 
 def make_plan(

@@ -246,9 +246,11 @@ class Diagnosis:
         words = [*([f"PARTIAL: {self.partial}"] if self.partial else []), self.verdict]
         code = f"<pre>{text(self.code)}</pre>" if self.code else ""
         forms = html_table(list(FORM_COLUMNS), [form.cells() for form in self.forms]) if self.forms else ""
-        rows = [[*cells(name, group), least_promising(group).advice] for name, group in alike(self.blocks)]
+        groups = alike(self.blocks)
+        blocks = html_table(list(COLUMNS), [cells(name, group) for name, group in groups])
+        advice = [f"<strong>{text(name)}</strong> {text(least_promising(group).advice)}" for name, group in groups]
         said, remarks = ("".join(f"<p>{text(line)}</p>" for line in lines) for lines in (words, self.remarks))
-        return f"{said}{code}{forms}{remarks}{html_table([*COLUMNS, 'advice'], rows)}"
+        return f"{said}{code}{forms}{remarks}{blocks}<ul>{''.join(f'<li>{line}</li>' for line in advice)}</ul>"
 
     def plot(self) -> Figure:
         """The spectra of the blocks as the table has them, as a figure of matplotlib."""

@@ -78,9 +78,18 @@ class Engine:
         left = dict(self.left)
         if self.refresher is not None and self.blocks:
             left |= self.refresher.unrotated
-            if not left and (plan := self.refresher.plan(self)) is not None:  # a state was loaded: nothing was chosen
-                left = plan.unrotated
+            if not left:  # a state was loaded, and nothing was chosen here
+                left = self._planned_unrotated()
         return {name: why for name, why in left.items() if name not in inside}
+
+    def _planned_unrotated(self) -> dict[str, str]:
+        """What the refresh would leave; nothing where it could not choose now, as with less memory than was used."""
+        assert self.refresher is not None
+        try:
+            plan = self.refresher.plan(self)
+        except (MemoryError, ValueError):
+            return {}
+        return {} if plan is None else plan.unrotated
 
     @property
     def stacks(self) -> Stacks:

@@ -13,27 +13,32 @@ _LOWER = ("loss", "seconds", "steps", "epochs", "milliseconds", "gradient norm",
 _HIGHER = ("accuracy", "saved")
 
 
-def judged(words: str) -> str:
-    """What an axis says, with the direction that is the good one where its words tell."""
-    if any(word in words.lower() for word in _HIGHER):
-        return f"{words} (higher is better)"
-    return f"{words} (lower is better)" if any(word in words.lower() for word in _LOWER) else words
+def judged(words: str, longest: int = 60) -> str:
+    """What an axis says, with the direction that is the good one where its words tell; in two lines if it is long."""
+    direction = "higher" if any(word in words.lower() for word in _HIGHER) else ""
+    direction = direction or ("lower" if any(word in words.lower() for word in _LOWER) else "")
+    if not direction:
+        return words
+    said = f"({direction} is better)"
+    return f"{words} {said}" if len(words) + len(said) < longest else f"{words}\n{said}"
 
 
-def draw_bars(axes: Axes, panel: Panel, *, is_named: bool = True) -> None:
+def draw_bars(axes: Axes, panel: Panel, *, is_named: bool = True, has_legend: bool = True) -> None:
     """A row a method, its bars in the colour of its family, with their numbers; "never" where there is no end.
 
     Args:
         axes: where.
         panel: what; ``ylabel`` is what the bars measure.
         is_named: whether the rows have their names, or the panel to the left has them.
+        has_legend: whether the bars of a row have their names, or the figure has them.
     """
     names = [str(x) for x in panel.series[0].x]
     known_rows = [series for series in panel.series if not all(map(math.isnan, series.median))]
     several = len(known_rows) > 1
     colors = colors_of(series.method or series.label for series in known_rows)
     width = 0.8 / max(1, len(known_rows))
-    longest = max((value for s in known_rows for value in s.median if math.isfinite(value)), default=1.0)
+    numbers = [value for s in known_rows for row in (s.median, s.high or ()) for value in row if math.isfinite(value)]
+    longest = max(numbers, default=1.0)
     for index, series in enumerate(known_rows):
         places = [number + width * (index - (len(known_rows) - 1) / 2) for number in range(len(names))]
         known = [value if math.isfinite(value) else 0.0 for value in series.median]
@@ -47,15 +52,23 @@ def draw_bars(axes: Axes, panel: Panel, *, is_named: bool = True) -> None:
             if math.isfinite(low) and math.isfinite(high) and low < high:
                 axes.plot([low, high], [place, place], color=INK, linewidth=1.1)
             words = "never" if value == math.inf else "" if math.isnan(value) else f"{value:.3g}"
-            style = {"color": MUTED, "fontstyle": "italic"} if value == math.inf else {"color": INK}
-            axes.annotate(words, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8, **style)
+            axes.annotate(
+                words,
+                (end, place),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=MUTED if value == math.inf else INK,
+                fontstyle="italic" if value == math.inf else "normal",
+            )
     axes.set_yticks(range(len(names)), names if is_named else [])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     axes.set_xlim(0, 1.18 * longest)  # room for the numbers
     axes.set(xlabel=judged(panel.ylabel), ylabel=panel.xlabel)
-    if several:
+    if several and has_legend:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=min(3, len(panel.series)))
 
 

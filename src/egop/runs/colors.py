@@ -18,10 +18,10 @@ COLORS = {
     "Shampoo": "#56b4e9",
     "Muon": "#101112",
 }
-_MORE_COLORS = ("#e69f00", "#4b2991", "#8c564b", "#2ca02c", "#c0369d", "#17becf")
+_MORE_COLORS = ("#e69f00", "#8c6bb1", "#8c564b", "#2ca02c", "#c0369d", "#17becf")
 _OTHERS = "#8a8a8a"
-# Black and dark violet would vanish on a dark page.
-_DARK |= {COLORS["Muon"]: "#e6e7e9", COLORS["EGOP"]: "#a58be0"}
+# Black and dark violet would vanish on a dark page, and blue be hard to see.
+_DARK |= {COLORS["Muon"]: "#e6e7e9", COLORS["EGOP"]: "#a58be0", COLORS["Adam"]: "#3d9bd8"}
 
 # What stands for them in a page of ours, which has these names.
 PAGE_COLORS = {

@@ -8,7 +8,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,8 +65,8 @@ STYLE = {
 }
 # What is lower than this part of the highest value is rounding: drawn, it would squeeze everything else.
 _ROUNDING = 1e-16
-# More lines than this in a panel are not labelled at their ends; a panel that stands alone has more room.
-_LABELLED, _LABELLED_ALONE = 6, 8
+# More lines than this in a panel are not labelled at their ends.
+_LABELLED = 10
 _DASHES = (0, (3, 1.2))
 # Of a panel, in inches: a picture of three of them is as wide as a column of text, and its words as large.
 _NARROW, _WIDE, _ALONE, _HEIGHT = 3.1, 4.6, 6.4, 2.9
@@ -76,39 +76,52 @@ _NARROW, _WIDE, _ALONE, _HEIGHT = 3.1, 4.6, 6.4, 2.9
 def draw(picture: Picture) -> Figure:
     """A picture of an experiment: its panels in rows of two or three."""
     panels = picture.panels
-    with_legend = _needs_legend(panels)
+    below = [panel for panel in panels if _is_named_below(panel, panels)]
     count = len(panels)
-    narrow = with_legend or all(panel.kind == "bar" for panel in panels)
+    narrow = below or all(panel.kind == "bar" for panel in panels)
     columns = 1 if count == 1 else 3 if narrow and count not in (2, 4) else 2
-    rows = -(-count // columns)
-    width = _ALONE if count == 1 else _WIDE * 2 / columns
-    if any(panel.kind == "cells" for panel in panels):
-        width = 9.2
-    height = max([_HEIGHT, *(0.19 * _bars(panel) + 0.9 for panel in panels)])
-    legend_height = 0.45 if with_legend else 0.0
-    figure = Figure(figsize=(width * columns, height * rows + legend_height), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    width = 9.2 if any(panel.kind == "cells" for panel in panels) else _ALONE if count == 1 else _WIDE * 2 / columns
+    heights = [max(map(_height, panels[first : first + columns])) for first in range(0, count, columns)]
+    handles = _legend(below)
+    longest = max((len(str(handle.get_label())) for handle in handles), default=0)
+    across = max(1, int(width * columns / (0.075 * longest + 0.55)))
+    size = (width * columns, sum(heights) + 0.2 * -(-len(handles) // across) + 0.1)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = list(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).flat)
+    named = {_key(series) for panel in below for series in panel.series}
     labels: list[tuple[Axes, list[Annotation]]] = []
     for place, (panel, here) in enumerate(zip(panels, axes, strict=False)):
-        _draw_panel(here, panel, is_named=place % columns == 0 or _names(panel) != _names(panels[place - 1]))
-        if panel.kind == "line" and not with_legend:
+        before = panels[place - 1] if place % columns else None
+        _draw_panel(here, panel, before, named)
+        if panel.kind == "line" and panel not in below:
             labels.append((here, _end_labels(here, panel)))
+            if place == count - 1 and count % columns:  # they have the empty place beside them
+                for label in labels[-1][1]:
+                    label.set_in_layout(False)
     for here in axes[count:]:
         here.remove()
-    if with_legend:
-        handles = _legend(panels)
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 2 * columns))
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), across))
     figure.draw_without_rendering()  # so that it is known how high the panels are
     for here, texts in labels:
         _spread(here, texts)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Panel, *, is_named: bool) -> None:
+def _height(panel: Panel) -> float:
+    """Of a panel, in inches: bars need room."""
+    bars = len(panel.series) * len(panel.series[0].x) if panel.kind == "bar" else 0
+    return max(_HEIGHT, 0.9 + min(0.19 * bars, 0.12 * bars + 1))
+
+
+def _draw_panel(axes: Axes, panel: Panel, before: Panel | None, named: Set[tuple[str, bool]]) -> None:
+    """Draw one panel; ``before`` is the one to its left, ``named`` are the lines that stand in the legend."""
     if panel.kind == "cells":
         draw_cells(axes, panel)
     elif panel.kind == "bar":
-        draw_bars(axes, panel, is_named=is_named)
+        rows = [str(x) for x in panel.series[0].x]
+        is_named = before is None or before.kind != "bar" or rows != [str(x) for x in before.series[0].x]
+        draw_bars(axes, panel, is_named=is_named, has_legend=not {_key(series) for series in panel.series} <= named)
     else:
         _draw_lines(axes, panel)
     axes.set_title(panel.title)
@@ -117,12 +130,12 @@ def _draw_panel(axes: Axes, panel: Panel, *, is_named: bool) -> None:
 
 
 def _draw_lines(axes: Axes, panel: Panel) -> None:
-    axes.set(xlabel=panel.xlabel, ylabel=judged(panel.ylabel), xscale=panel.xscale)
+    axes.set(xlabel=panel.xlabel, ylabel=judged(panel.ylabel, longest=34), xscale=panel.xscale)
     axes.set_yscale(panel.yscale)
     colors = colors_of(series.method or series.label for series in panel.series)
-    many = len(panel.series) > _LABELLED
+    band = min(0.13, 0.35 / len(panel.series))  # many on top of each other stay pale
     for series in panel.series:
-        _draw_line(axes, series, colors[series.method or series.label], band=0.07 if many else 0.13)
+        _draw_line(axes, series, colors[series.method or series.label], band=band)
     for label, height in panel.horizontal.items():
         axes.axhline(height, color="#aa3333", linewidth=1, linestyle=":", zorder=2.5)
         axes.annotate(
@@ -138,21 +151,22 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
     for mark in panel.marks:
         axes.plot([mark.x], [mark.y], marker="o", markersize=5, color=INK, zorder=5)
         axes.annotate(mark.label, (mark.x, mark.y), (5, 5), textcoords="offset points", zorder=5)
-    for span in panel.spans:
+    for place, span in enumerate(panel.spans):
         color = colors.get(span.method, INK)
         arrow = {"arrowstyle": "<->", "color": color, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", (span.end, span.height), (span.start, span.height), arrowprops=arrow, zorder=4)
+        # Curves that fall leave the upper right free.
         axes.annotate(
             span.words,
             ((span.start + span.end) / 2, span.height),
-            (0, 5),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
+            (0.98, 0.97 - 0.09 * place),
+            textcoords="axes fraction",
+            ha="right",
+            va="top",
             color=color,
             fontsize=8.5,
             fontweight="bold",
-            bbox={"facecolor": BACK, "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.6, "relpos": (0.5, 0)},
             zorder=5,
         )
     axes.set_aspect(panel.aspect, adjustable="datalim")
@@ -207,59 +221,59 @@ def _few_ticks(axis: Axis) -> None:
 # --- what the lines are called ---
 
 
-def _needs_legend(panels: Sequence[Panel]) -> bool:
-    """Whether the names of the lines stand below the figure, once, and not at their ends."""
-    lines = [panel for panel in panels if panel.kind == "line"]
-    most = _LABELLED if len(panels) > 1 else _LABELLED_ALONE
-    if any(len(_shown(panel)) > most or panel.aspect == "equal" or not _go_right(panel) for panel in lines):
-        return True
-    names = [_names(panel) for panel in lines]
-    return any(len(one) > 2 and names.count(one) > 1 for one in names)
+def _key(series: Series) -> tuple[str, bool]:
+    """What a line looks like: its colour, and whether it is dashed."""
+    return series.method or series.label, series.egop
 
 
 def _shown(panel: Panel) -> list[Series]:
     return [series for series in panel.series if not series.faint]
 
 
-def _names(panel: Panel) -> tuple[str, ...]:
-    """What tells the lines of a panel apart, or its rows of bars."""
-    if panel.kind == "bar":
-        return tuple(str(x) for x in panel.series[0].x)
-    return tuple(series.label for series in _shown(panel))
+def _is_named_below(panel: Panel, panels: Sequence[Panel]) -> bool:
+    """Whether the names of a panel's lines stand below the figure: others have them too, or they have no free ends."""
+    if panel.kind != "line":
+        return False
+    shown = _shown(panel)
+    others = {
+        _key(series) for other in panels if other is not panel and other.kind == "line" for series in _shown(other)
+    }
+    is_shared = len(shown) > 2 and bool(others & {_key(series) for series in shown})
+    return is_shared or len(shown) > _LABELLED or panel.aspect == "equal" or not all(map(_goes_right, shown))
 
 
-def _go_right(panel: Panel) -> bool:
-    """Whether every line has an end on the right."""
-    numbers = [[float(x) for x in series.x] for series in _shown(panel)]
-    return all(all(one <= other for one, other in pairwise(xs)) for xs in numbers)
-
-
-def _bars(panel: Panel) -> int:
-    return len(panel.series) * len(panel.series[0].x) if panel.kind == "bar" else 0
+def _goes_right(series: Series) -> bool:
+    """Whether a line has its end on the right."""
+    return all(float(one) <= float(other) for one, other in pairwise(series.x))
 
 
 def _legend(panels: Sequence[Panel]) -> list[Line2D]:
-    """A line for each method, and one for each of the coordinates, where their names are made of these two."""
-    series = {one.label: one for panel in panels if panel.kind == "line" for one in _shown(panel)}
-    methods = dict.fromkeys(one.method or one.label for one in series.values())
-    colors = colors_of(methods)
-    pairs = {name for method in methods for name in (method, f"{method}, EGOP", f"EGOP {method}")}
-    if set(series) <= pairs and len(series) > len(methods):
+    """A line for each method, and two for the coordinates where each method is there in both."""
+    series: dict[tuple[str, bool], Series] = {}
+    for panel in panels:
+        for one in _shown(panel):
+            series.setdefault(_key(one), one)
+    colors = colors_of(method for method, _ in series)
+    plain = {method: one for (method, egop), one in series.items() if not egop}
+    turned = {method for method, egop in series if egop}
+    if turned and turned <= set(plain):
         dashes = [
             Line2D([], [], color=MUTED, linewidth=2.3, alpha=0.75, label="original coordinates"),
             Line2D([], [], color=MUTED, linewidth=1.7, linestyle=_DASHES, label="EGOP coordinates"),
         ]
-        return [Line2D([], [], color=colors[name], linewidth=3.5, label=name) for name in methods] + dashes
+        return [
+            Line2D([], [], color=colors[method], linewidth=3.5, label=plain[method].label) for method in plain
+        ] + dashes
     return [
         Line2D(
             [],
             [],
-            color=colors[one.method or label],
-            linestyle=_DASHES if one.egop else "solid",
-            linewidth=1.7 if one.egop else 2.3,
-            label=label,
+            color=colors[method],
+            linestyle=_DASHES if egop else "solid",
+            linewidth=1.7 if egop else 2.3,
+            label=one.label,
         )
-        for label, one in series.items()
+        for (method, egop), one in series.items()
     ]
 
 
@@ -271,10 +285,20 @@ def _end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
         lowest = axes.get_ylim()[0] if panel.yscale == "log" else -math.inf
         pairs = zip(series.x, series.median, strict=True)
         ends = [(float(x), y) for x, y in pairs if lowest <= y < math.inf]
+        if not ends and any(0 < y < lowest for y in series.median):  # all of it is below what is shown
+            ends = [(float(series.x[-1]), lowest)]
         if not ends:
             continue
         color = colors[series.method or series.label]
-        leader = {"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.6, "shrinkA": 0, "shrinkB": 1}
+        leader = {
+            "arrowstyle": "-",
+            "color": color,
+            "linewidth": 0.7,
+            "alpha": 0.6,
+            "shrinkA": 0,
+            "shrinkB": 1,
+            "relpos": (0, 0.5),
+        }
         labels.append(
             axes.annotate(
                 series.label,

@@ -133,7 +133,8 @@ def picture(demo: Demo, language: demo_language.Language | None) -> Picture:
 
 def panel(demo: Demo) -> Panel:
     """Training loss by epoch, and how much of the training EGOP coordinates save."""
-    series, spans = [], []
+    series: list[Series] = []
+    spans: list[Span] = []
     for original, reparameterized in demo.pairs():
         for run in (original, reparameterized):
             label = run.optimizer if run is original else f"{run.optimizer}, EGOP"

@@ -177,8 +177,8 @@ class TrajectoriesExperiment(Experiment):
             # Each with the way that Adagrad takes in these coordinates: it scales along the axes, which are these.
             lines = [self._levels(store, preset, seed, kind), self._way(store, preset, seed, kind, kind)]
             marks = self._marks(store, preset, seed, kind)
-            words = (f"{part} {axis}" for part in _PARTS)
-            planes.append(Panel(title, *words, lines, yscale="linear", aspect="equal", marks=marks))
+            across, up = (f"{part} {axis}" for part in _PARTS)
+            planes.append(Panel(title, across, up, lines, yscale="linear", aspect="equal", marks=marks))
         methods = [Method("Adagrad", kind) for kind in (ORIGINAL, EGOP)]
         losses, sweeps = [], []
         for method in methods:
@@ -194,8 +194,9 @@ class TrajectoriesExperiment(Experiment):
             Picture(
                 self.id,
                 f"Adagrad with learning rate {rate:g} on a log-sum-exp objective in the plane: one instance in two "
-                "coordinate systems, with level sets and the way taken in each; the loss above its minimum by step, and "
-                f"after the last step by learning rate, medians and quartiles over {len(self._seeds(preset))} instances.",
+                "coordinate systems, with level sets and the way taken in each; the loss above its minimum by step, "
+                "and after the last step by learning rate, medians and quartiles over "
+                f"{len(self._seeds(preset))} instances.",
                 [
                     *planes,
                     Panel("Loss", "step", "loss above minimum", losses),
