@@ -84,9 +84,9 @@ class ShortRuns(TimedExperiment):
             "validation": "the central crop after every epoch, ten crops at the end",
             "target": f"{_NEAR:g} times the lowest median validation loss of {self.often}, and AdamW's lowest one "
             "beside",
-            "SOAP": "renewed never, each epoch (73 steps) and every 100 or 10 steps; 100 are more than an epoch here and a "
-            "hundredth of one in the paper; its own betas (0.95, 0.95), a basis for every dimension of a kernel; ours "
-            "has one for inputs and kernel together",
+            "SOAP": "renewed never, each epoch (73 steps) and every 100 or 10 steps; 100 are more than an epoch here, "
+            "a hundredth of one in the paper; its own betas (0.95, 0.95), a basis for every dimension of a kernel; "
+            "ours has one for inputs and kernel together",
             "images": ["all", "all"] if full else [320, 160],
         }
 
