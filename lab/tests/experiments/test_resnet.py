@@ -329,7 +329,7 @@ def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_one
 def test_without_three_trials_the_short_runs_count(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG, trials=2)
     assert EXPERIMENT.judge(store, "full") == EXPERIMENT.short.judge(store, "full")
-    assert EXPERIMENT.remarks(store, "full")[1] == "Not run: runs of 30 epochs."
+    assert EXPERIMENT.remarks(store, "full")[1] == "Not run to their end: runs of 30 epochs."
 
 
 def test_runs_beside_others_have_the_time_of_those_alone(tmp_path):

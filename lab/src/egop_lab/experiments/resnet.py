@@ -120,7 +120,8 @@ class ResnetExperiment(Experiment):
         length = f"{settings['epochs']} epochs"
         there = self._long_methods(store, preset)
         if not there:
-            return [f"Not run: runs of {length}."]
+            begun = self.long.reported(store, preset)
+            return [f"Not run{' to their end' if begun else ''}: runs of {length}."]
         if missing := [method for method in settings["methods"] if method not in there]:
             return [f"Not run with {length}: {', '.join(missing)}; what is claimed of these is judged by short runs."]
         return []
