@@ -134,8 +134,10 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
     experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path, preset="full")
     judged = experiment.judge(store, "full")
     assert {each.verdict for each in judged} == {"holds"}
-    others = {other.verdict for each in judged for other in each.beside if "superimposed" not in each.id}
-    assert others == {"does not hold"}
+    apart = [each for each in judged if "superimposed" not in each.id]
+    assert {other.verdict for each in apart for other in each.beside if other.rule == "from Σ^½"} == {"does not hold"}
+    sooner = [other for each in judged for other in each.beside if other.rule.startswith("fewer steps")]
+    assert [other.verdict for other in sooner] == ["holds"] * 2, "without a schedule"
     assert [each.kind for each in judged] == ["claim", "claim", "reading", "reading"] * 2 + ["claim"] * 3
     methods = {record.config["optimizer"] for record in store if "start" in record.config}
     assert methods == {"Adam", "Adagrad", "SOAP", "Shampoo"}, "the paper's"
