@@ -9,7 +9,7 @@ import time
 import pytest
 
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments import resnet_runs
+from egop_lab.experiments import resnet_long
 from egop_lab.experiments.resnet import ResnetExperiment
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
@@ -23,7 +23,8 @@ from egop_lab.experiments.resnet_claims import (
     SOAP_OURS,
     UPFRONT,
 )
-from egop_lab.experiments.resnet_runs import FIRST, OPTIONAL, LongRuns, ShortRuns
+from egop_lab.experiments.resnet_long import FIRST, LongRuns
+from egop_lab.experiments.resnet_runs import OPTIONAL, ShortRuns
 from egop_lab.methods import RESNET, compared, label
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
@@ -375,8 +376,8 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
 
 
 def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(resnet_runs, "_LONG", ((ADAMW,), ()))
-    monkeypatch.setattr(resnet_runs, "_LADDER", [1e-3])  # so that there is one round of processes
+    monkeypatch.setattr(resnet_long, "_LONG", ((ADAMW,), ()))
+    monkeypatch.setattr(resnet_long, "_LADDER", [1e-3])  # so that there is one round of processes
     stores = []
     for processes in (1, 2):
         store = Store(tmp_path / f"{processes}.jsonl")
@@ -391,4 +392,4 @@ def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
 
 
 def test_a_process_starts_nothing_when_the_time_is_over(folder):
-    assert resnet_runs.in_own_process({"device": None}, time.monotonic() - 1, {}) is None
+    assert resnet_long.in_own_process({"device": None}, time.monotonic() - 1, {}) is None

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from egop.runs import Picture
 from egop_lab.experiments.base import Experiment, Judged, Table, beside
-from egop_lab.experiments.resnet_runs import LongRuns, ShortRuns
+from egop_lab.experiments.resnet_long import LongRuns
+from egop_lab.experiments.resnet_runs import ShortRuns
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Store
 
