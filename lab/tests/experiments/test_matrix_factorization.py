@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from egop_lab.experiments import tuned
-from egop_lab.experiments.matrix_factorization import CONSTANT, SPEED, MatrixFactorizationExperiment, crossing
+from egop_lab.experiments.matrix_factorization import CONSTANT, MatrixFactorizationExperiment
+from egop_lab.experiments.matrix_factorization_claims import SPEED, crossing
 from egop_lab.experiments.tuned import Method
 from egop_lab.training.context import Context
 from egop_lab.training.factorization import PRINTED, Factorization
