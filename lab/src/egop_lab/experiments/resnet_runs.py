@@ -76,6 +76,7 @@ class ShortRuns(TimedExperiment):
             "a hundredth of one in the paper; its own betas (0.95, 0.95), a basis for every dimension of a kernel; "
             "ours has one for inputs and kernel together",
             "images": ["all", "all"] if full else [320, 160],
+            **({} if full else {"samples": 32}),  # else as many as give each kernel a thousand gradients
         }
 
     def run(self, store: Store, context: Context) -> None:
@@ -101,7 +102,8 @@ class ShortRuns(TimedExperiment):
     def trials(self, store: Store, context: Context) -> Trials:
         settings, device = self.settings(context.preset), context.device
         data = images.load(**self.source(context))
-        common = {key: settings[key] for key in ("batch", "weight decay", "side", "crop", "depths", "width")}
+        names = ("batch", "weight decay", "side", "crop", "depths", "width", "samples")
+        common = {key: settings[key] for key in names if key in settings}
         common |= {"data": data.counts, "precision": precision(device)}
         warm = False
 
