@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from egop_lab.experiments import tuned
-from egop_lab.experiments.matrix_factorization import CONSTANT, SPEED, MatrixFactorizationExperiment, crossing
+from egop_lab.experiments.matrix_factorization import CONSTANT, MatrixFactorizationExperiment
+from egop_lab.experiments.matrix_factorization_claims import SPEED, crossing
 from egop_lab.experiments.tuned import Method
 from egop_lab.training.context import Context
 from egop_lab.training.factorization import PRINTED, Factorization
@@ -134,8 +135,10 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
     experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path, preset="full")
     judged = experiment.judge(store, "full")
     assert {each.verdict for each in judged} == {"holds"}
-    others = {other.verdict for each in judged for other in each.beside if "superimposed" not in each.id}
-    assert others == {"does not hold"}
+    apart = [each for each in judged if "superimposed" not in each.id]
+    assert {other.verdict for each in apart for other in each.beside if other.rule == "from Σ^½"} == {"does not hold"}
+    sooner = [other for each in judged for other in each.beside if other.rule.startswith("fewer steps")]
+    assert [other.verdict for other in sooner] == ["holds"] * 2, "without a schedule"
     assert [each.kind for each in judged] == ["claim", "claim", "reading", "reading"] * 2 + ["claim"] * 3
     methods = {record.config["optimizer"] for record in store if "start" in record.config}
     assert methods == {"Adam", "Adagrad", "SOAP", "Shampoo"}, "the paper's"

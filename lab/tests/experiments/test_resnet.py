@@ -9,7 +9,7 @@ import time
 import pytest
 
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments import resnet_runs
+from egop_lab.experiments import resnet_long
 from egop_lab.experiments.resnet import ResnetExperiment
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
@@ -23,7 +23,8 @@ from egop_lab.experiments.resnet_claims import (
     SOAP_OURS,
     UPFRONT,
 )
-from egop_lab.experiments.resnet_runs import FIRST, OPTIONAL, LongRuns, ShortRuns
+from egop_lab.experiments.resnet_long import FIRST, LongRuns
+from egop_lab.experiments.resnet_runs import OPTIONAL, ShortRuns
 from egop_lab.methods import RESNET, compared, label
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
@@ -329,7 +330,7 @@ def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_one
 def test_without_three_trials_the_short_runs_count(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG, trials=2)
     assert EXPERIMENT.judge(store, "full") == EXPERIMENT.short.judge(store, "full")
-    assert EXPERIMENT.remarks(store, "full")[1] == "Not run: runs of 30 epochs."
+    assert EXPERIMENT.remarks(store, "full")[1] == "Not run to their end: runs of 30 epochs."
 
 
 def test_runs_beside_others_have_the_time_of_those_alone(tmp_path):
@@ -375,8 +376,8 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
 
 
 def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(resnet_runs, "_LONG", ((ADAMW,), ()))
-    monkeypatch.setattr(resnet_runs, "_LADDER", [1e-3])  # so that there is one round of processes
+    monkeypatch.setattr(resnet_long, "_LONG", ((ADAMW,), ()))
+    monkeypatch.setattr(resnet_long, "_LADDER", [1e-3])  # so that there is one round of processes
     stores = []
     for processes in (1, 2):
         store = Store(tmp_path / f"{processes}.jsonl")
@@ -391,4 +392,4 @@ def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
 
 
 def test_a_process_starts_nothing_when_the_time_is_over(folder):
-    assert resnet_runs.in_own_process({"device": None}, time.monotonic() - 1, {}) is None
+    assert resnet_long.in_own_process({"device": None}, time.monotonic() - 1, {}) is None

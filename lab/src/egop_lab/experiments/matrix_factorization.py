@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from egop.runs import Panel, Picture, Series
-from egop_lab.experiments.base import Beside, Judged, beside, decades, verdict
-from egop_lab.experiments.curves import first_below, median, quartiles
+from egop_lab.experiments.base import Judged
+from egop_lab.experiments.curves import median
+from egop_lab.experiments.matrix_factorization_claims import PAPERS, RIVALS, SPEED, THRESHOLDS, Found, crossing, speed
 from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment
 from egop_lab.methods import describe
 from egop_lab.training.context import Preset
-from egop_lab.training.factorization import PRINTED, ROUNDING, SPECTRAL, Factorization
+from egop_lab.training.factorization import PRINTED, SPECTRAL, Factorization
 from egop_lab.training.instances import RANDOM
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP
 
-# Nine digits: no figure shows a smaller difference. Runs that end this close have all found the optimum.
-AT_OPTIMUM = 1e-9
-THRESHOLDS = (1e-2, 1e-4, 1e-6)  # relative distance to the optimal loss, for counting steps
-SPEED = 1e-6  # the threshold of the second choice of learning rates
-_CLOSER = 1e-3  # smaller differences of errors no figure shows
-_SUPERIMPOSED = 1.1  # no eye sees a smaller ratio on the figure's axis
-_MOSTLY = 0.9  # of the steps
-
 CONSTANT = "constant"  # of the learning rate; else it is annealed
-
-_RIVALS = ("Adam", "Adagrad", "SOAP", "SOAP (0.95)", "Shampoo")
-_PAPERS = ("Adam", "Adagrad", "SOAP", "Shampoo")
 
 
 class MatrixFactorizationExperiment(TunedExperiment):
@@ -56,7 +43,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
-        optimizers = [*_RIVALS, *(["GaLore"] if full else [])]
+        optimizers = [*RIVALS, *(["GaLore"] if full else [])]
         return {
             "trials": 5 if full else 3,
             "tuning trials": 5 if full else 2,
@@ -89,7 +76,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         return [
             (case, method)
             for case, method in super().pairs(preset)
-            if not {"start", "schedule"} & set(case) or (method.optimizer in _PAPERS and method.coordinates != RANDOM)
+            if not {"start", "schedule"} & set(case) or (method.optimizer in PAPERS and method.coordinates != RANDOM)
         ]
 
     def anneals(self, case: Case) -> bool:
@@ -105,29 +92,20 @@ class MatrixFactorizationExperiment(TunedExperiment):
 
     def scores(self, case: Case) -> list[Score]:
         """Speed is compared with a schedule only."""
-        return [self.score, _speed] if self.anneals(case) else [self.score]
+        return [self.score, speed] if self.anneals(case) else [self.score]
 
     def fastest(self, store: Store, preset: Preset, method: Method, case: Case | None = None) -> float:
         """The rate with the fewest steps to the threshold, median over the tuning trials."""
-        return self.chosen(store, preset, case or self.cases(preset)[0], method, _speed)
+        return self.chosen(store, preset, case or self.cases(preset)[0], method, speed)
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        """By the printed start where it was run, beside it by the spectral one."""
-        found = [
-            self._by_start(self.starts(preset), partial(one, store, preset, optimizer))
-            for optimizer in ("Adam", "Adagrad")
-            for one in (self._lower, self._closer, self._fastest_of_all, self._faster_than_original)
-        ]
-        found.append(self._by_start(self.starts(preset), partial(self._superimposed, store, preset)))
-        if constant := self._constant(store, preset):
-            found += [self._by_start(constant, partial(self._persists, store, preset, o)) for o in ("Adam", "Adagrad")]
-        return found
+        return Found(self, store, preset).judged()
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
-        missing = CONSTANT in self.settings(preset)["schedules"] and not self._constant(store, preset)
+        missing = CONSTANT in self.settings(preset)["schedules"] and not self.constant(store, preset)
         return ["Not run to their end: runs without a schedule."] if missing else []
 
-    def _constant(self, store: Store, preset: Preset) -> list[Case]:
+    def constant(self, store: Store, preset: Preset) -> list[Case]:
         """The cases without a schedule; none where they were not run to their end."""
         wanted = self.starts(preset, CONSTANT) if CONSTANT in self.settings(preset)["schedules"] else []
         try:
@@ -137,11 +115,6 @@ class MatrixFactorizationExperiment(TunedExperiment):
         except LookupError:
             return []
         return wanted
-
-    def _by_start(self, cases: Sequence[Case], judge: Callable[[Case], Judged]) -> Judged:
-        *others, papers = map(judge, cases)
-        differing = [beside(f"from {SPECTRAL}", other) for other in others if other.found != papers.found]
-        return replace(papers, beside=(*papers.beside, *differing))
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         case, methods = self.cases(preset)[0], self.methods(preset)
@@ -175,7 +148,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
 
     def _printed(self, store: Store, preset: Preset) -> list[Picture]:
         """The same from the printed start, with a schedule and without; nothing where that was not run."""
-        there = [*self.starts(preset), *self._constant(store, preset)]
+        there = [*self.starts(preset), *self.constant(store, preset)]
         cases = [case for case in there if case.get("start") == PRINTED]
         if not cases:
             return []
@@ -203,121 +176,6 @@ class MatrixFactorizationExperiment(TunedExperiment):
         runs = self.reported(store, preset, case, method, self.fastest(store, preset, method, case))
         return median([crossing(run.result["excess"], threshold) * every for run in runs])
 
-    def _finals(self, store: Store, preset: Preset, case: Case, optimizer: str, name: str) -> tuple[float, str, float]:
-        """The last number of EGOP's runs, and the best rival's."""
-
-        def last(method: Method) -> float:
-            return median([run.result[name][-1] for run in self.reported(store, preset, case, method)])
-
-        rivals = {rival: last(Method(rival)) for rival in _RIVALS if (case, Method(rival)) in self.pairs(preset)}
-        best = min(rivals, key=lambda rival: rivals[rival])
-        return last(Method(optimizer, EGOP)), best, rivals[best]
-
-    def _lower(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
-        turned, best, rival = self._finals(store, preset, case, optimizer, "excess")
-        finding = (
-            f"Above the optimum, relative, from {case.get('start', SPECTRAL)}: EGOP {optimizer} {turned:.2g}; {best}, "
-            f"the best rival, {rival:.2g}."
-        )
-        if max(turned, rival) <= AT_OPTIMUM:
-            finding += " Both have found the optimum."
-        return Judged(
-            f"{self.id}/{optimizer}-lower",
-            f"EGOP {optimizer} ends at a lower loss than Adam, Adagrad, SOAP and Shampoo.",
-            verdict(rival > AT_OPTIMUM and turned < rival),
-            finding,
-            threshold=f"below {AT_OPTIMUM:g} all are at the optimum",
-            margin=decades(turned, rival, AT_OPTIMUM),
-        )
-
-    def _closer(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
-        turned, best, rival = self._finals(store, preset, case, optimizer, "error")
-        return Judged(
-            f"{self.id}/{optimizer}-closer",
-            f"EGOP {optimizer} ends at a lower reconstruction error than Adam, Adagrad, SOAP and Shampoo.",
-            verdict(turned < (1 - _CLOSER) * rival),
-            f"‖LRᵀ − X*‖² from {case.get('start', SPECTRAL)}: EGOP {optimizer} {turned:.5g}; {best}, the best rival, "
-            f"{rival:.5g}.",
-            threshold=f"by more than {_CLOSER:.1%}",
-            margin=decades(turned, rival),
-        )
-
-    def _fastest_of_all(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
-        return self._faster(store, preset, optimizer, case, _RIVALS, "Adam, Adagrad, SOAP and Shampoo")
-
-    def _faster_than_original(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
-        return self._faster(store, preset, optimizer, case, [optimizer], optimizer)
-
-    def _faster(
-        self, store: Store, preset: Preset, optimizer: str, case: Case, rivals: Sequence[str], against: str
-    ) -> Judged:
-        mine = [self.steps_to(store, preset, Method(optimizer, EGOP), threshold, case) for threshold in THRESHOLDS]
-        others = {
-            rival: [self.steps_to(store, preset, Method(rival), threshold, case) for threshold in THRESHOLDS]
-            for rival in rivals
-            if (case, Method(rival)) in self.pairs(preset)
-        }
-        words = f"EGOP {optimizer} comes near the optimum in fewer steps than {against}."
-        best = [min(steps[place] for steps in others.values()) for place in range(len(THRESHOLDS))]
-        names = [next(rival for rival in others if others[rival][place] == best[place]) for place in range(len(best))]
-        numbers = "; ".join(
-            f"to {threshold:g}: EGOP {optimizer} {steps:.0f}, {name} {rival:.0f}"
-            for threshold, steps, name, rival in zip(THRESHOLDS, mine, names, best, strict=True)
-        )
-        faster = all(steps < rival for steps, rival in zip(mine, best, strict=True))
-        name = f"{optimizer}-faster" if len(rivals) > 1 else f"{optimizer}-faster-than-original"
-        return Judged(
-            f"{self.id}/{name}", words, verdict(faster), f"{_from(case)} at the fastest rate: {numbers}.", "reading"
-        )
-
-    def _persists(self, store: Store, preset: Preset, optimizer: str, case: Case) -> Judged:
-        """Both trends at once, by the rules of the runs with a schedule."""
-        lower, closer = (one(store, preset, optimizer, case) for one in (self._lower, self._closer))
-        return Judged(
-            f"{self.id}/{optimizer}-without-schedule",
-            f"The trends persist without a schedule: EGOP {optimizer} ends at a lower loss and reconstruction error "
-            "than Adam, Adagrad, SOAP and Shampoo.",
-            verdict(lower.verdict == closer.verdict == "holds"),
-            f"{lower.found} {closer.found}",
-            threshold=f"{lower.threshold}; of the error, {closer.threshold}",
-            margin=lower.margin,
-        )
-
-    def _superimposed(self, store: Store, preset: Preset, case: Case) -> Judged:
-        """By the loss, as in the paper's figure; on a scale of what is left of it the traces come apart."""
-        every = self.settings(preset)["record every"]
-
-        def spread(methods: Sequence[Method], least: float) -> list[float]:
-            """At every recorded step the largest median over the smallest."""
-            curves = [[run.result["excess"] for run in self.reported(store, preset, case, m)] for m in methods]
-            middle = [[value + least for value in quartiles(trials)[1]] for trials in curves]
-            return [max(values) / min(values) for values in zip(*middle, strict=True)]
-
-        rivals = [Method(name) for name in _PAPERS]
-        egop = [Method(name, EGOP) for name in ("Adam", "Adagrad")]
-        losses, with_egop, left = spread(rivals, 1.0), spread([*rivals, *egop], 1.0), spread(rivals, AT_OPTIMUM)
-        together, all_together, apart = (
-            sum(value <= _SUPERIMPOSED for value in values) / len(values) for values in (losses, with_egop, left)
-        )
-        place = losses.index(max(losses))
-        start = case.get("start", SPECTRAL)
-        return Judged(
-            f"{self.id}/superimposed",
-            "The traces of Adam, Adagrad, Shampoo and SOAP are superimposed.",
-            verdict(together >= _MOSTLY),
-            f"From {start}, median losses within {_SUPERIMPOSED - 1:.0%} of each other at {together:.0%} of the steps; "
-            f"furthest apart at step {place * every}, by a factor of {losses[place]:.2g}. With EGOP Adam and Adagrad "
-            f"among them: at {all_together:.0%}.",
-            threshold=f"within {_SUPERIMPOSED - 1:.0%} at {_MOSTLY:.0%} of the steps",
-            beside=(
-                Beside(
-                    f"what is left above the optimum, down to {AT_OPTIMUM:g}",
-                    verdict(apart >= _MOSTLY),
-                    f"Within {_SUPERIMPOSED - 1:.0%} at {apart:.0%} of the steps.",
-                ),
-            ),
-        )
-
     def _bars(self, store: Store, preset: Preset) -> Panel:
         names = [f"{threshold:g}" for threshold in THRESHOLDS]
         bars = []
@@ -329,24 +187,3 @@ class MatrixFactorizationExperiment(TunedExperiment):
                 Series(str(method), names, heights, method=method.optimizer if egop else str(method), egop=egop)
             )
         return Panel("Steps needed", "relative distance to the optimum", "steps", bars, yscale="linear", kind="bar")
-
-
-def _from(case: Case) -> str:
-    return f"Steps from {case.get('start', SPECTRAL)}"
-
-
-def crossing(curve: Sequence[float], threshold: float) -> float:
-    """Where a curve first reaches the threshold, in records: straight lines between them, on a logarithmic axis."""
-    step = first_below(curve, threshold)
-    if not step:
-        return math.inf if step is None else 0.0
-    before, after = curve[step - 1], max(curve[step], ROUNDING)
-    if not math.isfinite(before):
-        return float(step)
-    return step - 1 + math.log(before / threshold) / math.log(before / after)
-
-
-def _speed(result: Mapping[str, Any]) -> float:
-    """Where in the curve the threshold is reached; behind its end where it is not, the closer the better."""
-    step = crossing(result["excess"], SPEED)
-    return step if math.isfinite(step) else len(result["excess"]) + float(result["excess"][-1])

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from egop.runs import Picture
 from egop_lab.experiments.base import Experiment, Judged, Table, beside
-from egop_lab.experiments.resnet_runs import LongRuns, ShortRuns
+from egop_lab.experiments.resnet_long import LongRuns
+from egop_lab.experiments.resnet_runs import ShortRuns
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Store
 
@@ -120,7 +121,8 @@ class ResnetExperiment(Experiment):
         length = f"{settings['epochs']} epochs"
         there = self._long_methods(store, preset)
         if not there:
-            return [f"Not run: runs of {length}."]
+            begun = self.long.reported(store, preset)
+            return [f"Not run{' to their end' if begun else ''}: runs of {length}."]
         if missing := [method for method in settings["methods"] if method not in there]:
             return [f"Not run with {length}: {', '.join(missing)}; what is claimed of these is judged by short runs."]
         return []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,20 +18,16 @@ from egop_lab.experiments.resnet_claims import (
     AROUND,
     BOTH_SIDES,
     PAPER,
-    PERIODIC,
     SOAP_10,
     SOAP_100,
-    SOAP_EPOCH,
-    SOAP_ONCE,
     SOAP_OURS,
-    UPFRONT,
     claims,
 )
-from egop_lab.experiments.timed import Claim, Measures, Runs, TimedExperiment, is_tuning, lowest, number, search
+from egop_lab.experiments.timed import Claim, Measures, Runs, TimedExperiment, is_tuning, lowest, number
 from egop_lab.making import foreign
 from egop_lab.methods import RESNET, compared
-from egop_lab.training.classifiers import Run, in_own_process
-from egop_lab.training.context import Context, Preset, in_processes
+from egop_lab.training.classifiers import Run
+from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed import Trials, fast, precision
@@ -42,13 +36,7 @@ _NEAR = 1.05  # the paper's target: so many times the lowest validation loss of 
 
 OPTIONAL = (BOTH_SIDES,)  # run last, when there is time; left out where its runs are missing
 
-# The methods of the long runs by importance: most claims are about the first ones; a package's SOAP takes longest.
-FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_OURS)
-_LONG = (FIRST, (SOAP_EPOCH, SOAP_ONCE), (SOAP_100, AROUND))
 _NEW = (SOAP_100, SOAP_OURS, AROUND)  # these have no short runs but those that tune them
-
-# Steps of about half a decade over the paper's range.
-_LADDER = [float(f"{factor}e{exponent}") for exponent in range(-5, 0) for factor in (1, 3)] + [1.0]
 
 
 class ShortRuns(TimedExperiment):
@@ -84,10 +72,11 @@ class ShortRuns(TimedExperiment):
             "validation": "the central crop after every epoch, ten crops at the end",
             "target": f"{_NEAR:g} times the lowest median validation loss of {self.often}, and AdamW's lowest one "
             "beside",
-            "SOAP": "renewed never, each epoch (73 steps) and every 100 or 10 steps; 100 are more than an epoch here "
-            "and a hundredth of one in the paper; its own betas (0.95, 0.95), a basis for every dimension of a kernel; "
+            "SOAP": "renewed never, each epoch (73 steps) and every 100 or 10 steps; 100 are more than an epoch here, "
+            "a hundredth of one in the paper; its own betas (0.95, 0.95), a basis for every dimension of a kernel; "
             "ours has one for inputs and kernel together",
             "images": ["all", "all"] if full else [320, 160],
+            **({} if full else {"samples": 32}),  # else as many as give each kernel a thousand gradients
         }
 
     def run(self, store: Store, context: Context) -> None:
@@ -113,7 +102,8 @@ class ShortRuns(TimedExperiment):
     def trials(self, store: Store, context: Context) -> Trials:
         settings, device = self.settings(context.preset), context.device
         data = images.load(**self.source(context))
-        common = {key: settings[key] for key in ("batch", "weight decay", "side", "crop", "depths", "width")}
+        names = ("batch", "weight decay", "side", "crop", "depths", "width", "samples")
+        common = {key: settings[key] for key in names if key in settings}
         common |= {"data": data.counts, "precision": precision(device)}
         warm = False
 
@@ -155,7 +145,7 @@ class ShortRuns(TimedExperiment):
         runs = [run for run in self.tuning(settings, done, method) if run.config["lr"] in settings["rates"]]
         if missing := set(settings["rates"]) - {run.config["lr"] for run in runs}:
             raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, sorted(missing)))}")
-        return best_rate(runs, _inaccuracy)
+        return best_rate(runs, inaccuracy)
 
     def tuning(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
         """The runs that choose a method's learning rate."""
@@ -195,7 +185,7 @@ class ShortRuns(TimedExperiment):
     def tables(self, store: Store, preset: Preset) -> list[Table]:
         """What an epoch costs here and in the paper, and what comes of it."""
         runs = self.reported(store, preset)
-        paces = {method: _pace(records) for method, records in runs.items()}
+        paces = {method: pace(records) for method, records in runs.items()}
         rows = [self._row(method, records, paces) for method, records in runs.items()]
         epochs = self.settings(preset)["epochs"]
         header = ("method", "rate", "trials", "lowest validation loss", "ten crops: loss", "accuracy")
@@ -262,107 +252,8 @@ class ShortRuns(TimedExperiment):
         ]
 
 
-class LongRuns(ShortRuns):
-    """Runs of thirty epochs, of the paper's methods and a faster SOAP; tuned as the short ones."""
-
-    often: ClassVar[str] = SOAP_OURS
-    claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_OURS))
-    pictured: ClassVar[str] = "resnet-long"
-
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        methods = [method for group in _LONG for method in group]
-        return super().settings(preset) | {
-            "methods": methods,
-            "epochs": 30 if preset == "full" else 3,
-            "further rates": f"from {_LADDER[0]:g} to {_LADDER[-1]:g} by half decades, while the best one is at an end "
-            "of those tried",
-        }
-
-    def required(self, preset: Preset) -> set[str]:
-        return set()
-
-    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
-        best, left = self._search(settings, done, method)
-        if left:
-            raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, left))}")
-        return best
-
-    def _search(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> tuple[float, list[float]]:
-        """The best rate; or those that are to be tried before there is one."""
-        return search(_LADDER, settings["rates"], self.tuning(settings, done, method), _inaccuracy)
-
-    def all_of_them(self, store: Store, context: Context, processes: int) -> bool:
-        """Do the runs that are missing, by importance; whether they are all there."""
-        trials = self.trials(store, context)
-        with fast(context.device):
-            return all(self._part(trials, groups, processes) for groups in (_LONG[:-1], _LONG[-1:]))
-
-    def _part(self, trials: Trials, groups: Sequence[Sequence[str]], processes: int) -> bool:
-        """Runs that tune have the device to themselves: time is read from them."""
-        while left := self._left(trials, groups):
-            tuning = [entries for entries in left if entries["seed"] == TUNING]
-            if tuning or processes == 1:
-                done = all(trials.do(**entries) for entries in tuning or left)
-            else:
-                done = self._beside(trials, left, processes)
-            if not done:
-                return False
-        return True
-
-    def _left(self, trials: Trials, groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-        """What can be done now, by group and trial: of a method that is tuned its runs, else those that tune it."""
-        settings = self.settings(trials.context.preset)
-        entries: list[dict[str, Any]] = []
-        for methods, seed in itertools.product(groups, range(settings["trials"])):
-            for method in methods:
-                best, rates = self._search(settings, trials.done, method)
-                own = {"method": method, "lr": best, "epochs": settings["epochs"], "seed": seed}
-                tuning = {"method": method, "epochs": settings["tuning epochs"], "seed": TUNING}
-                entries += [tuning | {"lr": rate} for rate in rates if seed == 0] if rates else [own]
-        return [each for each in entries if trials.configured(**each) not in trials.store]
-
-    def _beside(self, trials: Trials, left: Sequence[dict[str, Any]], processes: int) -> bool:
-        """Do runs by several processes at once; whether there was time for all of them."""
-        context = replace(trials.context, workers=processes)
-        source = self.source(trials.context)
-        configs = trials.store.missing([trials.configured(**entries) for entries in left])
-        in_processes(partial(in_own_process, source, trials.ends), configs, trials.store, context, "ResNet")
-        return not trials.store.missing(configs)
-
-    def complete(self, store: Store, preset: Preset) -> Runs:
-        """The methods that have all of their runs; none where the targets are not known."""
-        count = self.settings(preset)["trials"]
-        runs = {method: own for method, own in self.reported(store, preset).items() if len(own) == count}
-        return runs if {ADAMW, self.often} <= set(runs) else {}
-
-    def reported(self, store: Store, preset: Preset) -> Runs:
-        """Those that were done beside others have the seconds of runs that had the device to themselves."""
-        done = self.done(store, preset)
-        paces = {
-            method: _pace([run for run in done if run.config["method"] == method and _is_timed(run)])
-            for method in self.settings(preset)["methods"]
-        }
-        return {
-            method: [run if _is_timed(run) else _at_pace(run, paces[method]) for run in runs]
-            for method, runs in super().reported(store, preset).items()
-        }
-
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        """Only what can be, since the methods that it is about have all of their runs."""
-        runs = self.complete(store, preset)
-        return (
-            []
-            if not runs
-            else self.verdicts(runs, preset, [c for c in self.claims if {c.method, c.other} <= set(runs)])
-        )
-
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        first, second = super().pictures(store, preset)
-        timed = " Seconds are those of runs that had the GPU to themselves, by epoch."
-        return [first, replace(second, caption=second.caption + timed)]
-
-
-def _inaccuracy(result: Mapping[str, Any]) -> float:
+def inaccuracy(result: Mapping[str, Any]) -> float:
+    """What a learning rate is chosen by."""
     return -float(result["ten-crop accuracy"])
 
 
@@ -371,27 +262,21 @@ def _trained(runs: Runs, *methods: str) -> bool:
     return all("training accuracy" in run.result for method in methods for run in runs[method])
 
 
-def _is_timed(run: Record) -> bool:
+def is_timed(run: Record) -> bool:
     """Whether a run had the device to itself, and did not diverge."""
     return math.isfinite(run.result["seconds"][-1])
 
 
-def _pace(runs: Sequence[Record]) -> tuple[float, float]:
+def pace(runs: Sequence[Record]) -> tuple[float, float]:
     """Seconds before the first epoch, and those of an epoch, by runs from which time can be read: medians.
 
     What the first epoch takes more than others, as for a first basis, is before.
     """
-    curves = [run.result["seconds"] for run in runs if _is_timed(run)]
+    curves = [run.result["seconds"] for run in runs if is_timed(run)]
     if not curves:
         return math.nan, math.nan
-    pace = median([(curve[-1] - curve[1]) / max(len(curve) - 2, 1) for curve in curves])
-    return median([curve[1] - pace for curve in curves]), pace
-
-
-def _at_pace(run: Record, pace: tuple[float, float]) -> Record:
-    before, epoch = pace
-    curve = [before + epoch * count for count in range(len(run.result["seconds"]))]
-    return replace(run, result={**run.result, "seconds": curve})
+    epoch = median([(curve[-1] - curve[1]) / max(len(curve) - 2, 1) for curve in curves])
+    return median([curve[1] - epoch for curve in curves]), epoch
 
 
 def _line(method: str, curves: Sequence[Sequence[float]]) -> Series:
