@@ -8,7 +8,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from egop.runs.bars import draw_bars, draw_cells, judged
-from egop.runs.colors import BACK, EDGE, GRID, INK, MUTED, PAGE_COLORS, colors_of, dark_style
+from egop.runs.colors import BACK, EDGE, GRID, INK, MUTED, PAGE_COLORS, PAGE_METHODS, colors_of, dark_style
 from egop.runs.pictures import Panel, Picture, Series
 from egop.runs.records import replacing
 
@@ -72,15 +72,20 @@ _DASHES = (0, (3, 1.2))
 _NARROW, _WIDE, _ALONE, _HEIGHT = 3.1, 4.6, 6.4, 2.9
 
 
-@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]  # a plain dict of settings
 def draw(picture: Picture) -> Figure:
     """A picture of an experiment: its panels in rows of two or three."""
+    return _drawn(picture, _ALONE)
+
+
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]  # a plain dict of settings
+def _drawn(picture: Picture, alone: float) -> Figure:
+    """The same with the width that a panel has which is the only one."""
     panels = picture.panels
     below = [panel for panel in panels if _is_named_below(panel, panels)]
     count = len(panels)
     narrow = below or all(panel.kind == "bar" for panel in panels)
     columns = 1 if count == 1 else 3 if narrow and count not in (2, 4) else 2
-    width = 9.2 if any(panel.kind == "cells" for panel in panels) else _ALONE if count == 1 else _WIDE * 2 / columns
+    width = 9.2 if any(panel.kind == "cells" for panel in panels) else alone if count == 1 else _WIDE * 2 / columns
     heights = [max(map(_height, panels[first : first + columns])) for first in range(0, count, columns)]
     handles = _legend(below)
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
@@ -377,20 +382,21 @@ def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) ->
         alpha, width = (0.35, 1.0) if place < faint else (1.0, 2.2)
         axes.plot(series.x, series.median, color=color, linestyle=dashes, alpha=alpha, linewidth=width)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
-    return _embedded(figure, name, panel.title)
+    return _embedded(figure, name, panel.title, PAGE_COLORS)  # the lines have the colours that the page has chosen
 
 
 def inline_picture(picture: Picture) -> str:
     """A picture's panels with their names as SVGs to be put into a page, in its colours; the page places them."""
     panels = [Picture(picture.name, picture.caption, [panel]) for panel in picture.panels]
+    colors = PAGE_COLORS | PAGE_METHODS
     return "".join(
-        _embedded(draw(one), f"{picture.name}-{place}", one.panels[0].title or picture.caption)
+        _embedded(_drawn(one, _WIDE), f"{picture.name}-{place}", one.panels[0].title or picture.caption, colors)
         for place, one in enumerate(panels, start=1)
     )
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
-def _embedded(figure: Figure, name: str, label: str) -> str:
+def _embedded(figure: Figure, name: str, label: str, colors: Mapping[str, str]) -> str:
     """The figure without outside names and background, its identifiers told apart by a name, in a page's colours."""
     written = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -398,7 +404,7 @@ def _embedded(figure: Figure, name: str, label: str) -> str:
     svg = written.getvalue()
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :]).replace("xlink:href", "href")
     svg = re.sub(r' (id|href)="(#?)', rf' \1="\2{name}-', svg).replace("url(#", f"url(#{name}-")
-    for color, of_page in PAGE_COLORS.items():
+    for color, of_page in colors.items():
         svg = svg.replace(color, of_page)
     role = f'role="img" aria-label="{html.escape(label, quote=True)}"'
     return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda match: f"{match[1]} {role}", svg)
