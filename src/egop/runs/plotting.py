@@ -63,8 +63,8 @@ STYLE = {
     "ytick.color": EDGE,
     "ytick.labelcolor": INK,
 }
-# What is lower than this part of the highest value is rounding: drawn, it would squeeze everything else.
-_ROUNDING = 1e-16
+# What is lower than this part of where a line begins is solved, or rounding: drawn, it would squeeze everything else.
+_LOWEST = 1e-16
 # More lines than this in a panel are not labelled at their ends.
 _LABELLED = 10
 _DASHES = (0, (3, 1.2))
@@ -90,7 +90,8 @@ def _drawn(picture: Picture, alone: float) -> Figure:
     handles = _legend(below)
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
     across = max(1, int(width * columns / (0.075 * longest + 0.55)))
-    size = (width * columns, sum(heights) + 0.2 * -(-len(handles) // across) + 0.1)
+    lines = -(-len(handles) // across)
+    size = (width * columns, sum(heights) + 0.2 * lines + 0.1)
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).flat)
     named = {_key(series) for panel in below for series in panel.series}
@@ -106,7 +107,7 @@ def _drawn(picture: Picture, alone: float) -> Figure:
     for here in axes[count:]:
         here.remove()
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), across))
+        figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // lines))
     figure.draw_without_rendering()  # so that it is known how high the panels are
     for here, texts in labels:
         _spread(here, texts)
@@ -152,6 +153,8 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
             color="#aa3333",
             fontsize=8,
             va="bottom",
+            bbox={"facecolor": BACK, "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+            zorder=4,
         )
     for mark in panel.marks:
         axes.plot([mark.x], [mark.y], marker="o", markersize=5, color=INK, zorder=5)
@@ -196,13 +199,13 @@ def _draw_line(axes: Axes, series: Series, color: str, *, band: float) -> None:
 
 
 def _clip(axes: Axes, panel: Panel) -> None:
-    """End a logarithmic axis where rounding begins, and say so."""
-    values = [value for series in panel.series for value in series.median if math.isfinite(value) and value > 0]
-    floor = _ROUNDING * max(values, default=1.0)
-    if values and min(values) < floor:
+    """End a logarithmic axis far below where its lines begin, and say so."""
+    positive = [[value for value in series.median if 0 < value < math.inf] for series in panel.series]
+    floor = _LOWEST * max((values[0] for values in positive if values), default=1.0)
+    if any(values and min(values) < floor for values in positive):
         axes.set_ylim(bottom=floor)
         axes.annotate(
-            "below: rounding",
+            "cut at 1e-16 of the start",
             (1, 0),
             (-2, 2),
             xycoords="axes fraction",
