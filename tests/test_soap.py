@@ -147,10 +147,7 @@ def test_two_details_and_eps_are_all_that_differs(every, eps, slack):
 
 def main(picture):
     """The table of docs/soap.md, and its picture."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from egop.runs import plotting
+    from egop.runs import Panel, Picture, Series, plotting
 
     marks = [10, 50, 100, STEPS - 1]
     for name in WIDTHS:
@@ -168,18 +165,21 @@ def main(picture):
                 values = " ".join(f"{losses[mark].item():8.4f}" for mark in marks)
                 other = soap(name, every, 1e-10 if "eps" in label else 1e-8)
                 print(f"{label:40} {values}  {deviation(losses, other):9.4%}")
-    with matplotlib.rc_context(plotting.STYLE):
-        figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-        for axes, every in zip(figure.subplots(1, 2, sharey=True), (1, 10), strict=True):
-            axes.plot(soap("square", every), color="#d55e00", linewidth=4, alpha=0.45, label="SOAP")
-            axes.plot(online("square", every), color="#0072b2", label="Adam + Online(Kronecker)")
-            details = online_with_soaps_details("square", every)
-            axes.plot(details, color="#000000", linestyle=(0, (3, 2)), linewidth=1.2, label="... with SOAP's details")
-            axes.plot(adam("square"), color="#7f7f7f", linewidth=1.2, label="Adam")
-            title = "renewed at every step" if every == 1 else f"renewed every {every} steps"
-            axes.set(title=title, xlabel="step", yscale="log")
-        figure.axes[0].set_ylabel("loss")
-        figure.axes[0].legend()
+    panels = []
+    for every in (1, 10):
+        curves = {
+            "SOAP": soap("square", every),
+            "Adam + Online(Kronecker)": online("square", every),
+            "... with SOAP's details": online_with_soaps_details("square", every),
+            "Adam": adam("square"),
+        }
+        series = [
+            Series(label, range(len(losses)), losses.tolist(), egop="SOAP's" in label)
+            for label, losses in curves.items()
+        ]
+        title = "Renewed at every step" if every == 1 else f"Renewed every {every} steps"
+        panels.append(Panel(title, "step", "loss", series))
+    figure = plotting.draw(Picture("soap", "Loss curves of SOAP, of Adam with Online(Kronecker), and of Adam", panels))
     plotting.save(figure, picture)
 
 

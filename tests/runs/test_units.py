@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egop.runs.units import format_bytes, format_count, format_table, parse_bytes
+from egop.runs.units import format_bytes, format_count, format_percent, format_table, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,14 @@ def test_a_written_size_reads_back_to_two_digits(size):
 )
 def test_counts_are_written_in_decimal_units(count, text):
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"),
+    [(0, "0.0 %"), (0.0001, "< 0.1 %"), (0.0123, "1.2 %"), (0.0996, "10 %"), (0.55, "55 %"), (1.5, "150 %")],
+)
+def test_fractions_are_written_in_percent(fraction, text):
+    assert format_percent(fraction) == text
 
 
 def test_a_table_has_its_first_column_to_the_left_and_numbers_to_the_right():

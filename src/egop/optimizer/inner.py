@@ -102,7 +102,8 @@ def warn_of_no_gain(optimizer_class: type[Optimizer], blocks: Sequence[BoundBloc
     name = optimizer_class.__name__
     warnings.warn(
         f"{name} takes the same steps in every rotation, with these settings: a change of basis costs time and gains "
-        f"nothing. {_ADVICE}; or egop.EGOP(model), or {name} without a basis.",
+        "nothing. Use one that scales each coordinate by itself, such as Adam, AdamW or Adagrad; or egop.EGOP(model); "
+        f"or {name} without a basis.",
         stacklevel=level_of_user(),  # the line that makes the optimizer
     )
 

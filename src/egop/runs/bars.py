@@ -69,7 +69,9 @@ def draw_bars(axes: Axes, panel: Panel, *, is_named: bool = True, has_legend: bo
     axes.set_xlim(0, 1.18 * longest)  # room for the numbers
     axes.set(xlabel=judged(panel.ylabel), ylabel=panel.xlabel)
     if several and has_legend:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=min(3, len(panel.series)))
+        widest = max(len(series.label) for series in known_rows)
+        columns = max(1, int(3.2 / (0.075 * widest + 0.55)))  # in inches
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(columns, len(known_rows)))
 
 
 def draw_cells(axes: Axes, panel: Panel) -> None:

@@ -30,8 +30,11 @@ PAGE_COLORS = {
     MUTED: "currentColor",
     GRID: "var(--grid)",
     BACK: "var(--back)",
+}
+PAGE_METHODS = {
     COLORS["Muon"]: "currentColor",
     COLORS["EGOP"]: "var(--violet)",
+    COLORS["Adam"]: "var(--blue)",
 }
 
 

@@ -8,7 +8,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from egop.runs.bars import draw_bars, draw_cells, judged
-from egop.runs.colors import BACK, EDGE, GRID, INK, MUTED, PAGE_COLORS, colors_of, dark_style
+from egop.runs.colors import BACK, EDGE, GRID, INK, MUTED, PAGE_COLORS, PAGE_METHODS, colors_of, dark_style
 from egop.runs.pictures import Panel, Picture, Series
 from egop.runs.records import replacing
 
@@ -63,8 +63,8 @@ STYLE = {
     "ytick.color": EDGE,
     "ytick.labelcolor": INK,
 }
-# What is lower than this part of the highest value is rounding: drawn, it would squeeze everything else.
-_ROUNDING = 1e-16
+# What is lower than this part of where a line begins is solved, or rounding: drawn, it would squeeze everything else.
+_LOWEST = 1e-16
 # More lines than this in a panel are not labelled at their ends.
 _LABELLED = 10
 _DASHES = (0, (3, 1.2))
@@ -72,20 +72,26 @@ _DASHES = (0, (3, 1.2))
 _NARROW, _WIDE, _ALONE, _HEIGHT = 3.1, 4.6, 6.4, 2.9
 
 
-@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]  # a plain dict of settings
 def draw(picture: Picture) -> Figure:
     """A picture of an experiment: its panels in rows of two or three."""
+    return _drawn(picture, _ALONE)
+
+
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]  # a plain dict of settings
+def _drawn(picture: Picture, alone: float) -> Figure:
+    """The same with the width that a panel has which is the only one."""
     panels = picture.panels
     below = [panel for panel in panels if _is_named_below(panel, panels)]
     count = len(panels)
     narrow = below or all(panel.kind == "bar" for panel in panels)
     columns = 1 if count == 1 else 3 if narrow and count not in (2, 4) else 2
-    width = 9.2 if any(panel.kind == "cells" for panel in panels) else _ALONE if count == 1 else _WIDE * 2 / columns
+    width = 9.2 if any(panel.kind == "cells" for panel in panels) else alone if count == 1 else _WIDE * 2 / columns
     heights = [max(map(_height, panels[first : first + columns])) for first in range(0, count, columns)]
     handles = _legend(below)
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
     across = max(1, int(width * columns / (0.075 * longest + 0.55)))
-    size = (width * columns, sum(heights) + 0.2 * -(-len(handles) // across) + 0.1)
+    lines = -(-len(handles) // across)
+    size = (width * columns, sum(heights) + 0.2 * lines + 0.1)
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).flat)
     named = {_key(series) for panel in below for series in panel.series}
@@ -101,7 +107,7 @@ def draw(picture: Picture) -> Figure:
     for here in axes[count:]:
         here.remove()
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), across))
+        figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // lines))
     figure.draw_without_rendering()  # so that it is known how high the panels are
     for here, texts in labels:
         _spread(here, texts)
@@ -147,6 +153,8 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
             color="#aa3333",
             fontsize=8,
             va="bottom",
+            bbox={"facecolor": BACK, "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
+            zorder=4,
         )
     for mark in panel.marks:
         axes.plot([mark.x], [mark.y], marker="o", markersize=5, color=INK, zorder=5)
@@ -191,13 +199,13 @@ def _draw_line(axes: Axes, series: Series, color: str, *, band: float) -> None:
 
 
 def _clip(axes: Axes, panel: Panel) -> None:
-    """End a logarithmic axis where rounding begins, and say so."""
-    values = [value for series in panel.series for value in series.median if math.isfinite(value) and value > 0]
-    floor = _ROUNDING * max(values, default=1.0)
-    if values and min(values) < floor:
+    """End a logarithmic axis far below where its lines begin, and say so."""
+    positive = [[value for value in series.median if 0 < value < math.inf] for series in panel.series]
+    floor = _LOWEST * max((values[0] for values in positive if values), default=1.0)
+    if any(values and min(values) < floor for values in positive):
         axes.set_ylim(bottom=floor)
         axes.annotate(
-            "below: rounding",
+            "cut at 1e-16 of the start",
             (1, 0),
             (-2, 2),
             xycoords="axes fraction",
@@ -377,20 +385,21 @@ def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) ->
         alpha, width = (0.35, 1.0) if place < faint else (1.0, 2.2)
         axes.plot(series.x, series.median, color=color, linestyle=dashes, alpha=alpha, linewidth=width)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
-    return _embedded(figure, name, panel.title)
+    return _embedded(figure, name, panel.title, PAGE_COLORS)  # the lines have the colours that the page has chosen
 
 
 def inline_picture(picture: Picture) -> str:
     """A picture's panels with their names as SVGs to be put into a page, in its colours; the page places them."""
     panels = [Picture(picture.name, picture.caption, [panel]) for panel in picture.panels]
+    colors = PAGE_COLORS | PAGE_METHODS
     return "".join(
-        _embedded(draw(one), f"{picture.name}-{place}", one.panels[0].title or picture.caption)
+        _embedded(_drawn(one, _WIDE), f"{picture.name}-{place}", one.panels[0].title or picture.caption, colors)
         for place, one in enumerate(panels, start=1)
     )
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
-def _embedded(figure: Figure, name: str, label: str) -> str:
+def _embedded(figure: Figure, name: str, label: str, colors: Mapping[str, str]) -> str:
     """The figure without outside names and background, its identifiers told apart by a name, in a page's colours."""
     written = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -398,7 +407,7 @@ def _embedded(figure: Figure, name: str, label: str) -> str:
     svg = written.getvalue()
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :]).replace("xlink:href", "href")
     svg = re.sub(r' (id|href)="(#?)', rf' \1="\2{name}-', svg).replace("url(#", f"url(#{name}-")
-    for color, of_page in PAGE_COLORS.items():
+    for color, of_page in colors.items():
         svg = svg.replace(color, of_page)
     role = f'role="img" aria-label="{html.escape(label, quote=True)}"'
     return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda match: f"{match[1]} {role}", svg)

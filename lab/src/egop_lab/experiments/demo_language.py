@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -107,7 +108,8 @@ def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language
 
 def own_source() -> Text:
     """Egop's own source, as bytes."""
-    source = b"".join(path.read_bytes() for path in sorted(Path(egop.__file__).parent.rglob("*.py")))
+    folder = Path(str(resources.files("egop")))
+    source = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     whole = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     return Text(*whole.split([len(whole) - len(whole) // 10, len(whole) // 10]))
 
