@@ -23,9 +23,9 @@ __all__ = ["FORM_COLUMNS", "TITLES", "Diagnosis", "FormDiagnosis"]
 
 # What a form is called where people read.
 TITLES = {
-    FIXED: "AdamW in a basis estimated before training",
-    "online one-sided": "AdamW in a basis that follows the gradients, of the input side",
-    "online two-sided": "AdamW in a basis that follows the gradients, of both sides",
+    FIXED: "AdamW in an estimated basis",
+    "online one-sided": "AdamW with Online, input side",
+    "online two-sided": "AdamW with Online, both sides",
     "EGOP": "egop.EGOP",
 }
 # The headings of a table of forms, and what each column means.

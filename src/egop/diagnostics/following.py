@@ -18,7 +18,7 @@ from egop.estimation import Objective
 __all__ = ["Following", "rotatable"]
 
 # The gradients of so many batches are looked at where the training stands, and those of so many steps of AdamW from
-# there: a twentieth of the training, or this many. The rate of these steps is AdamW's own.
+# there, or a twentieth of the training where that is less. The rate of these steps is AdamW's own.
 _BATCHES, _EARLY, _PART, _RATE = 32, 15, 0.05, 1e-3
 # About so many runs are needed for a learning rate, of so many steps at least.
 _RUNS, _FEWEST = 8, 10
@@ -62,7 +62,7 @@ class Following:
 
     def gradients(self, diagnosis: Diagnosis) -> Diagnosis:
         """Where the training stands, and along a few steps of it."""
-        early = _EARLY if self.steps is None else max(2, round(_PART * self.steps))
+        early = _EARLY if self.steps is None else min(_EARLY, max(2, round(_PART * self.steps)))
         tick = self.begin("Looking at gradients", _BATCHES + early + 2 * PROBES)
         here = off_axes.here(self.objective, self.weights, _BATCHES, self.seed, tick)
         along = off_axes.along(self.objective, self.weights, early, _RATE, self.seed, tick)
