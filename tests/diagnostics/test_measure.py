@@ -224,6 +224,26 @@ def test_a_planted_spectrum_of_few_draws_is_not_clear_yet():
     assert diagnosed(planted(), samples=400).forms[0].against == ""
 
 
+def test_without_second_derivatives_all_problems_of_the_study_count():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, outputs):
+            ctx.save_for_backward(outputs)
+            return outputs.square().sum()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6)).double()
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).double() for seed in range(9)]
+    found = diagnosed(egop.Objective(model, lambda model, batch: Once.apply(model(batch)), batches))
+    assert found.curvature is None
+    assert "The curvature is not known, so all problems of the study count: RuntimeError" in str(found)
+    assert {len(form.steps) for form in found.forms} == {20}
+
+
 def test_decay_along_the_axes_is_called_aligned():
     objective, _ = quadratic(decaying(), rotated=False)
     (block,) = diagnosed(objective).blocks

@@ -129,6 +129,7 @@ class Diagnosis:
         pass_seconds: the time of one forward and backward pass on one batch; the median of several.
         forms: what each form of training is expected to bring, and what it takes.
         curvature: how much of it is on the axes, which the study chose to predict by; None if not known.
+        without_curvature: why it is not; empty where it is, or nothing was drawn.
         here: how far the gradients of the training lie off the axes at the current parameters; None if not looked at.
         along: the same along a few steps of AdamW.
         rate: what :func:`egop.find_lr` found for the form that is advised.
@@ -151,6 +152,7 @@ class Diagnosis:
     pass_seconds: float | None
     forms: tuple[FormDiagnosis, ...] = ()
     curvature: Curvature | None = None
+    without_curvature: str = ""
     here: OffAxes | None = None
     along: OffAxes | None = None
     rate: FoundRate | None = None
@@ -254,6 +256,8 @@ class Diagnosis:
         words = [f"{TITLES[form.name]}: {form.against}." for form in self.forms if form.against]
         if self.curvature is not None and self.forms:
             words.append(_compared(self.curvature))
+        if self.without_curvature:
+            words.append(f"The curvature is not known, so all problems of the study count: {self.without_curvature}.")
         if self.here is not None:
             words.append(_seen("At the current parameters", self.here))
         if self.along is not None:

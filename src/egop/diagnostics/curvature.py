@@ -45,15 +45,12 @@ class Curvature:
 
 def curvature(
     objective: Objective, basis: Reparameterization, seed: int, tick: Callable[[], object] = lambda: None
-) -> Curvature | None:
-    """Where the training stands, over the first batches; None where the loss cannot be differentiated twice."""
+) -> Curvature:
+    """Where the training stands, over the first batches; a RuntimeError if the loss has no second derivative."""
     with objective.preserved(seed=seed):
-        try:
-            hessian = _Hessian(objective, basis, seed)
-            original = hessian.on_axes(lambda vector: vector, lambda vector: vector, tick)
-            return Curvature(original, hessian.on_axes(hessian.decoded, hessian.encoded, tick))
-        except (RuntimeError, NotImplementedError):  # an operation of the loss has no second derivative
-            return None
+        hessian = _Hessian(objective, basis, seed)
+        original = hessian.on_axes(lambda vector: vector, lambda vector: vector, tick)
+        return Curvature(original, hessian.on_axes(hessian.decoded, hessian.encoded, tick))
 
 
 class _Hessian:
@@ -116,7 +113,7 @@ class _Hessian:
         """From weights, by name, to coordinates."""
         coordinates: Vector = {}
         for name, change in self.basis.items():
-            parts = change.encode([weights[each] for each in change.block.parameters])
+            parts = change.encode([weights[each].to(change.block.dtype) for each in change.block.parameters])
             coordinates |= {f"{name}/{place}": part for place, part in enumerate(parts)}
         return coordinates
 
