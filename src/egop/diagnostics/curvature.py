@@ -98,7 +98,9 @@ class _Hessian:
             tick()
         assert total is not None
         pairs = (float(total.square().sum()) - squares) / (PROBES * (PROBES - 1))
-        return min(1.0, max(0.0, pairs / (squares / PROBES))) if squares > 0 else 1.0
+        if not squares > 0:
+            raise RuntimeError("the second derivative of the loss is zero here")
+        return min(1.0, max(0.0, pairs / (squares / PROBES)))
 
     def decoded(self, coordinates: Vector) -> Vector:
         """From coordinates, by block and place, to weights, by name."""
