@@ -395,8 +395,8 @@ def test_draws_before_the_training_are_counted():
 def test_the_answer_names_form_rate_gain_range_time_and_memory():
     found = diagnosis_of(block_with(), forms=(form("EGOP", 0.5, 0.6, 0.7, math.inf, step=1.25),), rate=RATE)
     assert found.verdict == (
-        "Use egop.EGOP with lr 0.02. Expect about 0.81 of AdamW's time to AdamW's loss (0.75 to 0.88 for the middle "
-        "half of 4 similar problems of the study; faster than AdamW in 3 of them): 0.65 of the steps. A step takes "
+        "Use egop.EGOP with lr 0.02. Expect about 0.88 of AdamW's time to AdamW's loss (0.75 to 0.88 for the middle "
+        "half of 4 similar problems of the study; faster than AdamW in 3 of them): 0.70 of the steps. A step takes "
         "1.25 times as long as AdamW's here, and 2.0 KiB more memory."
     )
     assert found.code == "optimizer = egop.EGOP(model, lr=0.02)"

@@ -72,8 +72,8 @@ class FormDiagnosis:
 
     @property
     def time(self) -> float:
-        """The median of these; infinite where nothing is known."""
-        return statistics.median(self.times) if self.times else math.inf
+        """The median of these, of two the longer one; infinite where nothing is known."""
+        return statistics.median_high(self.times) if self.times else math.inf
 
     @property
     def faster(self) -> int:
@@ -108,7 +108,7 @@ def _quartiles(values: Sequence[float]) -> str:
     if not values:
         return ""
     low, high = _middle_half(values)
-    return f"{_share(statistics.median(values))} ({_share(low)} to {_share(high)})"
+    return f"{_share(statistics.median_high(values))} ({_share(low)} to {_share(high)})"
 
 
 def _middle_half(values: Sequence[float]) -> tuple[float, float]:
@@ -294,12 +294,12 @@ def _expected(form: FormDiagnosis) -> str:
     span = f"{_share(low)} to {_share(high)} for the middle half of {len(form.times)} similar problems of the study"
     sure = f"faster than AdamW in {form.faster} of them"
     takes = f"A step takes {form.step:.2f} times as long as AdamW's here, and {format_bytes(form.bytes)} more memory."
-    steps = f"{_share(statistics.median(form.steps))} of the steps"
+    steps = f"{_share(statistics.median_high(form.steps))} of the steps"
     return f"Expect {reach} ({span}; {sure}): {steps}. {takes}"
 
 
 def _lower(form: FormDiagnosis) -> str:
-    steps = _share(statistics.median(form.steps))
+    steps = _share(statistics.median_high(form.steps))
     return (
         f"{TITLES[form.name]}, needed {steps} of AdamW's steps on similar problems of the study, but a step takes "
         f"{form.step:.2f} times as long here: {_share(form.time)} of AdamW's time (faster in {form.faster} of "
