@@ -69,3 +69,16 @@ def test_blocks_of_one_shape_are_one_stack():
     both = costs._stacks(dict.fromkeys(blocks, egop.Kronecker()))
     assert sorted(both) == [(1, 4, 6), (1, 6, 4), (2, 6, 6), (2, 6, 6)]
     assert costs.of_form("EGOP", {}, torch.device("cpu")) == 0.0
+
+
+def test_what_does_not_fit_is_not_advised(monkeypatch):
+    def measured(*arguments):
+        raise MemoryError("All bases together need 9 GiB")
+
+    monkeypatch.setattr(forms, "measured", measured)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 2))
+    batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(9)]
+    objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), batches)
+    found = egop.diagnose(objective, samples=20, progress=False)
+    assert found.advised is None
+    assert "it does not fit into memory (MemoryError: All bases together need 9 GiB)" in found.verdict

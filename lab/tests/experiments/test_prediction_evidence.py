@@ -12,7 +12,7 @@ import pytest
 import egop
 from egop_lab.experiments import prediction_rates
 from egop_lab.experiments.prediction import PredictionExperiment
-from egop_lab.experiments.prediction_evidence import evidence
+from egop_lab.experiments.prediction_evidence import advice, evidence, summary
 from egop_lab.experiments.prediction_found import HALVES, Found, half
 from egop_lab.training.context import Context
 from egop_lab.training.prediction import FIXED, FORMS, ORIGINAL
@@ -67,6 +67,17 @@ def test_what_the_library_has_is_what_the_records_say():
     for row in found["problems"].values():
         row["steps"] = {form: share if math.isfinite(share) else None for form, share in row["steps"].items()}
     assert shipped == found
+
+
+def test_the_advice_counts_time():
+    said = advice(study(), HALVES[1])
+    assert {each.form for each in said} == {FIXED}
+    assert {(each.expected, each.taken, each.least) for each in said} == {(0.04, 0.04, 0.04)}
+    dear = advice(study(), HALVES[1], step=30.0)
+    assert {(each.form, each.taken, each.least) for each in dear} == {(ORIGINAL, 1.0, 1.0)}
+    held = len(dear)
+    assert summary(said).startswith(f"advised for {held} of {held}, faster in {held} of these; left alone 0,")
+    assert summary(dear).endswith(f"left alone {held}, of which 0 had a form that was faster by more than a tenth")
 
 
 def test_the_predictor_is_the_one_that_diagnose_computes():

@@ -26,9 +26,9 @@ __all__ = ["FORM_COLUMNS", "TITLES", "Diagnosis", "FormDiagnosis"]
 
 # What a form is called where people read.
 TITLES = {
-    FIXED: "AdamW in a basis estimated before training",
-    "online one-sided": "AdamW in a basis that follows the gradients, of the input side",
-    "online two-sided": "AdamW in a basis that follows the gradients, of both sides",
+    FIXED: "AdamW in an estimated basis",
+    "online one-sided": "AdamW with Online, input side",
+    "online two-sided": "AdamW with Online, both sides",
     "EGOP": "egop.EGOP",
 }
 # The headings of a table of forms, and what each column means.
@@ -75,8 +75,8 @@ class FormDiagnosis:
 
     @property
     def time(self) -> float:
-        """The median of these; infinite where nothing is known."""
-        return statistics.median(self.times) if self.times else math.inf
+        """The median of these, of two the longer one; infinite where nothing is known."""
+        return statistics.median_high(self.times) if self.times else math.inf
 
     @property
     def faster(self) -> int:
@@ -111,7 +111,7 @@ def _quartiles(values: Sequence[float]) -> str:
     if not values:
         return ""
     low, high = _middle_half(values)
-    return f"{_share(statistics.median(values))} ({_share(low)} to {_share(high)})"
+    return f"{_share(statistics.median_high(values))} ({_share(low)} to {_share(high)})"
 
 
 def _middle_half(values: Sequence[float]) -> tuple[float, float]:
@@ -132,6 +132,7 @@ class Diagnosis:
         pass_seconds: the time of one forward and backward pass on one batch; the median of several.
         forms: what each form of training is expected to bring, and what it takes.
         curvature: how much of it is on the axes, which the study chose to predict by; None if not known.
+        without_curvature: why it is not; empty where it is, or nothing was drawn.
         here: how far the gradients of the training lie off the axes at the current parameters; None if not looked at.
         along: the same along a few steps of AdamW.
         rate: what :func:`egop.find_lr` found for the form that is advised.
@@ -154,6 +155,7 @@ class Diagnosis:
     pass_seconds: float | None
     forms: tuple[FormDiagnosis, ...] = ()
     curvature: Curvature | None = None
+    without_curvature: str = ""
     here: OffAxes | None = None
     along: OffAxes | None = None
     rate: FoundRate | None = None
@@ -281,6 +283,8 @@ class Diagnosis:
         words = [f"{TITLES[form.name]}: {form.against}." for form in self.forms if form.against]
         if self.curvature is not None and self.forms:
             words.append(_compared(self.curvature))
+        if self.without_curvature:
+            words.append(f"The curvature is not known, so all problems of the study count: {self.without_curvature}.")
         if self.here is not None:
             words.append(_seen("At the current parameters", self.here))
         if self.along is not None:
@@ -317,12 +321,12 @@ def _expected(form: FormDiagnosis) -> str:
     span = f"{_share(low)} to {_share(high)} for the middle half of {len(form.times)} similar problems of the study"
     sure = f"faster than AdamW in {form.faster} of them"
     takes = f"A step takes {form.step:.2f} times as long as AdamW's here, and {format_bytes(form.bytes)} more memory."
-    steps = f"{_share(statistics.median(form.steps))} of the steps"
+    steps = f"{_share(statistics.median_high(form.steps))} of the steps"
     return f"Expect {reach} ({span}; {sure}): {steps}. {takes}"
 
 
 def _lower(form: FormDiagnosis) -> str:
-    steps = _share(statistics.median(form.steps))
+    steps = _share(statistics.median_high(form.steps))
     return (
         f"{TITLES[form.name]}, needed {steps} of AdamW's steps on similar problems of the study, but a step takes "
         f"{form.step:.2f} times as long here: {_share(form.time)} of AdamW's time (faster in {form.faster} of "

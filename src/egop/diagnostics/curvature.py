@@ -45,15 +45,12 @@ class Curvature:
 
 def curvature(
     objective: Objective, basis: Reparameterization, seed: int, tick: Callable[[], object] = lambda: None
-) -> Curvature | None:
-    """Where the training stands, over the first batches; None where the loss cannot be differentiated twice."""
+) -> Curvature:
+    """Where the training stands, over the first batches; a RuntimeError if the loss has no second derivative."""
     with objective.preserved(seed=seed):
-        try:
-            hessian = _Hessian(objective, basis, seed)
-            original = hessian.on_axes(lambda vector: vector, lambda vector: vector, tick)
-            return Curvature(original, hessian.on_axes(hessian.decoded, hessian.encoded, tick))
-        except (RuntimeError, NotImplementedError):  # an operation of the loss has no second derivative
-            return None
+        hessian = _Hessian(objective, basis, seed)
+        original = hessian.on_axes(lambda vector: vector, lambda vector: vector, tick)
+        return Curvature(original, hessian.on_axes(hessian.decoded, hessian.encoded, tick))
 
 
 class _Hessian:
@@ -101,7 +98,9 @@ class _Hessian:
             tick()
         assert total is not None
         pairs = (float(total.square().sum()) - squares) / (PROBES * (PROBES - 1))
-        return min(1.0, max(0.0, pairs / (squares / PROBES))) if squares > 0 else 1.0
+        if not squares > 0:
+            raise RuntimeError("the second derivative of the loss is zero here")
+        return min(1.0, max(0.0, pairs / (squares / PROBES)))
 
     def decoded(self, coordinates: Vector) -> Vector:
         """From coordinates, by block and place, to weights, by name."""
@@ -116,7 +115,7 @@ class _Hessian:
         """From weights, by name, to coordinates."""
         coordinates: Vector = {}
         for name, change in self.basis.items():
-            parts = change.encode([weights[each] for each in change.block.parameters])
+            parts = change.encode([weights[each].to(change.block.dtype) for each in change.block.parameters])
             coordinates |= {f"{name}/{place}": part for place, part in enumerate(parts)}
         return coordinates
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from tqdm.auto import tqdm
 
 from egop.basis import ONLINE, Block, Layer, Reparameterization, make_plan, partition_parameters
@@ -12,13 +13,14 @@ from egop.diagnostics import costs, forms, off_axes
 from egop.diagnostics.answer import Diagnosis, FormDiagnosis
 from egop.diagnostics.curvature import PROBES, curvature
 from egop.diagnostics.evidence import evidence
+from egop.diagnostics.factories import first_line
 from egop.diagnostics.learning_rates import STEPS, rate_of
 from egop.estimation import Objective
 
 __all__ = ["Following", "rotatable"]
 
 # The gradients of so many batches are looked at where the training stands, and those of so many steps of AdamW from
-# there: a twentieth of the training, or this many. The rate of these steps is AdamW's own.
+# there, or a twentieth of the training where that is less. The rate of these steps is AdamW's own.
 _BATCHES, _EARLY, _PART, _RATE = 32, 15, 0.05, 1e-3
 # About so many runs are needed for a learning rate, of so many steps at least.
 _RUNS, _FEWEST = 8, 10
@@ -62,13 +64,18 @@ class Following:
 
     def gradients(self, diagnosis: Diagnosis) -> Diagnosis:
         """Where the training stands, and along a few steps of it."""
-        early = _EARLY if self.steps is None else max(2, round(_PART * self.steps))
+        early = _EARLY if self.steps is None else min(_EARLY, max(2, round(_PART * self.steps)))
         tick = self.begin("Looking at gradients", _BATCHES + early + 2 * PROBES)
         here = off_axes.here(self.objective, self.weights, _BATCHES, self.seed, tick)
         along = off_axes.along(self.objective, self.weights, early, _RATE, self.seed, tick)
         basis = diagnosis.basis
-        found = None if basis is None else curvature(self.objective, basis, self.seed, tick)
-        return replace(diagnosis, here=here, along=along, curvature=found)
+        diagnosis = replace(diagnosis, here=here, along=along)
+        if basis is None:
+            return diagnosis
+        try:
+            return replace(diagnosis, curvature=curvature(self.objective, basis, self.seed, tick))
+        except (RuntimeError, NotImplementedError) as error:  # of memory, or of an operation without second derivative
+            return replace(diagnosis, without_curvature=first_line(error))
 
     def forms(self, diagnosis: Diagnosis) -> Diagnosis:
         """What each form is expected to bring, and what it takes here."""
@@ -87,7 +94,10 @@ class Following:
         """A form with what it takes, measured and predicted."""
         assert diagnosis.pass_seconds is not None
         basis = _promising(diagnosis) if form.name == forms.FIXED else None
-        taken = forms.measured(self.objective, form.name, basis, self.seed, tick)
+        try:
+            taken = forms.measured(self.objective, form.name, basis, self.seed, tick)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return replace(form, against=f"it does not fit into memory ({first_line(error)})")
         if not taken.blocks:
             return replace(form, against="it leaves every weight of this model as it is")
         usual = diagnosis.pass_seconds + taken.plain

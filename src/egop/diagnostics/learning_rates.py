@@ -55,8 +55,9 @@ def find_lr(
     in the middle of the rates and goes up, then down, until two in a row are worse. Proposed is the smallest rate that
     is about as good as the best. The model is left as it is, also when this is interrupted.
 
-    It is a rate to begin with: of 15 trainings of 300 steps 10 ended within 5 % of the loss of the best rate, 13 within
-    25 %. ``docs/learning-rates.md`` has the table, and how the best rate changes with the length of a training.
+    It is a rate to begin with: on 18 problems that nothing was chosen on, 57 of 90 trainings of 150 to 400 steps ended
+    within 5 % of the loss of a tuned rate, 66 within 25 %; where it was wrong it was mostly too large.
+    ``docs/learning-rates.md`` has the table, and how the best rate changes with the length of a training.
 
     Args:
         objective: the loss, its parameters (the start of every run) and its batches.

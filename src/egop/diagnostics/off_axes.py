@@ -111,7 +111,7 @@ class _Grams:
         """Take in one gradient; of a stack of matrices the first stands for the others."""
         matrix = as_matrix(gradient, self.block) if gradient.dim() > 1 else gradient.unsqueeze(0)
         matrix = matrix.detach().reshape(-1, *matrix.shape[-2:])[0].double()
-        sides = [side.cpu() for side in (matrix.mT @ matrix, matrix @ matrix.mT)]
+        sides = [(each.mT @ each).cpu() for each in (matrix, matrix.mT) if each.shape[1] <= _WIDEST]
         self.sides = [old + new for old, new in zip(self.sides, sides, strict=True)] if self.sides else sides
         smaller = min(sides, key=len)
         self._ranks += max(1.0, float(smaller.trace()) ** 2 / max(float(smaller.square().sum()), _TINY))
@@ -128,12 +128,22 @@ def _grams_of(blocks: Sequence[Block]) -> dict[str, _Grams]:
     """For some of each place and shape: the first, the last and one between them."""
     groups: dict[tuple[object, ...], list[Block]] = {}
     for block in itertools.chain(*(block.divided() if len(block.shapes) > 1 else [block] for block in blocks)):
-        groups.setdefault((place(block.name), block.shapes), []).append(block)
+        if min(_sides(block)) <= _WIDEST:
+            groups.setdefault((place(block.name), block.shapes), []).append(block)
     chosen = []
     for group in groups.values():
         last = len(group) - 1
         chosen += [group[index] for index in sorted({round(last * k / (_ALIKE - 1)) for k in range(_ALIKE)})]
     return {block.parameters[0]: _Grams(block) for block in chosen}
+
+
+def _sides(block: Block) -> tuple[int, int]:
+    """How many rows and columns it has as a matrix; a vector is one row."""
+    (shape,) = block.shapes
+    if len(shape) < 2:
+        return 1, block.size
+    rows, columns = as_matrix(torch.empty(shape, device="meta"), block).shape[-2:]
+    return rows, columns
 
 
 def _together(grams: Mapping[str, _Grams], seed: int) -> OffAxes | None:
@@ -152,7 +162,7 @@ def _off_axes(gram: Tensor, draws: int, generator: torch.Generator) -> tuple[flo
     """Of one Gram matrix: how much more than noise it is off the axes, and the noise's standard deviation."""
     diagonal = gram.diagonal().clamp_min(0)
     width = len(gram)
-    if not 1 < width <= _WIDEST or not float(diagonal.sum()) > 0:
+    if width == 1 or not float(diagonal.sum()) > 0:
         return 0.0, 0.0
     count = min(draws, _MOST * width)
     noise = []
