@@ -28,7 +28,7 @@ def main() -> None:
 def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for demo.svg and demo.json.")] = Path("egop-demo"),
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the digits in each of the six runs.")] = 100,
-    steps: Annotated[int, typer.Option(min=0, help="Of each run of the language model; 0 leaves it out.")] = 300,
+    steps: Annotated[int, typer.Option(min=0, help="Of each run of the language model; 0 leaves it out.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Of the starts, the batches and the sampled gradients.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
 ) -> None:

@@ -29,10 +29,10 @@ def test_the_text_is_egops_own_source(found):
 
 
 def test_the_learning_rate_warms_up_stays_and_ends():
-    factors = [demo_language._factor(step, 300) for step in range(300)]
-    assert factors[0] == pytest.approx(1 / 50)
-    assert factors[49:181] == [1.0] * 132
-    assert factors[-1] == pytest.approx(1 / 120)
+    factors = [demo_language._factor(step, 200) for step in range(200)]
+    assert factors[0] == pytest.approx(1 / 40)
+    assert factors[39:121] == [1.0] * 82
+    assert factors[-1] == pytest.approx(1 / 80)
 
 
 def language(adamw, rotated, slower=1.5):
