@@ -81,7 +81,7 @@ def test_a_logarithmic_axis_ends_far_below_where_its_lines_begin():
     assert axes.get_ylim()[0] == pytest.approx(1e-16)
     assert "cut at 1e-16 of the start" in words(axes)
     label = next(text for text in axes.texts if text.get_text() == "a")
-    assert label.xy == (1.0, 1e-8), "at the last point that is seen"
+    assert label.xy == pytest.approx((15 / 11, 1e-16), rel=1e-3), "where it leaves the picture"
     (axes,) = drawn(panel(Series("a", X, (1.0, 1e-10, 1e8)))).axes  # high ends cut nothing off
     assert "cut at 1e-16 of the start" not in words(axes)
 
@@ -199,3 +199,11 @@ def test_cells_have_rows_with_names_and_numbers_where_there_are_some():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
     assert axes.yaxis_inverted(), "the first row is at the top"
+
+
+def test_a_line_that_leaves_the_picture_below_is_named_where_it_does():
+    series = [Series("deep", [1, 10], [1.0, 1e-32]), Series("flat", [1, 10], [1.0, 1e-2])]
+    figure = plotting.draw(Picture("x", "", [Panel("", "x", "loss", series, xscale="log", yscale="log")]))
+    labels = {text.get_text(): text.xy for text in figure.axes[0].texts if text.get_text() in ("deep", "flat")}
+    assert labels["flat"] == (10, 1e-2)
+    assert labels["deep"] == pytest.approx((10**0.5, 1e-16), rel=1e-3)

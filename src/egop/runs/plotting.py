@@ -291,11 +291,8 @@ def _end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
     labels = []
     for series in _shown(panel):
         lowest = axes.get_ylim()[0] if panel.yscale == "log" else -math.inf
-        pairs = zip(series.x, series.median, strict=True)
-        ends = [(float(x), y) for x, y in pairs if lowest <= y < math.inf]
-        if not ends and any(0 < y < lowest for y in series.median):  # all of it is below what is shown
-            ends = [(float(series.x[-1]), lowest)]
-        if not ends:
+        end = _end(axes, series, lowest)
+        if end is None:
             continue
         color = colors[series.method or series.label]
         leader = {
@@ -310,7 +307,7 @@ def _end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
         labels.append(
             axes.annotate(
                 series.label,
-                ends[-1],
+                end,
                 (1.03, 0.5),
                 xycoords="data",
                 textcoords="axes fraction",
@@ -322,6 +319,21 @@ def _end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
             )
         )
     return labels
+
+
+def _end(axes: Axes, series: Series, lowest: float) -> tuple[float, float] | None:
+    """The last point of a line that is shown, or where it leaves the picture below; None if nothing of it is there."""
+    points = [(float(x), y) for x, y in zip(series.x, series.median, strict=True) if y < math.inf]
+    above = [place for place, (_, y) in enumerate(points) if y >= lowest]
+    if not above:
+        return (points[-1][0], lowest) if any(0 < y for _, y in points) else None
+    last, below = points[above[-1]], points[above[-1] + 1 : above[-1] + 2]
+    if not below or below[0][1] <= 0:
+        return last
+    (x, y), (right, under) = axes.transData.transform([last, below[0]])
+    floor = axes.transData.transform((last[0], lowest))[1]
+    x += (right - x) * (y - floor) / (y - under)
+    return float(axes.transData.inverted().transform((x, floor))[0]), lowest
 
 
 def _spread(axes: Axes, labels: Sequence[Annotation]) -> None:
