@@ -326,7 +326,7 @@ def _end(axes: Axes, series: Series, lowest: float) -> tuple[float, float] | Non
     points = [(float(x), y) for x, y in zip(series.x, series.median, strict=True) if y < math.inf]
     above = [place for place, (_, y) in enumerate(points) if y >= lowest]
     if not above:
-        return (points[-1][0], lowest) if any(0 < y for _, y in points) else None
+        return (points[-1][0], lowest) if any(y > 0 for _, y in points) else None
     last, below = points[above[-1]], points[above[-1] + 1 : above[-1] + 2]
     if not below or below[0][1] <= 0:
         return last
