@@ -44,7 +44,7 @@ sphinx_gallery_conf = {
     "show_memory": False,
     "show_signature": False,
     "write_computation_times": False,
-    "reset_modules": ("matplotlib", "gallery_tools.clocked"),
+    "reset_modules": ("matplotlib", "gallery_tools.styled", "gallery_tools.clocked"),
     "reset_modules_order": "both",
     "abort_on_example_error": True,
 }

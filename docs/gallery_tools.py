@@ -5,8 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 from sphinx_gallery.scrapers import figure_rst, matplotlib_scraper
+
+from egop.runs import plotting
 
 _SEEN: list[Figure] = []
 _BEGAN: dict[str, float] = {}
@@ -22,6 +25,11 @@ def scraped(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, A
             figure.savefig(path, bbox_inches="tight")
             rst += figure_rst([path], gallery_conf["src_dir"])
     return rst
+
+
+def styled(gallery_conf: dict[str, Any], name: str) -> None:
+    """Give the pictures of a script the style of egop's own."""
+    matplotlib.rcParams.update(plotting.STYLE)
 
 
 def clocked(gallery_conf: dict[str, Any], name: str, when: str) -> None:
