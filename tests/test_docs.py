@@ -161,7 +161,7 @@ def test_the_gallery_has_scripts_that_stand_alone():
         used = {alias.name for node in names if isinstance(node, ast.Import) for alias in node.names}
         used |= {node.module for node in names if isinstance(node, ast.ImportFrom)}
         packages = {each.partition(".")[0] for each in used}
-        assert packages <= {"egop", "torch", "matplotlib", "math", "pathlib"}, path.name
+        assert packages <= {"egop", "torch", "matplotlib", "math", "pathlib", "warnings"}, path.name
         assert re.match(r'"""\n.+\n=+\n\n', text), f"{path.name} begins with a title"
 
 

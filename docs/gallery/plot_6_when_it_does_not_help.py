@@ -6,10 +6,14 @@ One least-squares problem in three coordinate systems. SGD does not notice which
 Adam notices, unless the axes are the right basis to begin with.
 """
 
+import warnings
+
 import matplotlib.pyplot as plt
 import torch
 
 import egop
+
+warnings.filterwarnings("ignore", "SGD takes the same steps")  # egop says so too
 
 d = 30
 generator = torch.Generator().manual_seed(0)

@@ -73,7 +73,7 @@ def test_what_is_asked_for_by_name_is_not_left():
     assert kinds(plan)["embedding.weight"] == "Shared"
     assert kinds(plan)["head.weight"] == "Kronecker"
     assert set(kinds(plan).values()) == {"Shared", "Kronecker", "Identity"}
-    assert set(plan.why.values()) == {"as told"}
+    assert set(plan.why.values()) == {"its structure was named"}
 
 
 def test_blocks_that_no_pattern_names_are_left():

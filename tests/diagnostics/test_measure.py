@@ -65,7 +65,7 @@ def test_no_decay_is_not_told_from_noise(rotated, samples):
     (block,) = found.blocks
     assert block.verdict == "leave"
     assert f"in {samples or DIMENSION} draws no direction matters more than in white noise" in block.advice
-    assert found.verdict.startswith("Leave it, AdamW is to stay: no block is promising")
+    assert found.verdict.startswith("Leave it, keep AdamW: no block is promising")
     assert found.code == ""
 
 
@@ -200,7 +200,7 @@ def test_a_network_whose_gradients_are_white_noise_is_left_in_every_form(samples
     found = diagnosed(diagonal_network(torch.ones(12, 16).double()), samples=samples)
     assert found.advised is None
     assert found.code == ""
-    assert found.verdict.startswith("Leave it, AdamW is to stay: gradients do not lie off the axes more than noise")
+    assert found.verdict.startswith("Leave it, keep AdamW: gradients do not lie off the axes more than noise")
 
 
 SCALES = torch.outer(torch.logspace(0, -2, 12), torch.logspace(0, -2, 16)).double()
@@ -209,7 +209,7 @@ SCALES = torch.outer(torch.logspace(0, -2, 12), torch.logspace(0, -2, 16)).doubl
 def test_a_network_in_its_own_eigenbasis_is_left_in_every_form_and_the_same_rotated_is_not():
     left = diagnosed(diagonal_network(SCALES))
     assert left.advised is None
-    assert left.verdict.startswith("Leave it, AdamW is to stay: gradients do not lie off the axes more than noise")
+    assert left.verdict.startswith("Leave it, keep AdamW: gradients do not lie off the axes more than noise")
     other = diagnosed(diagonal_network(SCALES, rotated=True))
     assert not any(form.against for form in other.forms)
     assert other.here.is_seen
@@ -375,7 +375,7 @@ def test_what_saves_no_time_is_not_advised_however_few_steps_it_takes():
     dear = diagnosis_of(block_with(), forms=(form(step=2.0), form("EGOP", 0.3, 0.4, 0.4, 0.5, step=3.0)))
     assert dear.advised is None
     assert dear.code == ""
-    assert dear.verdict.startswith("Leave it, AdamW is to stay: no form is expected to save time here. The best, egop.")
+    assert dear.verdict.startswith("Leave it, keep AdamW: no form is expected to save time here. The best, egop.")
     assert "a step takes 3.00 times as long here: 1.20 of AdamW's time (faster in 1 of 4)" in dear.verdict
 
 
@@ -384,7 +384,7 @@ def test_what_there_is_a_reason_against_is_not_advised():
     assert found.advised.name == "EGOP"
     assert "no block is promising" in str(found)
     alone = replace(found, forms=(form(against="no block is promising"),))
-    assert alone.verdict == "Leave it, AdamW is to stay: no block is promising."
+    assert alone.verdict == "Leave it, keep AdamW: no block is promising."
 
 
 def test_draws_before_the_training_are_counted():

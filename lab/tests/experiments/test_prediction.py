@@ -206,7 +206,7 @@ def test_what_is_not_complete_is_left_out_and_not_judged(tmp_path):
 def test_pictures_and_tables_show_every_problem(tmp_path):
     store = study(tmp_path, gains, lambda place, problem: {"right": gains(place, problem), "empty": math.nan})
     (picture,) = EXPERIMENT.pictures(store, "full")
-    marks = [len(series.x) // 3 for series in picture.panels[0].series]
+    marks = [len(series.x) for series in picture.panels[0].series]
     assert marks == [sum(half(problem) == part for problem in PROBLEMS) for part in HALVES]
     problems, candidates = EXPERIMENT.tables(store, "full")
     assert {row[0] for row in problems.rows} == set(PROBLEMS)

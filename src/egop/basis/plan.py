@@ -134,7 +134,7 @@ def _as_told(told: Mapping[Block, Structure], unrotated: dict[str, str], memory:
     for block, structure in chosen.items():
         structure.check(block)
     _check_memory(chosen, memory)
-    return Plan(chosen, {block.name: "as told" for block in chosen}, unrotated)
+    return Plan(chosen, {block.name: "its structure was named" for block in chosen}, unrotated)
 
 
 def _pieces(block: Block, structure: Structure) -> list[Block]:

@@ -149,7 +149,10 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
     def plot(self) -> Figure:
         """The spectrum of every block, as a figure of matplotlib; ``plot().savefig("spectra.png")`` writes it."""
         if not self.spectrum:
-            raise ValueError("This basis has no spectra: they come with egop.estimate, not with a basis made by hand.")
+            raise ValueError(
+                "This basis has no spectra: they come with egop.estimate. Of a basis that follows the training, "
+                "optimizer.plot_spectra() shows them."
+            )
         picture = showing.spectra_picture({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
         from egop.runs import plotting  # needs matplotlib
 

@@ -36,9 +36,9 @@ FORM_COLUMNS = {
     "form": "what takes the place of AdamW",
     "steps": "the part of AdamW's steps until a loss as low as AdamW's last one: the median of similar problems of a "
     "study, and the middle half of them",
-    "step": "how long a training step takes, as a multiple of one with AdamW, measured here",
+    "step time": "how long a training step takes, as a multiple of one with AdamW, measured here",
     "predicted": "the same from shapes and the speed of products on this machine",
-    "time": "the two multiplied: the part of AdamW's time",
+    "whole time": "the two multiplied: the part of AdamW's time",
     "faster": "for how many of the similar problems that is less than all of AdamW's time",
     "memory": "what the optimizer holds more than AdamW",
 }
@@ -170,7 +170,7 @@ class Diagnosis:
 
     @property
     def advised(self) -> FormDiagnosis | None:
-        """The form to use: of those that are worth their time the one with the least; None where AdamW is to stay."""
+        """The form to use: of those that are worth their time the one with the least; None where AdamW is kept."""
         return min((form for form in self.forms if form.is_worth_it), key=lambda form: form.time, default=None)
 
     @property
@@ -197,13 +197,13 @@ class Diagnosis:
         timed = [form for form in self.forms if not form.against and form.times]
         if timed:
             best = min(timed, key=lambda form: form.time)
-            return f"Leave it, AdamW is to stay: no form is expected to save time here. The best, {_lower(best)}"
+            return f"Leave it, keep AdamW: no form is expected to save time here. The best, {_lower(best)}"
         reasons = list(dict.fromkeys(form.against for form in self.forms if form.against))
-        return f"Leave it, AdamW is to stay: {'; '.join(reasons)}."
+        return f"Leave it, keep AdamW: {'; '.join(reasons)}."
 
     @property
     def code(self) -> str:
-        """What to paste for the advice; empty where AdamW is to stay."""
+        """What to paste for the advice; empty where AdamW is kept."""
         form = self.advised
         if form is None:
             return ""
@@ -342,7 +342,7 @@ def _compared(found: Curvature) -> str:
         f"Of the curvature {found.original:.0%} is on the original axes, {found.rotated:.0%} on those of the draws' "
         f"basis. The problems of the study that are most similar in this: {names}. It is a weak guide: the rank "
         f"correlation with what was gained is {chosen:.2f} on the problems that it was chosen on and {held_out:.2f} on "
-        "others. A race (--probe) shows more."
+        "others. Only a race on the problem itself shows more: egop diagnose MODULE:FACTORY --probe."
     )
 
 

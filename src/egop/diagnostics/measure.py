@@ -187,7 +187,7 @@ class _Draws:
     ) -> None:
         self.objective, self.plan, self.rho, self.generator, self.limit = objective, plan, rho, generator, limit
         self.state = generator.get_state()
-        self.bar = tqdm(desc="Sampling gradients", unit="draw", disable=not progress, delay=1e-9)
+        self.bar = tqdm(desc="Sampling gradients", unit=" parts", disable=not progress, delay=1e-9)
 
     def take(self, gathered: Gathering, wanted: int, deadline: float) -> None:
         """Take in the next points, until there are so many or the time is over; one chunk at least."""

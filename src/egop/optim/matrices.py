@@ -20,7 +20,7 @@ Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor]]
 class MatrixOptimizer(Optimizer, abc.ABC):
     """Steps weights by a map of their momentum that sees a whole matrix.
 
-    Every update is scaled to the same root mean square, so that learning rates of AdamW's size are right. Weights of
+    Every update is scaled to the same root mean square, so that learning rates are of the order of AdamW's. Weights of
     one shape are stepped together. A weight of more than two dimensions (a kernel) is a matrix with a row for each
     output. All state is plain tensors of the weight's shape: ``exp_avg`` is linear in the gradients and follows a
     rotation exactly, ``exp_avg_sq`` by the squared rotation (see :mod:`egop.optimizer.moments`).

@@ -22,7 +22,7 @@ class PolarAdam(MatrixOptimizer):
 
     Args:
         params: weights of two dimensions or more, or groups of them.
-        lr: learning rate, of AdamW's size.
+        lr: learning rate; four to eight times AdamW's best one was best.
         betas: decays of the running means of the gradients and of their squares.
         eps: added to the root of the latter.
         nesterov: look a step ahead.

@@ -70,7 +70,10 @@ def _facts(engine: Engine) -> Iterator[str]:
     stepped = base.outside[0].__name__ if base.outside is not None else base.optimizer_class.__name__
     blocks = counted(len(engine.blocks), "block")
     name = base.optimizer_class.__name__
-    yield f"{name} steps the coordinates of {blocks}, {stepped} {counted(others, 'tensor')} outside"
+    if not engine.blocks and engine.refresher is not None and engine.refresher.steps == 0:
+        yield f"{name} will step the coordinates, {stepped} what is outside; bases come with the first gradient"
+    else:
+        yield f"{name} steps the coordinates of {blocks}, {stepped} {counted(others, 'tensor')} outside"
     if engine.refresher is None:
         yield "refresh: none, the basis stays"
     else:

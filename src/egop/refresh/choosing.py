@@ -102,7 +102,7 @@ class Choice:
             f"egop.{self.refresh} chooses by what each weight is, and without its module that was guessed by name "
             f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(alone)}. An embedding or an "
             "output head that is rotated slows training down. Give the optimizer the model itself, or model=model "
-            "beside the parameters; or say what to rotate: structure={'name pattern': egop.Kronecker()}.",
+            "beside the parameters; or say what to rotate, in egop.Online(structure={'name pattern': egop.Shared()}).",
             stacklevel=level_of_user(),  # the line that makes the optimizer
         )
 

@@ -66,7 +66,8 @@ class Panel:
     series: Sequence[Series]
     xscale: Literal["linear", "log"] = "linear"
     yscale: Literal["linear", "log"] = "log"
-    kind: Literal["line", "bar", "cells"] = "line"  # cells: a row a series, numbers on colours, pale is small
+    # cells: a row a series, numbers on colours, pale is small; points: not joined by a line
+    kind: Literal["line", "points", "bar", "cells"] = "line"
     horizontal: Mapping[str, float] = field(default_factory=dict)  # labelled reference lines
     aspect: Literal["auto", "equal"] = "auto"  # equal: one unit is as long on both axes
     marks: Sequence[Mark] = ()

@@ -141,7 +141,11 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
     colors = colors_of(series.method or series.label for series in panel.series)
     band = min(0.13, 0.35 / len(panel.series))  # many on top of each other stay pale
     for series in panel.series:
-        _draw_line(axes, series, colors[series.method or series.label], band=band)
+        color = colors[series.method or series.label]
+        if panel.kind == "points":
+            axes.plot(series.x, series.median, marker="o", markersize=6, linestyle="none", color=color, alpha=0.8)
+        else:
+            _draw_line(axes, series, color, band=band)
     for label, height in panel.horizontal.items():
         axes.axhline(height, color="#aa3333", linewidth=1, linestyle=":", zorder=2.5)
         axes.annotate(
@@ -241,7 +245,7 @@ def _shown(panel: Panel) -> list[Series]:
 def _is_named_below(panel: Panel, panels: Sequence[Panel]) -> bool:
     """Whether the names of a panel's lines stand below the figure: others have them too, or they have no free ends."""
     if panel.kind != "line":
-        return False
+        return panel.kind == "points"
     shown = _shown(panel)
     others = {
         _key(series) for other in panels if other is not panel and other.kind == "line" for series in _shown(other)

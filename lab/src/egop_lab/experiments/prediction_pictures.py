@@ -15,19 +15,15 @@ def pictures(found: Found) -> list[Picture]:
     """Predicted against measured gain."""
     chosen = found.chosen
     values = {problem: chosen.sign * chosen.candidate.values[problem] for problem in found.complete}
-    finite = [value for value in values.values() if math.isfinite(value)]
-    width = (max(finite) - min(finite)) / 60 if len(finite) > 1 else 0.1
     series = []
     for part in HALVES:
-        points = [(values[problem], found.best_gain(problem)) for problem in found.of(part)]
-        marks = [mark for mark in points if math.isfinite(mark[0])]
-        x = [place for value, _ in marks for place in (value - width, value + width, math.nan)]
-        y = [place for _, gain in marks for place in (gain, gain, math.nan)]
-        series.append(Series(f"{part}: rank correlation {chosen.correlations[part]:.2f}", x, y))
+        known = [problem for problem in found.of(part) if math.isfinite(values[problem])]
+        label = f"{part}: rank correlation {chosen.correlations[part]:.2f}"
+        series.append(Series(label, [values[each] for each in known], [found.best_gain(each) for each in known]))
     name = chosen.candidate.name if chosen.sign > 0 else f"minus {chosen.candidate.name}"
-    panel = Panel("Predicted and measured", name, "part of the steps saved", series, yscale="linear")
+    panel = Panel("Predicted and measured", name, "part of the steps saved", series, yscale="linear", kind="points")
     caption = (
-        "A dash for each problem: what was known before the training, and the part of the original's steps that the "
+        "A point for each problem: what was known before the training, and the part of the original's steps that the "
         f"best form saves. Leave it: left of {chosen.threshold:.3g}."
     )
     return [Picture("prediction", caption, [panel])]
