@@ -7,8 +7,8 @@ best learning rate of a grid by factors of two: the lowest validation loss after
     AdamW  0.001: 2.733   **0.002: 2.632**   0.004: 2.861
     EGOP   0.016: 2.144   **0.032: 2.091**   0.064: 2.130
 
-AdamW is near its edge: with seeds 1 and 2 it ends at 2.605 and 2.560 with 0.004, at 2.641 and 2.605 with 0.002. The text
-changes with every version of egop, and these numbers with it, a little.
+AdamW is near its edge: with seeds 1 and 2 it ends at 2.605 and 2.560 with 0.004, at 2.641 and 2.605 with 0.002. The
+text changes with every version of egop, and these numbers with it, a little.
 
 Batches of 16 windows, which were tried first, gain as much in steps (150 of 300) and less by the clock (1.0 to 1.7
 times in five rounds on a busy machine): what EGOP adds to a step does not depend on the batch.
