@@ -12,6 +12,8 @@ CLIENTS := $(VENV)/.clients
 DOCS := $(VENV)/.docs
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
   $(BIN)/python -m pip install --quiet -c constraints.txt
+# Compiled files are written whatever the environment says: else every process that a test starts compiles egop anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 ARGS ?=
 
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -19,7 +21,7 @@ $(shell rm -f $(STAMP))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench docs test lint clean
+.PHONY: help demo bench docs test slow lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,9 +39,11 @@ docs: $(DOCS) ## the site, in build/docs/index.html; a warning fails
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/docs
 	@echo "The site is $(CURDIR)/build/docs/index.html"
 
-test: lint $(CLIENTS) ## lint, then all tests on two processes (options: ARGS="-k optimizer")
-	@# Compiled files are written whatever the environment says: else every process that a test starts compiles egop anew.
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+test: lint $(CLIENTS) ## lint, then all tests but the slow ones, on two processes (options: ARGS="-k optimizer")
+	$(PYTEST) -m "not slow" $(ARGS)
+
+slow: $(CLIENTS) ## the slow tests, which CI runs too: processes that are killed, whole races, times
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/ruff check .

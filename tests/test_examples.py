@@ -47,6 +47,7 @@ def test_each_trains_in_both_coordinates(path, capsys):
     assert all(line.endswith("after 3 steps") for line in (original, changed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_each_can_be_diagnosed(path):
     objective = load_objective(f"{path}:factory")
@@ -74,6 +75,7 @@ def test_the_digits_are_what_the_paper_says_they_are():
     assert (head.structure, head.verdict) == (None, "leave")
 
 
+@pytest.mark.slow
 def test_few_draws_of_the_transformer_are_called_enough_only_where_halves_agree():
     objective = load_objective(f"{FOLDER / 'transformer.py'}:factory")
     found = egop.diagnose(objective, structure=egop.Shared(), samples=16, progress=False)

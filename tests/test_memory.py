@@ -97,6 +97,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_the_estimation_peaks_below_what_is_promised(measured):
     assert BASIS_BYTES < measured["estimation"] < PEAK_BYTES
 

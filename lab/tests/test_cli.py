@@ -55,6 +55,11 @@ def test_help_lists_the_commands():
     assert [word for word in ("demo", "reproduce", "report", "bench") if word not in result.stdout] == []
 
 
+def test_the_help_of_bench_names_every_part():
+    told = CliRunner().invoke(cli.app, ["bench", "--help"], env={"COLUMNS": "200"}).output
+    assert [part for part in bench.PARTS if part not in told] == []
+
+
 def test_the_version_is_the_one_of_the_lab():
     assert CliRunner().invoke(cli.app, ["--version"]).output == f"egop-lab {egop_lab.__version__}\n"
 
@@ -67,6 +72,8 @@ def test_the_version_is_the_one_of_the_lab():
         (["demo", "--nothing"], "--nothing"),
         (["demo", "--threads", "0"], "--threads"),
         (["demo", "--seed", "-1"], "--seed"),
+        (["demo", "--seed", str(10**30)], "--seed"),
+        (["demo", "--threads", "1000000"], "--threads"),
         (["nothing"], "nothing"),
     ],
 )

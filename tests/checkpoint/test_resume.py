@@ -86,6 +86,7 @@ def trajectories(folder, alone_and_on_four, two):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["plain", "DDP", "FSDP2"])
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_same_number_of_processes_goes_on_bit_for_bit(trajectories, wrapper, case):

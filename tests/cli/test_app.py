@@ -32,6 +32,8 @@ def test_the_version_is_the_same_everywhere():
         (["diagnose", "a:b", "--steps", "many"], "--steps"),
         (["diagnose", "a:b", "--nothing"], "--nothing"),
         (["diagnose", "a:b", "--seed", "-1"], "--seed"),
+        (["diagnose", "a:b", "--seed", str(10**30)], "--seed"),
+        (["diagnose", "a:b", "--threads", "1000000"], "--threads"),
         (["demo"], "demo"),
     ],
 )

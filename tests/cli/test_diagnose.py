@@ -116,6 +116,7 @@ def test_the_probe_runs_a_race(here, monkeypatch):
     assert pages.Page((here / "there" / "diagnosis.html").read_text()).count("svg") == 2
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(here):
     found = []
     for seed in ("3", "3", "4"):
@@ -190,6 +191,7 @@ def test_bad_options_exit_with_2_and_are_named(here, monkeypatch, options, words
     assert words in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

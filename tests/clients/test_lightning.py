@@ -169,6 +169,7 @@ def ddp_kinds(rank, world):
     return {kind: ddp(rank, world, kind) for kind in runs.DIVIDED}
 
 
+@pytest.mark.slow
 def test_two_processes_are_one():
     for kind_by_kind in zip(*(each.items() for each in run(ddp_kinds, 2)), strict=True):
         (kind, one), (_, other) = kind_by_kind

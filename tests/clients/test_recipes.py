@@ -64,6 +64,7 @@ def test_a_recipe_runs(path, capsys):
     check_loss(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_sharded_recipe_runs_on_two_processes():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes could not share one GPU
     recipe = str(RECIPES[0].with_name("with_fsdp2.py"))

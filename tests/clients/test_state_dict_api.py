@@ -236,6 +236,7 @@ def elsewhere(rank, world, folder):
     return ends
 
 
+@pytest.mark.slow
 def test_sharded_states_go_on_in_two_processes_and_in_one_and_in_three(tmp_path):
     one, other = run(on_two, 2, str(tmp_path))
     assert [name for found in (one, other) for name, right in found["holds"].items() if not right] == []

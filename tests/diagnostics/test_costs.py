@@ -40,6 +40,7 @@ def wide():
     return model, torch.randn(256, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [perceptron, narrow, convolutions, transformer, wide])
 def test_a_step_takes_what_is_predicted_within_a_quarter(network):
     torch.manual_seed(0)

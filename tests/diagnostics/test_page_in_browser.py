@@ -99,6 +99,7 @@ def colors_of(path):
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
 @pytest.mark.parametrize("width", [400, 1300])
 def test_a_screenshot_shows_the_lines_of_both_plots(path, tmp_path, width, scheme):

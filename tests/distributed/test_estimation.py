@@ -153,6 +153,7 @@ def alone():
         return all_cases(0, 1)
 
 
+@pytest.mark.slow
 def test_the_basis_is_that_of_one_process_and_the_same_bits_everywhere(alone):
     ranks = run(all_cases, 3)  # whose shares differ in size
     for case, tensors in alone.items():

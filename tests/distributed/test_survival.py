@@ -83,6 +83,7 @@ def last(out, optimizer="egop"):
     return dict(model.named_parameters()) | {f"coordinates of {name}": each for name, each in coordinates.items()}
 
 
+@pytest.mark.slow
 def test_killed_processes_start_again_and_end_where_undisturbed_ones_do(tmp_path):
     """Killed in a step after the first checkpoint, then in the middle of writing the second."""
     kills = [

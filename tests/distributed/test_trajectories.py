@@ -78,6 +78,7 @@ def test_the_trajectory_is_that_of_one_process(wrapper, two, alone):
     check([found[wrapper] for found in two], alone)
 
 
+@pytest.mark.slow
 def test_the_trajectory_of_four_processes_is_that_of_one(alone):
     check(run(all_cases, 4, "FSDP2", FEW), alone)
 

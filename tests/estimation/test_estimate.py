@@ -340,6 +340,7 @@ def test_a_loss_that_never_reaches_the_parameters_is_refused(find, structure):
     assert cases.state_of(model) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", cases.STRUCTURES, ids=str)
 def test_a_layer_whose_gradient_is_always_zero_has_a_sound_basis(structure):
     model = cases.DEEP.build()

@@ -181,6 +181,7 @@ def quick_garbage_collection():
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_resumed_copy_goes_on_bit_for_bit(part):
     for number in range(part * SEQUENCES // PARTS, (part + 1) * SEQUENCES // PARTS):

@@ -86,6 +86,7 @@ def blocks_of(model):
     return blocks_of(objective, "parameter")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "steps"), [(egop.optim.Sinkhorn, 1000), (egop.optim.Sign, 200), (torch.optim.AdamW, 200)]
 )

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from egop.cli import application, device_of, fail, one_line_errors, typer
+from egop.cli import LARGEST_SEED, MOST_THREADS, application, device_of, fail, one_line_errors, typer
 from egop_lab import __version__
 from egop_lab.training.records import RecordError
 
@@ -29,8 +29,12 @@ def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for demo.svg and demo.json.")] = Path("egop-demo"),
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the digits in each of the six runs.")] = 100,
     steps: Annotated[int, typer.Option(min=0, help="Of each run of the language model; 0 leaves it out.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Of the starts, the batches and the sampled gradients.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the starts, the batches and the sampled gradients.")
+    ] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="Torch threads; torch's own choice by default.")
+    ] = None,
 ) -> None:
     """Train the paper's digits network in both coordinates, and a small language model by AdamW and EGOP; compare."""
     with one_line_errors():
@@ -194,7 +198,10 @@ def report(
 def bench(
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="PART", help="One of the parts; several times for several. All by default."),
+        typer.Option(
+            metavar="PART",
+            help="sampling, bases, steps, epoch, growth or sweep; several times for several. All by default.",
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="The JSON file; it is replaced.")] = Path("egop-bench.json"),

@@ -101,6 +101,7 @@ def test_a_run_cut_off_in_its_search_makes_the_same_records(toy, tmp_path):
     assert {run.key: run.result for run in Store(other)} == {run.key: run.result for run in Store(toy.path)}
 
 
+@pytest.mark.slow
 def test_runs_can_be_done_by_other_processes(toy, tmp_path):
     config = next(run.config for run in toy if run.config.get("optimizer") == "Shampoo")
     store = Store(tmp_path / "other.jsonl")

@@ -375,6 +375,7 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
     assert {lr for _, _, lr in done} == {3e-4, 1e-3, 3e-3, 1e-2}
 
 
+@pytest.mark.slow
 def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(resnet_long, "_LONG", ((ADAMW,), ()))
     monkeypatch.setattr(resnet_long, "_LADDER", [1e-3])  # so that there is one round of processes

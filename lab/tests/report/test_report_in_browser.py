@@ -35,6 +35,7 @@ PROBE = """<script>addEventListener("load", () => {
 })</script>"""
 
 
+@pytest.mark.slow
 def test_a_link_opens_its_part_and_figures_fit_in_the_pages_own_colours(tmp_path):
     series = [Series(name, [1, 2, 3], [1.0, 0.1, 0.01], method=name) for name in ("AdamW", "Muon", "SOAP")]
     panels = [Panel(title, "epoch", "loss", series) for title in ("One", "Two", "Three")]

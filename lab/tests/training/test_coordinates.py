@@ -54,6 +54,7 @@ def stepped(run, steps=3):
     return {name for name, parameter in run.model.named_parameters() if not parameter.equal(before[name])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["GPT", "ResNet", "ViT"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_steps_hidden_weights_and_what_is_outside(method, network):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from egop import __version__
-from egop.cli.commands import application, device_of, fail, one_line_errors, typer
+from egop.cli.commands import LARGEST_SEED, MOST_THREADS, application, device_of, fail, one_line_errors, typer
 
 app = application(
     "egop", __version__, "Run any torch optimizer in the eigenbasis of the expected gradient outer product."
@@ -45,8 +45,12 @@ def diagnose(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page and the numbers.")] = Path(
         "egop-diagnosis"
     ),
-    seed: Annotated[int, typer.Option(min=0, help="Of the factory, the sampled gradients and the race.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; torch's own choice by default.")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the factory, the sampled gradients and the race.")
+    ] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="Torch threads; torch's own choice by default.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda: where the model is moved; by default not.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:

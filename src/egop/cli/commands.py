@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 # typer too: whoever takes it from here is told what to install where it is missing.
-__all__ = ["application", "device_of", "fail", "one_line_errors", "typer"]
+__all__ = ["LARGEST_SEED", "MOST_THREADS", "application", "device_of", "fail", "one_line_errors", "typer"]
+
+# What torch takes for a seed, and more threads than any machine has: beyond that it would end the process.
+LARGEST_SEED, MOST_THREADS = 2**63 - 1, 1024
 
 _EXTRAS = ("matplotlib", "rich", "typer")
 _MISSING = "This command needs the package {name!r}, which is not installed. Run: pip install 'egop[cli]'"
