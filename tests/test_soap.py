@@ -139,6 +139,7 @@ def test_the_loss_curve_follows_soap(every, slack):
 
 
 # Measured: 0.007 % and 0.004 %; with an eps so small that it does not matter where it is added, 0.0001 %.
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize(("eps", "slack"), [(1e-8, 0.01), (1e-10, 1e-4)])
 def test_two_details_and_eps_are_all_that_differs(every, eps, slack):

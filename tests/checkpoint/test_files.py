@@ -63,6 +63,7 @@ def killed_at(wanted, action, *arguments):
     return end == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step-000001", "step-000002"], ids=["replaced", "new"])
 def test_a_death_at_any_moment_leaves_a_whole_checkpoint(name, tmp_path):
     model, optimizer = training("plain", "Shared", "online")

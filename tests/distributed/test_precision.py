@@ -85,6 +85,7 @@ def distance(ours, theirs):
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 @pytest.mark.parametrize(
     ("case", "tolerance"),
