@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
 import egop
-from egop.diagnostics.answer import FormDiagnosis
 from egop.diagnostics.curvature import Curvature
+from egop.diagnostics.expected import FormDiagnosis
 from egop.diagnostics.off_axes import OffAxes
 from egop.diagnostics.racing import Race
 from egop.runs.records import Curve, Run

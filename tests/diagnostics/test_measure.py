@@ -14,7 +14,7 @@ import cases
 import egop
 from egop.basis.spectrum import Spectrum, _descending
 from egop.diagnostics import following, forms, rules
-from egop.diagnostics.answer import FormDiagnosis
+from egop.diagnostics.expected import FormDiagnosis
 from egop.diagnostics.measure import Gathering
 from egop.estimation import chunks
 from egop.numerics.linalg import random_orthonormal

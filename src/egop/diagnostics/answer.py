@@ -1,18 +1,17 @@
-"""The answer of a diagnosis: what each form brings and takes, which is advised, and all of it as text."""
+"""The answer of a diagnosis: which form is advised, the code to paste, and all of it as text."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from egop.basis import Reparameterization, spectra_picture
 from egop.diagnostics.curvature import Curvature
 from egop.diagnostics.evidence import evidence
+from egop.diagnostics.expected import FORM_COLUMNS, TITLES, FormDiagnosis, middle_half, share
 from egop.diagnostics.forms import FIXED, written
 from egop.diagnostics.off_axes import OffAxes, place
 from egop.diagnostics.rate_search import FoundRate
@@ -22,101 +21,7 @@ from egop.runs import counted, format_bytes, format_table, html_table, text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FORM_COLUMNS", "TITLES", "Diagnosis", "FormDiagnosis"]
-
-# What a form is called where people read.
-TITLES = {
-    FIXED: "AdamW in an estimated basis",
-    "online one-sided": "AdamW with Online, input side",
-    "online two-sided": "AdamW with Online, both sides",
-    "EGOP": "egop.EGOP",
-}
-# The headings of a table of forms, and what each column means.
-FORM_COLUMNS = {
-    "form": "what takes the place of AdamW",
-    "steps": "the part of AdamW's steps until a loss as low as AdamW's last one: the median of similar problems of a "
-    "study, and the middle half of them",
-    "step time": "how long a training step takes, as a multiple of one with AdamW, measured here",
-    "predicted": "the same from shapes and the speed of products on this machine",
-    "whole time": "the two multiplied: the part of AdamW's time",
-    "faster": "for how many of the similar problems that is less than all of AdamW's time",
-    "memory": "what the optimizer holds more than AdamW",
-}
-# A form is advised when its expected time is at most this part of AdamW's.
-WORTH = 0.95
-
-
-@dataclass(frozen=True)
-class FormDiagnosis:
-    """What one form of training is expected to bring, and what it takes here.
-
-    Attributes:
-        name: ``"fixed"``, ``"online one-sided"``, ``"online two-sided"`` or ``"EGOP"``.
-        steps: of similar problems, the part of AdamW's steps that it needed; infinite where it never was as good.
-        step: how long a training step takes, as a multiple of one with AdamW, measured here in turn.
-        predicted: the same by the cost model.
-        bytes: what the optimizer holds more than AdamW.
-        before: seconds before the first step, of AdamW's training time: the share that draws take; 0 if not known.
-        against: why it cannot be advised, whatever it takes; empty where it can.
-    """
-
-    name: str
-    steps: tuple[float, ...] = ()
-    step: float | None = None
-    predicted: float | None = None
-    bytes: int = 0
-    before: float = 0.0
-    against: str = ""
-
-    @property
-    def times(self) -> tuple[float, ...]:
-        """Of similar problems, the part of AdamW's time that it would have needed with steps as long as here."""
-        return tuple(self.before + share * self.step for share in self.steps) if self.step is not None else ()
-
-    @property
-    def time(self) -> float:
-        """The median of these, of two the longer one; infinite where nothing is known."""
-        return statistics.median_high(self.times) if self.times else math.inf
-
-    @property
-    def faster(self) -> int:
-        """For how many of them that is less than AdamW's time."""
-        return sum(time < 1 for time in self.times)
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether it can be advised."""
-        return not self.against and self.time <= WORTH
-
-    def cells(self) -> list[str]:
-        """Its row in a table, in the order of :data:`FORM_COLUMNS`."""
-        known = self.step is not None
-        return [
-            TITLES[self.name],
-            _quartiles(self.steps),
-            f"{self.step:.2f} ×" if known else "",
-            f"{self.predicted:.2f} ×" if self.predicted is not None else "",
-            _quartiles(self.times),
-            f"{self.faster} of {len(self.times)}" if self.times else "",
-            format_bytes(self.bytes) if known else "",
-        ]
-
-
-def _share(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "never"
-
-
-def _quartiles(values: Sequence[float]) -> str:
-    """The median and the middle half."""
-    if not values:
-        return ""
-    low, high = _middle_half(values)
-    return f"{_share(statistics.median_high(values))} ({_share(low)} to {_share(high)})"
-
-
-def _middle_half(values: Sequence[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+__all__ = ["Diagnosis"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -316,20 +221,20 @@ _VALUES = (BlockDiagnosis, FormDiagnosis, Curvature, OffAxes, FoundRate)
 
 def _expected(form: FormDiagnosis) -> str:
     """What a form brings and takes, in sentences."""
-    low, high = _middle_half(form.times)
-    reach = f"about {_share(form.time)} of AdamW's time to AdamW's loss"
-    span = f"{_share(low)} to {_share(high)} for the middle half of {len(form.times)} similar problems of the study"
+    low, high = middle_half(form.times)
+    reach = f"about {share(form.time)} of AdamW's time to AdamW's loss"
+    span = f"{share(low)} to {share(high)} for the middle half of {len(form.times)} similar problems of the study"
     sure = f"faster than AdamW in {form.faster} of them"
     takes = f"A step takes {form.step:.2f} times as long as AdamW's here, and {format_bytes(form.bytes)} more memory."
-    steps = f"{_share(statistics.median_high(form.steps))} of the steps"
+    steps = f"{share(statistics.median_high(form.steps))} of the steps"
     return f"Expect {reach} ({span}; {sure}): {steps}. {takes}"
 
 
 def _lower(form: FormDiagnosis) -> str:
-    steps = _share(statistics.median_high(form.steps))
+    steps = share(statistics.median_high(form.steps))
     return (
         f"{TITLES[form.name]}, needed {steps} of AdamW's steps on similar problems of the study, but a step takes "
-        f"{form.step:.2f} times as long here: {_share(form.time)} of AdamW's time (faster in {form.faster} of "
+        f"{form.step:.2f} times as long here: {share(form.time)} of AdamW's time (faster in {form.faster} of "
         f"{len(form.times)})."
     )
 

@@ -10,9 +10,10 @@ from tqdm.auto import tqdm
 
 from egop.basis import ONLINE, Block, Layer, Reparameterization, make_plan, partition_parameters
 from egop.diagnostics import costs, forms, off_axes
-from egop.diagnostics.answer import Diagnosis, FormDiagnosis
+from egop.diagnostics.answer import Diagnosis
 from egop.diagnostics.curvature import PROBES, curvature
 from egop.diagnostics.evidence import evidence
+from egop.diagnostics.expected import FormDiagnosis
 from egop.diagnostics.factories import first_line
 from egop.diagnostics.learning_rates import STEPS, rate_of
 from egop.estimation import Objective
@@ -74,7 +75,7 @@ class Following:
             return diagnosis
         try:
             return replace(diagnosis, curvature=curvature(self.objective, basis, self.seed, tick))
-        except (RuntimeError, NotImplementedError) as error:  # of memory, or of an operation without second derivative
+        except RuntimeError as error:  # of memory, or of an operation without second derivative
             return replace(diagnosis, without_curvature=first_line(error))
 
     def forms(self, diagnosis: Diagnosis) -> Diagnosis:

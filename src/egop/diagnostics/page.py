@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from egop import __version__
-from egop.diagnostics.answer import FORM_COLUMNS, Diagnosis
+from egop.diagnostics.answer import Diagnosis
+from egop.diagnostics.expected import FORM_COLUMNS
 from egop.diagnostics.racing import Race, end
 from egop.diagnostics.values import COLUMNS, BlockDiagnosis, alike, cells, least_promising
 from egop.runs import Panel, Run, Series, counted, document, plotting, replacing, text, write_json

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from egop.basis import Reparameterization
-from egop.diagnostics.answer import TITLES
+from egop.diagnostics.expected import TITLES
 from egop.diagnostics.forms import FIXED, maker
 from egop.diagnostics.short_runs import Stretches, check_gradient, held_batches, mean_loss
 from egop.estimation import Objective

@@ -1,10 +1,12 @@
-"""The colours of pictures: those of methods, and those of everything else in light and in dark."""
+"""The colours of pictures: those of methods, and those of everything else in light and in dark; and the dashes."""
 
 from collections.abc import Iterable
 
 # Each is found by its digits in an SVG, so no two of them are alike, nor like a colour of a method.
 INK, EDGE, MUTED, GRID, BACK = "#1a1b1c", "#66676a", "#5b6169", "#e4e5e6", "#fefefe"
 _DARK = {INK: "#e6e7e9", EDGE: "#9a9fa6", MUTED: "#a3a9b1", GRID: "#33373d", BACK: "#15171a"}
+
+DASHES = (0, (3, 1.2))  # of EGOP coordinates
 
 # Okabe and Ito's palette, told apart by colour-blind readers too.
 COLORS = {

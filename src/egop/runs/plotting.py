@@ -9,7 +9,6 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
-from itertools import pairwise
 from pathlib import Path
 
 try:
@@ -23,12 +22,12 @@ except ModuleNotFoundError as error:
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from egop.runs.bars import draw_bars, draw_cells, judged
-from egop.runs.colors import BACK, EDGE, GRID, INK, MUTED, PAGE_COLORS, PAGE_METHODS, colors_of, dark_style
+from egop.runs.colors import BACK, DASHES, EDGE, GRID, INK, MUTED, PAGE_COLORS, PAGE_METHODS, colors_of, dark_style
+from egop.runs.naming import end_labels, is_named_below, key, legend, spread
 from egop.runs.pictures import Panel, Picture, Series
 from egop.runs.records import replacing
 
@@ -65,9 +64,6 @@ STYLE = {
 }
 # What is lower than this part of where a line begins is solved, or rounding: drawn, it would squeeze everything else.
 _LOWEST = 1e-16
-# More lines than this in a panel are not labelled at their ends.
-_LABELLED = 10
-_DASHES = (0, (3, 1.2))
 # Of a panel, in inches: a picture of three of them is as wide as a column of text, and its words as large.
 _NARROW, _WIDE, _ALONE, _HEIGHT = 3.1, 4.6, 6.4, 2.9
 
@@ -81,26 +77,26 @@ def draw(picture: Picture) -> Figure:
 def _drawn(picture: Picture, alone: float) -> Figure:
     """The same with the width that a panel has which is the only one."""
     panels = picture.panels
-    below = [panel for panel in panels if _is_named_below(panel, panels)]
+    below = [panel for panel in panels if is_named_below(panel, panels)]
     count = len(panels)
     narrow = below or all(panel.kind == "bar" for panel in panels)
     columns = 1 if count == 1 else 3 if narrow and count not in (2, 4) else 2
     width = 9.2 if any(panel.kind == "cells" for panel in panels) else alone if count == 1 else _WIDE * 2 / columns
     heights = [max(map(_height, panels[first : first + columns])) for first in range(0, count, columns)]
-    handles = _legend(below)
+    handles = legend(below)
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
     across = max(1, int(width * columns / (0.075 * longest + 0.55)))
     lines = -(-len(handles) // across)
     size = (width * columns, sum(heights) + 0.2 * lines + 0.1)
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).flat)
-    named = {_key(series) for panel in below for series in panel.series}
+    named = {key(series) for panel in below for series in panel.series}
     labels: list[tuple[Axes, list[Annotation]]] = []
     for place, (panel, here) in enumerate(zip(panels, axes, strict=False)):
         before = panels[place - 1] if place % columns else None
         _draw_panel(here, panel, before, named)
         if panel.kind == "line" and panel not in below:
-            labels.append((here, _end_labels(here, panel)))
+            labels.append((here, end_labels(here, panel)))
             if place == count - 1 and count % columns:  # they have the empty place beside them
                 for label in labels[-1][1]:
                     label.set_in_layout(False)
@@ -110,7 +106,7 @@ def _drawn(picture: Picture, alone: float) -> Figure:
         figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // lines))
     figure.draw_without_rendering()  # so that it is known how high the panels are
     for here, texts in labels:
-        _spread(here, texts)
+        spread(here, texts)
     return figure
 
 
@@ -127,7 +123,7 @@ def _draw_panel(axes: Axes, panel: Panel, before: Panel | None, named: Set[tuple
     elif panel.kind == "bar":
         rows = [str(x) for x in panel.series[0].x]
         is_named = before is None or before.kind != "bar" or rows != [str(x) for x in before.series[0].x]
-        draw_bars(axes, panel, is_named=is_named, has_legend=not {_key(series) for series in panel.series} <= named)
+        draw_bars(axes, panel, is_named=is_named, has_legend=not {key(series) for series in panel.series} <= named)
     else:
         _draw_lines(axes, panel)
     axes.set_title(panel.title)
@@ -191,7 +187,7 @@ def _draw_line(axes: Axes, series: Series, color: str, *, band: float) -> None:
     if series.faint:
         axes.plot(series.x, series.median, color=EDGE, linewidth=0.8, alpha=0.7, zorder=1)
         return
-    dashes = _DASHES if series.egop else "solid"
+    dashes = DASHES if series.egop else "solid"
     # A solid line is wider and paler, so that a dashed one on top of it still shows both.
     width, alpha, order = (1.7, 1.0, 3) if series.egop else (2.3, 0.75, 2)
     axes.plot(series.x, series.median, color=color, linestyle=dashes, linewidth=width, alpha=alpha, zorder=order)
@@ -233,137 +229,6 @@ def _few_ticks(axis: Axis) -> None:
 # --- what the lines are called ---
 
 
-def _key(series: Series) -> tuple[str, bool]:
-    """What a line looks like: its colour, and whether it is dashed."""
-    return series.method or series.label, series.egop
-
-
-def _shown(panel: Panel) -> list[Series]:
-    return [series for series in panel.series if not series.faint]
-
-
-def _is_named_below(panel: Panel, panels: Sequence[Panel]) -> bool:
-    """Whether the names of a panel's lines stand below the figure: others have them too, or they have no free ends."""
-    if panel.kind != "line":
-        return panel.kind == "points"
-    shown = _shown(panel)
-    others = {
-        _key(series) for other in panels if other is not panel and other.kind == "line" for series in _shown(other)
-    }
-    is_shared = len(shown) > 2 and bool(others & {_key(series) for series in shown})
-    return is_shared or len(shown) > _LABELLED or panel.aspect == "equal" or not all(map(_goes_right, shown))
-
-
-def _goes_right(series: Series) -> bool:
-    """Whether a line has its end on the right."""
-    return all(float(one) <= float(other) for one, other in pairwise(series.x))
-
-
-def _legend(panels: Sequence[Panel]) -> list[Line2D]:
-    """A line for each method, and two for the coordinates where each method is there in both."""
-    series: dict[tuple[str, bool], Series] = {}
-    for panel in panels:
-        for one in _shown(panel):
-            series.setdefault(_key(one), one)
-    colors = colors_of(method for method, _ in series)
-    plain = {method: one for (method, egop), one in series.items() if not egop}
-    turned = {method for method, egop in series if egop}
-    if turned and turned <= set(plain):
-        dashes = [
-            Line2D([], [], color=MUTED, linewidth=2.3, alpha=0.75, label="original coordinates"),
-            Line2D([], [], color=MUTED, linewidth=1.7, linestyle=_DASHES, label="EGOP coordinates"),
-        ]
-        return [
-            Line2D([], [], color=colors[method], linewidth=3.5, label=plain[method].label) for method in plain
-        ] + dashes
-    return [
-        Line2D(
-            [],
-            [],
-            color=colors[method],
-            linestyle=_DASHES if egop else "solid",
-            linewidth=1.7 if egop else 2.3,
-            label=one.label,
-        )
-        for (method, egop), one in series.items()
-    ]
-
-
-def _end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
-    """The names of the lines to the right of their last points; :func:`_spread` keeps them apart."""
-    colors = colors_of(series.method or series.label for series in panel.series)
-    labels = []
-    for series in _shown(panel):
-        lowest = axes.get_ylim()[0] if panel.yscale == "log" else -math.inf
-        end = _end(axes, series, lowest)
-        if end is None:
-            continue
-        color = colors[series.method or series.label]
-        leader = {
-            "arrowstyle": "-",
-            "color": color,
-            "linewidth": 0.7,
-            "alpha": 0.6,
-            "shrinkA": 0,
-            "shrinkB": 1,
-            "relpos": (0, 0.5),
-        }
-        labels.append(
-            axes.annotate(
-                series.label,
-                end,
-                (1.03, 0.5),
-                xycoords="data",
-                textcoords="axes fraction",
-                color=color,
-                va="center",
-                fontsize=8.5,
-                arrowprops=leader,
-                annotation_clip=False,
-            )
-        )
-    return labels
-
-
-def _end(axes: Axes, series: Series, lowest: float) -> tuple[float, float] | None:
-    """The last point of a line that is shown, or where it leaves the picture below; None if nothing of it is there."""
-    points = [(float(x), y) for x, y in zip(series.x, series.median, strict=True) if y < math.inf]
-    above = [place for place, (_, y) in enumerate(points) if y >= lowest]
-    if not above:
-        return (points[-1][0], lowest) if any(y > 0 for _, y in points) else None
-    last, below = points[above[-1]], points[above[-1] + 1 : above[-1] + 2]
-    if not below or below[0][1] <= 0:
-        return last
-    (x, y), (right, under) = axes.transData.transform([last, below[0]])
-    floor = axes.transData.transform((last[0], lowest))[1]
-    x += (right - x) * (y - floor) / (y - under)
-    return float(axes.transData.inverted().transform((x, floor))[0]), lowest
-
-
-def _spread(axes: Axes, labels: Sequence[Annotation]) -> None:
-    """Move names as little as keeps each a line away from the next."""
-    if not labels:
-        return
-    height = axes.bbox.height / axes.figure.dpi * 72  # in points
-    step = 11.0 / height
-    wanted = []
-    for label in labels:
-        _, y = axes.transAxes.inverted().transform(axes.transData.transform(label.xy))
-        wanted.append((min(1.0, max(0.0, float(y))), label))
-    wanted.sort(key=lambda pair: pair[0])
-    places = [place for place, _ in wanted]
-    for _ in range(100):
-        for k in range(len(places) - 1):
-            overlap = step - (places[k + 1] - places[k])
-            if overlap > 1e-6:
-                places[k] -= overlap / 2
-                places[k + 1] += overlap / 2
-        shift = max(0.0, -places[0]) - max(0.0, places[-1] - 1.0)
-        places = [place + shift for place in places]
-    for place, (_, label) in zip(places, wanted, strict=True):
-        label.set_position((1.03, place))
-
-
 # --- files and pages ---
 
 
@@ -397,7 +262,7 @@ def inline(panel: Panel, colors: Sequence[str], name: str, *, faint: int = 0) ->
     figure = Figure(figsize=(4.2, 3.1), layout="constrained")
     axes = figure.subplots()
     for place, (series, color) in enumerate(zip(panel.series, colors, strict=True)):
-        dashes = _DASHES if series.egop else "solid"
+        dashes = DASHES if series.egop else "solid"
         alpha, width = (0.35, 1.0) if place < faint else (1.0, 2.2)
         axes.plot(series.x, series.median, color=color, linestyle=dashes, alpha=alpha, linewidth=width)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
