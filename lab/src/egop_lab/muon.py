@@ -50,9 +50,11 @@ class Muon(egop.optim.MatrixOptimizer):
         """Their polar factors."""
         return egop.optim.polar(matrices, group["iterations"])
 
-    def scaled(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
         """As if they were orthogonal to the last digit."""
-        return updates * (group["update_rms"] * math.sqrt(max(updates.shape[-2:])))
+        size = group["update_rms"] * math.sqrt(max(updates.shape[-2:]))
+        dtype = torch.promote_types(updates.dtype, torch.float32)
+        return updates.new_full((*updates.shape[:-2], 1, 1), size, dtype=dtype)
 
 
 class NorMuon(Muon):
@@ -84,9 +86,15 @@ class NorMuon(Muon):
     def updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
         """Polar factors, each row divided by the root of its running mean square, then all scaled to one size."""
         factors = self.mapped(matrices, group)
-        squares = factors.square().mean(-1, keepdim=True)
-        for weight, fresh in zip(weights, squares, strict=True):
-            mean = self.state[weight].setdefault("row_sq", torch.zeros_like(fresh))
-            mean.lerp_(fresh, 1 - group["beta2"])
-        means = torch.stack([self.state[weight]["row_sq"] for weight in weights])
-        return egop.optim.scaled_to(factors / (means.sqrt() + group["eps"]), group["update_rms"])
+        lengths = torch.linalg.vector_norm(factors, dim=-1, keepdim=True, dtype=matrices.dtype)
+        squares = lengths.square().div_(factors.shape[-1])
+        means = [
+            self.state[weight].setdefault("row_sq", torch.zeros_like(fresh))
+            for weight, fresh in zip(weights, squares, strict=True)
+        ]
+        torch._foreach_lerp_(means, list(squares.unbind()), 1 - group["beta2"])
+        return factors / (torch.stack(means).sqrt() + group["eps"])
+
+    def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """To one size."""
+        return egop.optim.scales_to(updates, group["update_rms"])

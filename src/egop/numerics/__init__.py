@@ -8,7 +8,7 @@ from egop.numerics.checks import check_fraction, check_not_negative, check_posit
 from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, near_one, random_orthonormal
 from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
-from egop.numerics.recordings import SMALL, Aside, InPlace, Recorder, Replayed, copy_all, side_by_side
+from egop.numerics.recordings import SMALL, Aside, InPlace, Recorder, Replayed, copy_all, in_branches, side_by_side
 from egop.numerics.sketch import RowSketch
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "fix_signs",
     "full_precision",
     "identity",
+    "in_branches",
     "in_normal_mode",
     "linalg",
     "near_one",

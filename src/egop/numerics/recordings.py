@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -26,25 +28,65 @@ class _Place:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream, self.pool = stream, torch.cuda.graph_pool_handle()
+        self.branches: list[torch.cuda.Stream] = []  # for what is recorded beside the rest
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
 
 # The places that exist, by device and stream. A recording that goes takes with it what products work in on its stream,
 # also for other recordings made there (pytorch/pytorch#193402): their results would be wrong. So a stream has one
-# place, which goes as a whole. torch has few streams and hands them out in turn; those of this priority nobody else
+# place, which goes as a whole. torch has few streams and hands them out in turn; those of these priorities nobody else
 # records on, as torch.cuda.graph takes one of the usual priority.
 _places: weakref.WeakValueDictionary[tuple[torch.device, int], _Place] = weakref.WeakValueDictionary()
-_STREAMS, _PRIORITY = 32, -1
+_STREAMS, _PRIORITY, _OF_BRANCHES = 32, -1, -2
 
 
-def _new_place(device: torch.device) -> _Place | None:
-    """A place on a stream that has none; None if they all have one."""
+def _new_place(device: torch.device, branches: int = 0) -> _Place | None:
+    """A place on a stream that has none, with as many branches as there are further ones; None if all have one."""
+    stream = _free_stream(device, _PRIORITY)
+    if stream is None:
+        return None
+    place = _places[device, stream.cuda_stream] = _Place(stream)
+    for _ in range(branches):
+        branch = _free_stream(device, _OF_BRANCHES)
+        if branch is not None:
+            _places[device, branch.cuda_stream] = place
+            place.branches.append(branch)
+            with torch.cuda.stream(branch):  # what products work in there; within a recording it would never go
+                torch.ones(1, 1, 1, device=device).baddbmm(*[torch.ones(1, 1, 1, device=device)] * 2)
+    return place
+
+
+def _free_stream(device: torch.device, priority: int) -> torch.cuda.Stream | None:
+    """One that has no place; None if they all have one."""
     for _ in range(_STREAMS):
-        stream = torch.cuda.Stream(device, priority=_PRIORITY)
-        key = (device, stream.cuda_stream)
-        if key not in _places:
-            return _places.setdefault(key, _Place(stream))
+        stream = torch.cuda.Stream(device, priority=priority)
+        if (device, stream.cuda_stream) not in _places:
+            return stream
     return None
+
+
+_recording = threading.local()  # its place, while something is recorded
+
+
+def in_branches(works: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What some functions return; in a recording with branches they are recorded to run side by side.
+
+    None is to write what another one reads or writes, nor to let go of a tensor that was made in the recording before.
+    """
+    place: _Place | None = getattr(_recording, "place", None)
+    if place is None or not place.branches:
+        return [work() for work in works]
+    here = torch.cuda.current_stream(place.stream.device)
+    streams = [here, *place.branches]
+    for branch in place.branches:
+        branch.wait_stream(here)
+    results = []
+    for work, stream in zip(works, itertools.cycle(streams), strict=False):
+        with torch.cuda.stream(stream):
+            results.append(work())
+    for branch in place.branches:
+        here.wait_stream(branch)
+    return results
 
 
 class Recorder:
@@ -52,9 +94,13 @@ class Recorder:
 
     So none of them runs beside another, and what one returns is used before the next one runs. All of them last as long
     as this object.
+
+    Args:
+        branches: on how many streams work may be recorded side by side, see :func:`in_branches`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, branches: int = 1) -> None:
+        self._branches = branches - 1  # beside the stream itself
         self._current: dict[torch.device, _Place] = {}
         self._left: list[_Place] = []  # where something could not be recorded; recordings made before go on
 
@@ -70,7 +116,7 @@ class Recorder:
     ) -> tuple[Callable[[], object], Result] | None:
         """What does a function's work again, and where its results will be; None if it cannot be recorded."""
         with torch.cuda.device(device):
-            place = self._current.get(device) or _new_place(device)
+            place = self._current.get(device) or _new_place(device, self._branches)
             if place is None:
                 return None
             self._current[device] = place
@@ -81,9 +127,11 @@ class Recorder:
             try:
                 with torch.cuda.stream(place.stream):
                     graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
+                    _recording.place = place
                     try:
                         result = function()
                     finally:
+                        _recording.place = None
                         graph.capture_end()
             except RuntimeError:  # not every library function can be recorded
                 self._left.append(self._current.pop(device))  # the stream may be left half-way

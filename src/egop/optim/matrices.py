@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.numerics import SMALL, InPlace, Recorder, check_not_negative, copy_all, without_autocast
+from egop.numerics import SMALL, InPlace, Recorder, check_not_negative, copy_all, in_branches, without_autocast
+from egop.optim.entries import Entries
 
 # A group of the optimizer, weights of it that have a gradient, and these.
 Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor]]
+
+
+# Weights of so many shapes are stepped side by side: small products leave most of a GPU idle.
+_BRANCHES = 3
 
 
 class MatrixOptimizer(Optimizer, abc.ABC):
@@ -26,7 +32,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     rotation exactly, ``exp_avg_sq`` by the squared rotation (see :mod:`egop.optimizer.moments`).
 
     On a GPU the steps of small networks are recorded as a CUDA graph, if the class itself (not one that it inherits
-    from) has ``recordable = True``: its step then has to be work on tensors alone, without counters and random numbers.
+    from) has ``recordable = True``: its step then has to be work on tensors alone, without counters and random numbers,
+    and what it does to a matrix the same whatever the order of the columns.
     """
 
     # Told to egop.ReparameterizedOptimizer: coordinates that are matrices will do, vectors will not.
@@ -58,9 +65,11 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                     "egop.ReparameterizedOptimizer by outside=torch.optim.AdamW."
                 )
 
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Take in the gradients, and say what is mapped: the momenta, if no more is kept."""
-        return self.momenta(group, weights, gradients)
+    def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> Tensor:
+        """Take in the gradients of weights of one shape, and say what is mapped: the momenta, if no more is kept."""
+        means = self._states(weights, "exp_avg")
+        momentum, nesterov, last = group["momentum"], group["nesterov"], group["matrices_last"]
+        return self._entries.take_in(weights, gradients, means, momentum=momentum, nesterov=nesterov, last=last)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -89,18 +98,22 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     def _step(
         self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor], lr: Any, kept: Any
     ) -> None:
-        directions = self.directions(group, weights, gradients)
-        updates: dict[int, Tensor] = {}
+        works = []
         for places in _alike(weights):  # of one shape, so that they are mapped together
-            inputs = torch.stack([directions[place] for place in places])
-            if inputs.dtype in (torch.float16, torch.bfloat16):  # whose few digits are no measure of what is rounding
-                inputs = inputs.float()
-            matrices = _as_matrices(inputs, last=group["matrices_last"])
-            mapped = self.updates(group, [weights[place] for place in places], matrices).mul_(lr)
-            updates |= zip(places, mapped.reshape(inputs.shape).to(weights[places[0]].dtype).unbind(), strict=True)
-        if isinstance(kept, Tensor) or kept != 1:
-            torch._foreach_mul_(weights, kept)
-        torch._foreach_sub_(weights, [updates[place] for place in range(len(weights))])
+            own = [weights[place] for place in places], [gradients[place] for place in places]
+            works.append(functools.partial(self._step_alike, group, *own, lr, kept))
+        in_branches(works)
+
+    def _step_alike(
+        self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor], lr: Any, kept: Any
+    ) -> None:
+        """Step weights of one shape."""
+        directions = self.directions(group, weights, gradients)
+        if directions.dtype in (torch.float16, torch.bfloat16):  # whose few digits are no measure of what is rounding
+            directions = directions.float()
+        updates = self.updates(group, weights, directions)
+        scales = self.scales(updates, group) * lr
+        self._entries.take_off(weights, updates, scales, kept, last=group["matrices_last"])
 
     def _step_recorded(self, parts: Sequence[Part]) -> None:
         """The same by a recording, in which gradients and rates have places of their own: they change, it does not."""
@@ -131,7 +144,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def _record_anew(self) -> None:
         """Without what was recorded: it goes with tensors that may no longer be those of this optimizer."""
-        self._again = InPlace(_steps, Recorder())
+        self._again = InPlace(_steps, Recorder(branches=_BRANCHES))
+        self._entries = Entries(any_order=self.is_recordable)
         self._rates: dict[Any, list[Tensor]] = {}  # by group
         self._slots: dict[Tensor, Tensor] = {}
 
@@ -165,26 +179,19 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """The map itself, of matrices with any leading dimensions."""
 
     def updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
-        """What is taken off the weights, but for the learning rate."""
-        return self.scaled(self.mapped(matrices, group), group)
+        """What is taken off the weights, but for its size."""
+        return self.mapped(matrices, group)
 
-    def scaled(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Updates of the size that the group says."""
-        return scaled_to(updates, group["update_rms"])
+    def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """What each matrix of updates is multiplied by, to have the size that the group says."""
+        return scales_to(updates, group["update_rms"])
 
-    def momenta(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """The running means of the gradients, these taken in; with Nesterov a step ahead."""
-        means = [self._state(weight, "exp_avg") for weight in weights]
-        torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
-        ahead = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
-        return list(ahead)
-
-    def _state(self, weight: Tensor, name: str) -> Tensor:
-        state = self.state[weight]
-        if name not in state:
-            state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        tensor: Tensor = state[name]
-        return tensor
+    def _states(self, weights: Sequence[Tensor], name: str) -> list[Tensor]:
+        """What is kept of each weight by this name; zeros at first."""
+        for weight in weights:
+            if name not in self.state[weight]:
+                self.state[weight][name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return [self.state[weight][name] for weight in weights]
 
 
 def _steps(optimizer: MatrixOptimizer, parts: Sequence[Any], settings: str) -> None:
@@ -193,18 +200,20 @@ def _steps(optimizer: MatrixOptimizer, parts: Sequence[Any], settings: str) -> N
         optimizer._step(*part)
 
 
-def scaled_to(updates: Tensor, size: float) -> Tensor:
-    """Each of some matrices with this root mean square; one of zeros stays so."""
-    lengths = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True)
-    return updates * torch.where(lengths > 0, size * math.sqrt(math.prod(updates.shape[-2:])) / lengths, 0)
+def scales_to(matrices: Tensor, size: float) -> Tensor:
+    """What each of some matrices is to be multiplied by to have this root mean square; 0 for one of zeros."""
+    dtype = torch.promote_types(matrices.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=dtype)
+    return torch.where(lengths > 0, size * math.sqrt(math.prod(matrices.shape[-2:])) / lengths, 0)
 
 
 def _alike(weights: Sequence[Tensor]) -> Iterable[list[int]]:
-    """The places of those that have one shape, precision and device."""
+    """The places of those that have one shape, layout, precision and device."""
     groups: dict[Any, list[int]] = {}
     for place, weight in enumerate(weights):
-        groups.setdefault((weight.shape, weight.dtype, weight.device), []).append(place)
-    return groups.values()
+        groups.setdefault((weight.shape, weight.stride(), weight.dtype, weight.device), []).append(place)
+    # The largest first: where they are worked on side by side, the small ones are beside them.
+    return sorted(groups.values(), key=lambda places: -len(places) * weights[places[0]].numel())
 
 
 def _gradient(weight: Tensor) -> Tensor:

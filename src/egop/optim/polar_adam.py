@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction, check_positive, near_one
+from egop.numerics import check_fraction, check_positive
+from egop.optim.entries import scaled
 from egop.optim.matrices import MatrixOptimizer
 
 # Of the quintic that takes all singular values into 0.7 to 1.2 in five steps (Keller Jordan's, in Muon).
@@ -57,16 +58,12 @@ class PolarAdam(MatrixOptimizer):
 
     recordable = True
 
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> Tensor:
         """Adam's; without its corrections of the first steps, which scale a whole matrix and so change nothing."""
-        first, second = group["betas"]
-        momenta = self.momenta({"momentum": first, "nesterov": group["nesterov"]}, weights, gradients)
-        squares = [self._state(weight, "exp_avg_sq") for weight in weights]
-        torch._foreach_mul_(squares, second)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, group["eps"])
-        return list(torch._foreach_div(momenta, roots))
+        states = self._states(weights, "exp_avg"), self._states(weights, "exp_avg_sq")
+        (first, second), last = group["betas"], group["matrices_last"]
+        options = {"nesterov": group["nesterov"], "eps": group["eps"]}
+        return self._entries.take_in(weights, gradients, *states, momentum=first, second=second, last=last, **options)
 
     # Its map is of more than the momentum.
     lookahead = None  # type: ignore[assignment]
@@ -78,21 +75,24 @@ class PolarAdam(MatrixOptimizer):
 
 @torch.no_grad()
 def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Nearly the orthogonal factors of matrices, by Newton-Schulz steps; in bfloat16 for float32 on a GPU.
+    """Nearly the orthogonal factors of matrices, by Newton-Schulz steps; float32 on a GPU becomes bfloat16.
 
     Args:
         matrices: with any leading dimensions.
         iterations: how many steps.
     """
     a, b, c = _COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = near_one(matrices.mT if tall else matrices)
-    lengths = torch.linalg.matrix_norm(x, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    half = x.dtype is torch.float32 and x.device.type == "cuda"
-    x = torch.div(x, lengths, out=torch.empty_like(x, dtype=torch.bfloat16 if half else x.dtype))
-    leading, x = x.shape[:-2], x.reshape(-1, *x.shape[-2:])
+    dtype, dims, tiny = matrices.dtype, (-2, -1), torch.finfo(matrices.dtype).tiny
+    half = torch.bfloat16 if dtype is torch.float32 and matrices.device.type == "cuda" else dtype
+    # In two steps, as squares of their entries may overflow or vanish.
+    largest = torch.linalg.vector_norm(matrices, torch.inf, dims, keepdim=True)
+    x = scaled(matrices, 1 / largest.clamp_min(tiny), half)
+    x = scaled(x, 1 / torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype).clamp_min(tiny), half)
+    shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
+    tall = shape[-2] > shape[-1]
+    constant = a * torch.eye(min(shape[-2:]), dtype=half, device=x.device)
     for _ in range(iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x.reshape(*leading, *x.shape[-2:]).to(matrices.dtype)
-    return x.mT if tall else x
+        gram = x.mT @ x if tall else x @ x.mT
+        factor = torch.add(constant, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
+        x = x @ factor if tall else factor @ x
+    return x.reshape(shape)

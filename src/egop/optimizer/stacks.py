@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis
 from egop.distributed import is_first_shard, sum_over_shards
-from egop.numerics import SMALL, InPlace, Recorder, copy_all, exact_products, side_by_side
+from egop.numerics import SMALL, InPlace, Recorder, copy_all, exact_products, in_branches, side_by_side
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, movable
 from egop.optimizer.rebasing import StackedStates, moved_states, rebase
@@ -227,11 +228,11 @@ class Stacks:
         alike: dict[Any, list[BoundBlock]] = {}
         for block in blocks:
             alike.setdefault(block.signature, []).append(block)
-        recorder = Recorder()
+        recorder = Recorder(branches=_BRANCHES)
         self._each = [Stack(members, recorder) for members in alike.values()]
         self.still = reused and not compiled and _is_small([block for members in alike.values() for block in members])
         self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
-        self._again = {method: InPlace(_all_applied, recorder) for method in ("encode", "decode")}
+        self._again = {method: InPlace(_applied_in_branches, recorder) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self._each)
@@ -306,25 +307,39 @@ class Stacks:
             stack.drop_gradients()
 
 
-Parts = Sequence[tuple[ChangeOfBasis, list[Tensor], list[Tensor]]]  # what to apply to what, and memory to use
+Part = tuple[ChangeOfBasis, list[Tensor], list[Tensor]]  # what to apply to what, and memory to use
+Parts = Sequence[Part]
 _Apply = Callable[[str, Parts], Iterable[list[Sequence[Tensor]]]]
+
+# So many stacks are encoded, or decoded, side by side: small products leave most of a GPU idle.
+_BRANCHES = 3
+
+
+def _applied_to(method: str, part: Part) -> list[Sequence[Tensor]]:
+    """Encode or decode one stack."""
+    change, tensors, slots = part
+    results = getattr(change, method)(tensors)
+    return [_in_layout(*pair).unbind() for pair in zip(results, slots or results, strict=True)]
 
 
 def _applied(method: str, parts: Parts) -> Iterator[list[Sequence[Tensor]]]:
-    """Encode or decode, one stack after the other, so that what comes out need not all be held at once."""
-    for change, tensors, slots in parts:
-        results = getattr(change, method)(tensors)
-        yield [_in_layout(*pair).unbind() for pair in zip(results, slots or results, strict=True)]
+    """One stack after the other, so that what comes out need not all be held at once."""
+    return (_applied_to(method, part) for part in parts)
+
+
+def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
+    """The same as one graph, for ``torch.compile``."""
+    return [_applied_to(method, part) for part in parts]
+
+
+def _applied_in_branches(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
+    """The same for recordings."""
+    return in_branches([functools.partial(_applied_to, method, part) for part in parts])
 
 
 def _in_layout(tensor: Tensor, slot: Tensor) -> Tensor:
     """A tensor in the layout of a slot, which it is copied to if it has another: channels last, mostly."""
     return tensor if tensor.stride()[1:] == slot.stride()[1:] else slot.copy_(tensor)
-
-
-def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
-    """The same as one graph, for ``torch.compile``."""
-    return list(_applied(method, parts))
 
 
 def _is_small(blocks: Sequence[BoundBlock]) -> bool:

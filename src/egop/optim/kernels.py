@@ -1,0 +1,134 @@
+"""Passes over memory, for GPUs: written in Triton, which comes with torch there.
+
+Imported by :mod:`egop.optim.entries` alone, which has the same in torch's own operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["addresses", "check", "scale", "take_in", "take_off"]
+
+_BLOCK = 1024  # entries for each program
+
+
+@triton.jit
+def _at(addresses, number):
+    """A tensor of float32, by its place among addresses, all of which are multiples of 16."""
+    return tl.multiple_of(tl.load(addresses + number), 16).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _take_in(
+    addresses, out, count, size, fresh, fresh_squares, second, eps, NESTEROV: tl.constexpr, ADAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(1)
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < size
+    gradient = tl.load(_at(addresses, number) + entries, inside, 0.0)
+    means = _at(addresses, count + number) + entries
+    mean = tl.load(means, inside, 0.0)
+    mean += fresh * (gradient - mean)
+    tl.store(means, mean, inside)
+    result = mean + fresh * (gradient - mean) if NESTEROV else mean
+    if ADAM:
+        squares = _at(addresses, 2 * count + number) + entries
+        square = second * tl.load(squares, inside, 0.0) + fresh_squares * gradient * gradient
+        tl.store(squares, square, inside)
+        result = result / (tl.sqrt_rn(square) + eps)
+    tl.store(out + number.to(tl.int64) * size + entries, result, inside)
+
+
+@triton.jit
+def _take_off(addresses, updates, scales, kept, size, matrices, area, BLOCK: tl.constexpr):
+    number = tl.program_id(1)
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < size
+    weights = _at(addresses, number) + entries
+    update = tl.load(updates + number.to(tl.int64) * size + entries, inside, 0.0).to(tl.float32)
+    weight = tl.load(weights, inside, 0.0)
+    scale = tl.load(scales + number * matrices + entries // area, inside, 0.0)
+    tl.store(weights, tl.load(kept) * weight - scale * update, inside)
+
+
+@triton.jit
+def _scale(matrices, scales, out, size, BLOCK: tl.constexpr):
+    number = tl.program_id(1)
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < size
+    places = number.to(tl.int64) * size + entries
+    tl.store(out + places, tl.load(matrices + places, inside, 0.0).to(tl.float32) * tl.load(scales + number), inside)
+
+
+def take_in(
+    addresses: Tensor, out: Tensor, momentum: float, second: float | None, *, nesterov: bool, eps: float
+) -> None:
+    """Take gradients into running means and write what comes of them.
+
+    Args:
+        addresses: of gradients, of their means, and with ``second`` of the means of their squares.
+        out: for as many results, stacked.
+        momentum: decay of the means.
+        second: decay of the squares; None without these.
+        nesterov: look a step ahead.
+        eps: added to their root.
+    """
+    count, size = len(out), out[0].numel()
+    squares = 0.0 if second is None else second
+    numbers = (1 - momentum, 1 - squares, squares, eps)
+    with torch.cuda.device_of(out):
+        _take_in[_grid(count, size)](addresses, out, count, size, *numbers, nesterov, second is not None, _BLOCK)
+
+
+def take_off(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tensor) -> None:
+    """Take updates off weights.
+
+    Args:
+        addresses: of the weights.
+        updates: of as many weights, stacked and contiguous.
+        scales: what each of their matrices is multiplied by; each weight has as many.
+        kept: what weight decay leaves.
+    """
+    count, size = len(updates), updates[0].numel()
+    with torch.cuda.device_of(updates):
+        matrices = scales.numel() // count
+        _take_off[_grid(count, size)](addresses, updates, scales, kept, size, matrices, size // matrices, _BLOCK)
+
+
+def scale(matrices: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Matrices, each multiplied by a number.
+
+    Args:
+        matrices: a contiguous stack.
+        scales: a number for each.
+        out: where they are written, perhaps in another precision; may be the matrices themselves.
+    """
+    size = matrices.shape[-2] * matrices.shape[-1]
+    with torch.cuda.device_of(out):
+        _scale[_grid(matrices.numel() // size, size)](matrices, scales, out, size, _BLOCK)
+
+
+def check(device: torch.device) -> None:
+    """Raise an error if this does not work here: there may be no compiler, or a GPU that is too old."""
+    gradient, mean, square, weight = torch.ones(4, 1, 16, device=device).unbind()
+    out = torch.empty_like(gradient).unsqueeze(0)
+    take_in(addresses([gradient, mean, square]), out, 0.5, 0.5, nesterov=True, eps=1.0)
+    take_off(addresses([weight]), out, torch.full((1,), 2.0, device=device), torch.ones((), device=device))
+    scale(weight.unsqueeze(0), torch.full((1,), 2.0, device=device), weight.unsqueeze(0))
+    if not bool((weight == 0).all()):  # 1 - 2 · 1 / (1 + 1)
+        raise RuntimeError(f"a kernel gives {weight.tolist()} instead of zeros")
+
+
+def addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """Where these are, for a kernel."""
+    return torch.tensor([tensor.data_ptr() for tensor in tensors]).to(tensors[0].device, non_blocking=True)
+
+
+def _grid(count: int, size: int) -> tuple[int, int]:
+    return triton.cdiv(size, _BLOCK), count
