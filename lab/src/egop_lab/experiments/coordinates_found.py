@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -138,14 +137,14 @@ class Found:
         return list(dict.fromkeys([*self.finalists, *(self.settings["methods"] if task == self.grid else ())]))
 
     def step(self, task: str, method: str, eager: bool = False) -> tuple[float, float]:
-        """Seconds before the first step and of a step, over rounds, as last measured; or a LookupError.
+        """Seconds before the first step and of a step, as last measured; or a LookupError.
 
-        Of the first the least, as the first round of a process may wait for what is set up once; of the second medians.
+        Of rounds the shortest: what else a machine does, or sets up once, only ever adds to a time.
         """
         for run in reversed(self.records.get(task, ())):
             timed = "rounds" in run.config and run.config.get("eager", False) == eager
             if timed and run.config["method"] == method:
-                return min(run.result["before"]), statistics.median(run.result["step"])
+                return min(run.result["before"]), min(run.result["step"])
         raise LookupError(f"{task}: no step of {method} was timed")
 
     def steps_to(self, task: str, method: str, goal: float) -> float:
