@@ -251,6 +251,7 @@ def test_one_line_is_said_in_an_estimate(caplog):
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(0))]
     objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), batches)
     cases.estimate(objective, sampling="loop", samples=300)
+    cases.estimate(objective, sampling="loop", samples=2)  # as a diagnosis does, until it has draws enough
     assert len(said(caplog)) == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from egop.numerics import recordings
-from egop.numerics.recordings import InPlace, Recorder
+from egop.numerics.recordings import InPlace, Recorder, in_branches
 
 DEVICE = torch.device("cuda", 0)
 
@@ -19,10 +19,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Four streams that are handed out in turn, as torch does with its own."""
-    numbers = itertools.cycle(range(4))
+    """Four streams of each priority that are handed out in turn, as torch does with its own."""
+    numbers = {-1: itertools.cycle(range(4)), -2: itertools.cycle(range(4, 8))}
     monkeypatch.setattr(recordings, "_STREAMS", 4)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=next(numbers)))
+    monkeypatch.setattr(recordings, "_branches", set())
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=next(numbers[priority]))
+    )
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
 
 
@@ -38,6 +41,36 @@ def test_no_two_places_have_the_same_stream(streams):
 def test_a_place_whose_recorder_is_gone_is_free_again(streams):
     for _ in range(20):
         assert recordings._new_place(DEVICE) is not None
+
+
+def test_a_branch_is_for_one_place_ever(streams):
+    first = recordings._new_place(DEVICE, 2)
+    taken = {branch.cuda_stream for branch in first.branches}
+    assert len(taken) == 2
+    del first
+    later = [recordings._new_place(DEVICE, 2) for _ in range(2)]
+    assert [len(place.branches) for place in later] == [2, 0], "without branches where none is left"
+    assert taken.isdisjoint(branch.cuda_stream for branch in later[0].branches)
+
+
+def test_outside_a_recording_works_are_done_in_turn():
+    assert in_branches([lambda: 1, lambda: 2, lambda: 3, lambda: 4]) == [1, 2, 3, 4]
+
+
+@needs_gpu
+def test_branches_of_a_recording_give_what_works_in_turn_give():
+    tensors = torch.randn(6, 256, 256, device="cuda")
+
+    def products():
+        return torch.stack(in_branches([lambda each=each: each @ each @ each for each in tensors]))
+
+    again = InPlace(products, Recorder(branches=3))
+    for _ in range(3):
+        found = again.of([tensors])
+    assert len(again._recordings) == 1
+    assert torch.equal(found, torch.stack([each @ each @ each for each in tensors]))
+    tensors.normal_()
+    assert torch.equal(again.of([tensors]), torch.stack([each @ each @ each for each in tensors]))
 
 
 @needs_gpu

@@ -132,6 +132,19 @@ def test_tensors_that_begin_anywhere_are_not_read_past():
 
 
 @needs_gpu
+def test_a_graph_from_before_a_step_no_longer_holds(monkeypatch):
+    from egop.optim import matrices
+
+    monkeypatch.setattr(matrices, "SMALL", 0)  # not recorded
+    weight = torch.nn.Parameter(torch.ones(32, 64, device="cuda"))
+    loss = (weight @ weight.mT).sum()
+    weight.grad = torch.ones_like(weight)
+    egop.optim.PolarAdam([weight], lr=0.01).step()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+
+
+@needs_gpu
 def test_what_is_not_a_number_is_seen_and_zeros_stay(monkeypatch):
     weights = weights_of("cuda", [(32, 64)] * 2)
     before = weights[1].clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -93,7 +94,10 @@ def _vmapped_alike(objective: Objective, names: Sequence[str], points: Points, g
     seed_everything(points.seeds[0])
     in_dims = (0, 0, None if one_batch else 0)
     function = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=in_dims, randomness="different")
-    gradients, losses = function(moving, still, leaves)
+    with warnings.catch_warnings():
+        # For some operations, such as attention, torch has no batching rule and says that it could be faster.
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        gradients, losses = function(moving, still, leaves)
     return losses.detach(), [gradients[name].detach() for name in names]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from egop.estimation.objective import Objective
 from egop.numerics import drawn_outside_torch, seed_everything
 
 logger = logging.getLogger("egop")
+
+_said: weakref.WeakKeyDictionary[Objective, set[str]] = weakref.WeakKeyDictionary()
 
 # Draws ``count`` points: for each parameter its values, stacked along a new first dimension.
 Drawer = Callable[[torch.Generator, int], dict[str, Tensor]]
@@ -80,19 +83,25 @@ class Initialiser:
                 if torch.equal(drawn[name], current[name]) and torch.equal(again[name], start[name])
             ]
             odd = _of_another_scale(drawn, current)
-        if untouched and processes.rank() == 0:
-            logger.warning(
-                "egop.Initialization() leaves %s where they are: nothing in the model initialises them. "
-                "Pass init_fn=... to draw them too.",
-                _listed([f"'{name}'" for name in untouched]),
+        if untouched:
+            names = _listed([repr(name) for name in untouched])
+            self._say(
+                f"egop.Initialization() leaves {names} where they are: nothing in the model initialises them. "
+                "Pass init_fn=... to draw them too."
             )
-        if odd and processes.rank() == 0:
-            logger.warning(
-                "egop.Initialization() draws weights of another scale than the model has: %s (root mean squares). If "
-                "they are pretrained or trained, sample around them: rho=egop.Recentered(scale). If the model was "
-                "initialised in another way, give it: rho=egop.Initialization(init_fn=...).",
-                _listed(odd),
+        if odd:
+            self._say(
+                f"egop.Initialization() draws weights of another scale than the model has: {_listed(odd)} (root mean "
+                "squares). If they are pretrained or trained, sample around them: rho=egop.Recentered(scale). If the "
+                "model was initialised in another way, give it: rho=egop.Initialization(init_fn=...)."
             )
+
+    def _say(self, words: str) -> None:
+        """Once of an objective: a diagnosis samples it again and again."""
+        said = _said.setdefault(self.objective, set())
+        if words not in said and processes.rank() == 0:
+            logger.warning("%s", words)
+        said.add(words)
 
     def _check_that_they_differ(self, points: dict[str, Tensor]) -> None:
         """Raise an error when the second point, and all others drawn with it, are the first one again."""

@@ -38,29 +38,28 @@ class _Place:
 # records on, as torch.cuda.graph takes one of the usual priority.
 _places: weakref.WeakValueDictionary[tuple[torch.device, int], _Place] = weakref.WeakValueDictionary()
 _STREAMS, _PRIORITY, _OF_BRANCHES = 32, -1, -2
+# On a branch what products work in stays, in the memory of the first recording there: a branch is for one place, ever.
+_branches: set[tuple[torch.device, int]] = set()
 
 
 def _new_place(device: torch.device, branches: int = 0) -> _Place | None:
-    """A place on a stream that has none, with as many branches as there are further ones; None if all have one."""
+    """A place on a stream that has none, with as many branches as are left up to a number; None if all have one."""
     stream = _free_stream(device, _PRIORITY)
     if stream is None:
         return None
     place = _places[device, stream.cuda_stream] = _Place(stream)
-    for _ in range(branches):
-        branch = _free_stream(device, _OF_BRANCHES)
-        if branch is not None:
-            _places[device, branch.cuda_stream] = place
-            place.branches.append(branch)
-            with torch.cuda.stream(branch):  # what products work in there; within a recording it would never go
-                torch.ones(1, 1, 1, device=device).baddbmm(*[torch.ones(1, 1, 1, device=device)] * 2)
+    while len(place.branches) < branches and (branch := _free_stream(device, _OF_BRANCHES)) is not None:
+        _branches.add((device, branch.cuda_stream))
+        place.branches.append(branch)
     return place
 
 
 def _free_stream(device: torch.device, priority: int) -> torch.cuda.Stream | None:
-    """One that has no place; None if they all have one."""
+    """One that has no place and never was a branch; None if there is none."""
     for _ in range(_STREAMS):
         stream = torch.cuda.Stream(device, priority=priority)
-        if (device, stream.cuda_stream) not in _places:
+        key = device, stream.cuda_stream
+        if key not in _places and key not in _branches:
             return stream
     return None
 

@@ -22,7 +22,7 @@ _KEPT = 256  # so many lists of addresses; those of a network's steps are few, a
 
 
 class Entries:
-    """Does both for weights of one shape, as stacks of matrices.
+    """Takes in gradients and takes off updates, for weights of one shape as a stack of matrices.
 
     Args:
         any_order: whether what is done to a matrix is the same in whatever order its columns are. Kernels of
@@ -101,6 +101,7 @@ class Entries:
         if kernels is not None:
             left = kept.to(weights[0]) if isinstance(kept, Tensor) else weights[0].new_full((), kept)
             kernels.take_off(self._at(kernels, weights), updates.contiguous(), scales.contiguous(), left)
+            torch.autograd.graph.increment_version(weights)  # which autograd does not see
             return
         views = [weight.permute(order) for weight in weights]
         if isinstance(kept, Tensor) or kept != 1:
