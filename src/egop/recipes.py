@@ -57,7 +57,7 @@ class EGOP(ReparameterizedOptimizer):
     and 1.11 times AdamW's (Muon's 1.09, 1.24, 1.15 and 1.07).
 
     **Learning rate.** Eight times AdamW's best rate ended within 0.014 of EGOP's own best loss on all four tasks, four
-    times within 0.034. On networks that train in seconds the factor was anything from a quarter to sixteen: there try
+    times within 0.034. On networks that train in seconds the factor was anything from a quarter to ten: there try
     AdamW's own rate too, or ask :func:`egop.find_lr`.
 
     For other choices write out the parts, with :class:`egop.ReparameterizedOptimizer`. A state of the one loads into
