@@ -15,7 +15,7 @@ app = application(
 
 
 def main() -> None:
-    """What the console script ``egop`` calls."""
+    """The command ``egop``."""
     app(prog_name="egop")
 
 
