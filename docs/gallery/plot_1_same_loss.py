@@ -42,7 +42,9 @@ print("found:", found, "true:", V, sep="\n")
 def path(basis):
     """The points that Adagrad visits, with a basis or without."""
     theta = torch.nn.Parameter(START.clone())
-    optimizer = egop.ReparameterizedOptimizer([("theta", theta)], torch.optim.Adagrad, basis, lr=0.4)
+    optimizer = torch.optim.Adagrad([theta], lr=0.4)
+    if basis is not None:
+        optimizer = egop.ReparameterizedOptimizer([("theta", theta)], torch.optim.Adagrad, basis, lr=0.4)
     points = [theta.detach().clone()]
     for _ in range(150):
         optimizer.zero_grad()
