@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from sphinx_gallery.scrapers import figure_rst, matplotlib_scraper
+from sphinx_gallery.scrapers import figure_rst
 
 from egop.runs import plotting
 
@@ -16,20 +17,25 @@ _BEGAN: dict[str, float] = {}
 
 
 def scraped(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
-    """Figures as SVG: those of pyplot, and those that egop's own ``plot`` methods return, unknown to pyplot."""
-    rst = str(matplotlib_scraper(block, block_vars, gallery_conf, format="svg", bbox_inches="tight"))
+    """Figures as egop saves its own, light and dark: of pyplot, and of egop's ``plot`` methods, unknown to pyplot."""
+    figures = [plt.figure(number) for number in plt.get_fignums()]
     for figure in block_vars["example_globals"].values():
         if isinstance(figure, Figure) and not hasattr(figure, "number") and figure not in _SEEN:
             _SEEN.append(figure)
-            path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
-            figure.savefig(path, bbox_inches="tight")
-            rst += figure_rst([path], gallery_conf["src_dir"])
+            figures.append(figure)
+    rst = ""
+    for figure in figures:
+        path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
+        plotting.save(figure, path)
+        titles = [axes.get_title(loc="left") for axes in figure.axes]
+        rst += figure_rst([path], gallery_conf["src_dir"], ", ".join(filter(None, titles)))
+    plt.close("all")
     return rst
 
 
 def styled(gallery_conf: dict[str, Any], name: str) -> None:
     """Give the pictures of a script the style of egop's own."""
-    matplotlib.rcParams.update(plotting.STYLE)
+    matplotlib.rcParams.update(plotting.STYLE | {"savefig.bbox": "tight"})
 
 
 def clocked(gallery_conf: dict[str, Any], name: str, when: str) -> None:

@@ -146,10 +146,11 @@ def main(arguments: list[str] | None = None) -> None:
     newest = newest_of(run, options.out)
     torch.manual_seed(options.seed)
     model = wrapped(GPT(**sizes).to(device), options.parallel, options.bf16, device)
-    # Without a basis it is plain AdamW. One side only: sharded rows can be turned without asking other processes.
-    refresh = egop.Online(structure={"blocks.*": egop.Shared()}) if options.optimizer == "egop" else None
+    # Without blocks it is plain AdamW. One side only: sharded rows can be turned without asking other processes.
+    one_sided = egop.Online(structure={"blocks.*": egop.Shared()})
+    form = {"refresh": one_sided} if options.optimizer == "egop" else {"basis": egop.Reparameterization([])}
     optimizer = egop.ReparameterizedOptimizer(
-        model, torch.optim.AdamW, lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95), refresh=refresh
+        model, torch.optim.AdamW, lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95), **form
     )
     first = checkpoint.load(newest, model, optimizer)["step"] if newest else 0
     if rank == 0:

@@ -167,7 +167,7 @@ def test_the_wheel_has_no_experiment_data_set_or_bench(tmp_path):
     own = {Path(*Path(name).parts[1:]) for name in names if name.startswith("egop/")}
     others = ("__init__.py", "py.typed", "runs/pages.css", "diagnostics/evidence.json")
     assert set(FILES) | set(map(Path, others)) == own
-    assert {Path(name).parts[0].partition("-")[0] for name in names} == {"egop"}
+    assert {Path(name).parts[0].partition("-")[0] for name in names} == {"egop", "egop_entry.py"}
 
 
 def test_there_is_nothing_but_code_a_style_sheet_and_what_diagnose_compares_with():

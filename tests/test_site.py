@@ -11,6 +11,7 @@ import zlib
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
+import matplotlib.image
 import pytest
 
 from test_docs import DOCS, ROOT, SCRIPTS, public_names
@@ -155,6 +156,28 @@ def asked(tmp_path, pages, question, width=1300, dark=False, wait=0):
     return json.loads(html.unescape(done.stdout.split('data-found="')[1].split('"')[0]))
 
 
+# Pages side by side, as the page's own switch has them: "auto" is as the system is.
+SHEETS = """<!DOCTYPE html><title>x</title><body style="margin:0;display:flex">FRAMES<script>
+for (const frame of document.querySelectorAll("iframe"))
+  frame.onload = () => { frame.contentDocument.body.dataset.theme = "THEME"; };
+</script></body>"""
+
+
+def white(tmp_path, pages, dark, theme):
+    """The part of some pages, as they are seen, that is white or nearly."""
+    frame, picture = tmp_path / "sheets.html", tmp_path / "seen.png"
+    frames = "".join(
+        f'<iframe style="width:700px;height:2400px;border:0" src="{page.as_uri()}"></iframe>' for page in pages
+    )
+    frame.write_text(SHEETS.replace("FRAMES", frames).replace("THEME", theme), encoding="utf-8")
+    subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={700 * len(pages)},2400",
+         f"--blink-settings=preferredColorScheme={1 - dark}", f"--screenshot={picture}", frame.as_uri()],
+        capture_output=True, timeout=300, check=True,
+    )  # fmt: skip
+    return (matplotlib.image.imread(picture)[..., :3].min(-1) > 0.9).mean()
+
+
 OF_EACH_KIND = [
     "index",
     "why",
@@ -180,6 +203,24 @@ def test_no_page_is_wider_than_the_screen(tmp_path, width, dark):
     for *_, color in found.values():
         brightness = sum(int(part) for part in re.findall(r"\d+", color)[:3]) / 3
         assert brightness < 60 if dark else brightness > 200
+
+
+@in_browser
+@pytest.mark.parametrize(("dark", "theme"), [(True, "auto"), (False, "dark"), (True, "light")])
+def test_pictures_are_dark_where_the_page_is(tmp_path, dark, theme):
+    """Also those that the gallery has drawn, and where the reader has switched the page against the system."""
+    pages = [SITE / f"{name}.html" for name in ("gallery-pages/index", "gallery-pages/plot_8_transformer", "soap")]
+    part = white(tmp_path, pages, dark, theme)
+    assert part > 0.85 if theme == "light" else part < 0.002
+
+
+@in_browser
+def test_small_pictures_are_large_enough_to_be_read(tmp_path):
+    widths = """[...document.querySelectorAll(".sphx-glr-thumbcontainer img")].map(each => each.clientWidth)"""
+    for width in (400, 1300):
+        (found,) = asked(tmp_path, [SITE / "gallery-pages" / "index.html"], widths, width).values()
+        assert len(found) == len(SCRIPTS)
+        assert min(found) >= 280
 
 
 @in_browser

@@ -1,94 +1,64 @@
-"""A newcomer's walk: the README's line on two networks of their own, beside AdamW with the same learning rate."""
+"""A newcomer's walk: egop installed in a fresh environment, and the README's line on two networks there."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
+import venv
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional as F
 
-import egop
-
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-RATE, DECAY = map(
-    float, re.search(r"^optimizer = egop\.EGOP\(model, lr=(\S+), weight_decay=(\S+)\)", README, re.M).groups()
-)
-STEPS = 120
+ROOT = Path(__file__).parents[1]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 
-class Convolutions(nn.Sequential):
-    """57,000 parameters, for images of 3 × 16 × 16."""
-
-    def __init__(self):
-        layers = [
-            nn.Conv2d(3, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.ReLU(),
-        ]
-        layers += [nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        super().__init__(*layers, nn.Linear(64, 10))
-
-
-class Language(nn.Module):
-    """A GPT of 470,000 parameters, for 64 tokens of 64 kinds."""
-
-    def __init__(self, width=112, context=64):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 64)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
-
-    def forward(self, tokens):
-        hidden = self.tokens(tokens) + self.places.weight
-        return self.head(self.blocks(hidden, mask=self.mask, is_causal=True))
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A new environment, with egop from a wheel of this checkout; torch and the rest are lent by this environment."""
+    pytest.importorskip("hatchling", reason="what the wheel is built with is not installed")
+    folder = tmp_path_factory.mktemp("newcomer")
+    done([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT)
+    (wheel,) = folder.glob("egop-*.whl")
+    place = folder / "environment"
+    venv.create(place, with_pip=True, symlinks=os.name != "nt")
+    programs = place / ("Scripts" if os.name == "nt" else "bin")
+    done([programs / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel], cwd=folder)
+    packages = done([programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], cwd=folder)
+    # Folders that a .pth file names come last, and their own .pth files, such as those of a checkout, do not count.
+    lent = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    (Path(packages.strip()) / "lent.pth").write_text("\n".join(lent))
+    return programs
 
 
-def images(generator, count):
-    """Ten patterns, each at a random place, in noise."""
-    patterns = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(7))
-    labels = torch.randint(10, (count,), generator=generator)
-    shifts = torch.randint(16, (count,), generator=generator).tolist()
-    moved = torch.stack([patterns[label].roll(shift, -1) for label, shift in zip(labels.tolist(), shifts, strict=True)])
-    return moved + torch.randn(moved.shape, generator=generator), labels
-
-
-def sequences(generator, count):
-    """A step of a permutation, or with probability 0.2 any token; the next token is to be told."""
-    following = torch.randperm(64, generator=torch.Generator().manual_seed(7))
-    tokens = [torch.randint(64, (count,), generator=generator)]
-    for _ in range(64):
-        jumps = torch.rand(count, generator=generator) < 0.2
-        tokens.append(torch.where(jumps, torch.randint(64, (count,), generator=generator), following[tokens[-1]]))
-    whole = torch.stack(tokens, 1)
-    return whole[:, :-1], whole[:, 1:]
-
-
-def ends_at(network, batch, make):
-    torch.manual_seed(0)
-    model = network()
-    optimizer = make(model)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        inputs, labels = batch(generator, 32)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten()).backward()
-        optimizer.step()
-    with torch.no_grad():
-        inputs, labels = batch(torch.Generator().manual_seed(2), 256)
-        return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten()).item()
+def done(command, cwd):
+    """What a command prints, which knows nothing of this checkout unless it is told."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    made = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr
+    return made.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("network", "batch", "size"), [(Convolutions, images, 57e3), (Language, sequences, 470e3)])
-def test_the_line_of_the_readme_ends_lower_than_adamw_with_the_same_rate(network, batch, size):
-    assert sum(each.numel() for each in network().parameters()) == pytest.approx(size, rel=0.05)
-    rotated = ends_at(network, batch, lambda model: egop.EGOP(model, lr=RATE, weight_decay=DECAY))
-    usual = ends_at(network, batch, lambda model: torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY))
-    assert rotated < usual
+def test_after_pip_install_the_line_of_the_readme_ends_lower_than_adamw_with_the_same_rate(installed, tmp_path):
+    line = re.search(r"^optimizer = egop\.EGOP\(.*\)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)[0]
+    program = tmp_path / "newcomer.py"  # outside the checkout: a program's folder is on its path
+    program.write_text((ROOT / "tests" / "newcomer.py").read_text(encoding="utf-8"), encoding="utf-8")
+    found = json.loads(done([installed / "python", program, line], cwd=tmp_path))
+    assert Path(found["egop"]).is_relative_to(installed.parent)
+    assert found["version"] == VERSION
+    for network, size in (("convolutions", 57e3), ("language", 470e3)):
+        assert found[network]["parameters"] == pytest.approx(size, rel=0.05)
+        assert found[network]["optimizer"] == "EGOP"
+        assert found[network]["egop"] < found[network]["AdamW"]
+
+
+@pytest.mark.slow
+def test_after_pip_install_the_command_is_there(installed, tmp_path):
+    pytest.importorskip("typer", reason="the command line's extra is not installed")
+    assert done([installed / "egop", "--version"], cwd=tmp_path) == f"egop {VERSION}\n"
+    assert "FSDP2 over 8 devices" in done([installed / "egop", "plan", "egop.diagnostics.scaling:gpt2"], cwd=tmp_path)

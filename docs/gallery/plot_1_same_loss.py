@@ -42,7 +42,9 @@ print("found:", found, "true:", V, sep="\n")
 def path(basis):
     """The points that Adagrad visits, with a basis or without."""
     theta = torch.nn.Parameter(START.clone())
-    optimizer = egop.ReparameterizedOptimizer([("theta", theta)], torch.optim.Adagrad, basis, lr=0.4)
+    optimizer = torch.optim.Adagrad([theta], lr=0.4)
+    if basis is not None:
+        optimizer = egop.ReparameterizedOptimizer([("theta", theta)], torch.optim.Adagrad, basis, lr=0.4)
     points = [theta.detach().clone()]
     for _ in range(150):
         optimizer.zero_grad()
@@ -68,7 +70,7 @@ for axes, name, turn in ((left, "original", torch.eye(2)), (middle, "eigenbasis"
     seen = paths[name] @ turn
     axes.plot(*seen.T, color=colors[name], linewidth=2)
     axes.plot(*seen[0], "o", color=colors[name])
-    axes.plot(0, 0, "+", color="black", markersize=10)
+    axes.plot(0, 0, "+", color="#7f7f7f", markersize=10)
     axes.set(title=f"{name} coordinates", aspect="equal")
 for name, points in paths.items():
     right.semilogy([loss(point).item() + 1e-12 for point in points], color=colors[name], label=name, linewidth=2)

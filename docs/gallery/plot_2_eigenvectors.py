@@ -42,5 +42,5 @@ for value, vector in zip(eigenvalues, vectors.T, strict=True):
     arrow = 1.5 * value.sqrt() * vector
     right.annotate("", arrow.tolist(), (0, 0), arrowprops={"arrowstyle": "-|>", "color": "#d55e00", "lw": 2.5})
 right.set(title="Their gradients, and the eigenvectors", aspect="equal")
-right.axhline(0, color="#cccccc", zorder=0)
-right.axvline(0, color="#cccccc", zorder=0)
+right.axhline(0, color="#999999", linewidth=0.8, zorder=0)
+right.axvline(0, color="#999999", linewidth=0.8, zorder=0)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ import egop_lab
 from egop_lab import cli
 from egop_lab.bench import run as bench
 from egop_lab.experiments import demo, demo_language
-from signals import heed_ctrl_c
+from signals import heed_ctrl_c, interrupted_import
 
 
 def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, monkeypatch):
@@ -164,3 +165,9 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing_behind(tmp_path):
     assert errors.rstrip().splitlines()[-1] == "Interrupted."
     assert "Traceback" not in errors
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_while_torch_is_imported_exits_with_130_and_one_line(tmp_path):
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    assert interrupted_import(project, tmp_path) == (130, "Interrupted.\n")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 import egop
 from egop.cli import app
 from egop.diagnostics import stages
+from signals import interrupted_import
 
 
 def test_help_lists_the_commands():
@@ -82,3 +84,9 @@ def test_without_the_extras_one_line_says_what_to_install(tmp_path):
     assert result.stderr == (
         "This command needs the package 'typer', which is not installed. Run: pip install 'egop[cli]'\n"
     )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_while_torch_is_imported_exits_with_130_and_one_line(tmp_path):
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    assert interrupted_import(project, tmp_path) == (130, "Interrupted.\n")

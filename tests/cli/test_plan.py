@@ -68,8 +68,8 @@ def test_the_command_takes_what_a_factory_may_return(shown, target):
     found = shown(target, "--ranks", "2")
     assert found.exit_code == 0, found.output
     assert found.stdout.startswith("92 parameters in 6 tensors; FSDP2 over 2 devices.")
-    methods = [line.split("  ")[0] for line in found.stdout.splitlines()[4:15]]
-    assert methods[:4] == ["AdamW", "Muon", "SOAP", "Shared, fixed"]
+    methods = [line.split("  ")[0] for line in found.stdout.splitlines()[4:16]]
+    assert methods[:5] == ["AdamW", "Muon", "SOAP", "EGOP", "Shared, fixed"]
     assert "Full, online" in methods
 
 
@@ -81,10 +81,12 @@ def test_the_numbers_are_written_as_json(shown, tmp_path):
         "AdamW",
         "Muon",
         "SOAP",
+        "EGOP",
         "Shared, fixed",
         "Shared, online",
     ]
-    assert found["estimates"][3]["device"]["bases"] == 4 * (8**2 + 6**2)
+    assert found["estimates"][3]["device"]["bases"] == 4 * (6**2 + 4**2)  # of the smaller side
+    assert found["estimates"][4]["device"]["bases"] == 4 * (8**2 + 6**2)
 
 
 def test_a_limit_leaves_what_does_not_fit(shown):
@@ -93,6 +95,14 @@ def test_a_limit_leaves_what_does_not_fit(shown):
         line for line in shown("model", "--memory", "150").stdout.splitlines() if line.startswith("Shared, fixed")
     )
     assert row.split()[2] == "26%"  # only the second weight: 24 of 92
+
+
+def test_what_egop_cannot_do_is_said(shown):
+    found = shown("model", "--memory", "150")
+    assert "EGOP: All bases together need 208 B" in found.stdout
+    assert not any(line.startswith("EGOP  ") for line in found.stdout.splitlines())
+    row = next(line for line in shown("large").stdout.splitlines() if line.startswith("EGOP"))
+    assert row.split()[1:3] == ["0%", "16.00"]  # too wide: AdamW steps everything
 
 
 def test_products_are_shown_over_the_models_own(shown):

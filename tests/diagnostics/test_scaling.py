@@ -118,6 +118,18 @@ def test_a_basis_takes_what_was_said_to_the_byte(name, online, dtype):
     assert held(model, optimizer) == predicted.total
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_egop_takes_what_was_said_to_the_byte(dtype):
+    torch.manual_seed(0)
+    model = Network().to(dtype)
+    optimizer = egop.EGOP(model, every=2)
+    plan = optimizer.plan
+    parts = parts_of(dict(model.named_parameters()), plan, online=True, polar=True, on_cpu=True)
+    train(model, optimizer)
+    assert len(plan.chosen) == 4
+    assert held(model, optimizer) == total(part.memory for part in parts).total
+
+
 def test_adamw_and_muon_take_what_was_said_to_the_byte():
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -164,6 +176,16 @@ def test_the_numbers_of_one_weight_by_hand():
     ]
     assert shared.flops == 4 * 6 * 4**2 + 2 * 6 * 4**2  # there and back, and the Gram matrix
     assert shared.sharded(4) == Memory(32, 32, 32, 64, 64, 64)  # two rows of six
+    (own,) = [
+        part
+        for part in parts_of(dict(model.named_parameters()), egop.EGOP(model).plan, online=True, polar=True)
+        if part.flops
+    ]
+    assert own.memory == Memory(96, 96, 96, 192, 64, 64)  # of the smaller side
+    assert own.flops == shared.flops + 5 * (4 * 4**2 * 6 + 2 * 4**3)
+    assert own.sharded(4) == Memory(
+        32, 32, 96, 192, 64, 64, gathered=128
+    )  # a matrix as a whole, eight rows with those that pad
 
 
 def test_frozen_parameters_take_their_own_bytes_only():
@@ -180,6 +202,7 @@ def test_frozen_parameters_take_their_own_bytes_only():
 
 SEVERAL = [("FSDP2", *case) for case in [("AdamW", False), *CASES] if "auto" not in case]
 SEVERAL += [("DDP", "AdamW", False), ("DDP", "Shared", True), ("DDP", "Kronecker", True)]
+SEVERAL += [("FSDP2", "EGOP", True), ("DDP", "EGOP", True)]
 
 
 def measured(rank, world):
@@ -196,6 +219,9 @@ def measured(rank, world):
         parameters = dict(model.named_parameters())
         if name == "AdamW":
             parts, basis = [adamw(each) for each in parameters.values()], None
+        elif name == "EGOP":
+            plan, basis = egop.EGOP(model).plan, None
+            parts = parts_of(parameters, plan, online=True, polar=True, on_cpu=True)
         else:
             plan = planned(model, STRUCTURES[name], online)
             parts = parts_of(parameters, plan, online=online, on_cpu=True)
@@ -207,10 +233,12 @@ def measured(rank, world):
         else:
             model = DistributedDataParallel(model)
         refresh = egop.Online(every=2, spread=False) if online else None
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters()) if name == "AdamW" else egop.EGOP(model, every=2)
         if basis is not None:
             optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, refresh=refresh)
             del basis
+        if name == "EGOP":
+            train(model, optimizer, 2)  # the first step makes its blocks, which the others are given
         counts = []
         for _ in range(4):
             optimizer.zero_grad()
@@ -240,6 +268,7 @@ def test_on_two_devices_each_holds_and_sends_what_was_said():
             assert found["each"] <= count <= (found["most"] if renewing else found["each"]), (case, step)
     assert first["FSDP2, Shared, fixed"]["counts"] == [0] * 4
     assert [count > 0 for count in first["FSDP2, Shared, online"]["counts"]] == [False, True] * 2
+    assert first["FSDP2, EGOP, online"]["each"] == 2 * 4  # the weights of four layers, and their gradients
 
 
 # Estimation.

@@ -233,3 +233,39 @@ def test_a_learning_rate_of_zero_says_nothing_of_a_class():
     assert not tried(torch.optim.SGD, {}, {"lr": 0.0}).same_in_every_rotation
     assert tried(torch.optim.SGD, {}, {"lr": 0.1}).same_in_every_rotation
     assert not tried(torch.optim.RAdam, {}, {"lr": 0.1}).same_in_every_rotation  # begins as plain momentum does
+
+
+def step(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_an_optimizer_without_a_basis_says_so_in_its_first_step():
+    optimizers = [quiet(lambda: egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, lr=0.1)) for _ in range(2)]
+    for optimizer in optimizers:  # each of them
+        with pytest.warns(UserWarning, match="this is plain AdamW. Give the optimizer basis= or refresh=") as caught:
+            step(optimizer)
+        assert [warning.filename for warning in caught] == [__file__]
+        assert len(str(caught[0].message).splitlines()) == 1
+        quiet(lambda optimizer=optimizer: step(optimizer))
+
+
+def test_an_optimizer_that_was_given_a_basis_in_any_way_says_nothing():
+    model = cases.MLP.build()
+    basis = cases.estimate(cases.MLP.objective())
+    by_group = [{"params": list(model.named_parameters()), "basis": basis}]
+    quiet(lambda: step(egop.ReparameterizedOptimizer(by_group, torch.optim.AdamW, lr=0.1)))
+    quiet(lambda: step(egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, refresh=egop.Online(), lr=0.1)))
+    nothing = egop.Reparameterization([])
+    quiet(lambda: step(egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, nothing, lr=0.1)))
+
+    trained_before = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=0.1)
+    step(trained_before)
+    loaded = egop.ReparameterizedOptimizer(cases.MLP.build(), torch.optim.AdamW, lr=0.1)
+    loaded.load_state_dict(trained_before.state_dict())
+    quiet(lambda: step(loaded))
+    rebased = egop.ReparameterizedOptimizer(cases.MLP.build(), torch.optim.AdamW, lr=0.1)
+    rebased.rebase(basis)
+    quiet(lambda: step(rebased))

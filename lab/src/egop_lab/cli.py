@@ -20,7 +20,7 @@ app = application("egop-lab", __version__, "The paper's experiments and benchmar
 
 
 def main() -> None:
-    """What the console script ``egop-lab`` calls."""
+    """The command ``egop-lab``."""
     app(prog_name="egop-lab")
 
 

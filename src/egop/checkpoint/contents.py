@@ -222,8 +222,9 @@ def check_kind(optimizer: Any) -> None:
     """Raise an error for an optimizer of another kind."""
     if not isinstance(optimizer, ReparameterizedOptimizer):
         raise TypeError(
-            f"egop.checkpoint is for an egop.ReparameterizedOptimizer, got {type(optimizer).__name__}. Without a basis "
-            "that does what a plain optimizer does; for others there is torch.distributed.checkpoint.state_dict."
+            f"egop.checkpoint is for an egop.ReparameterizedOptimizer, got {type(optimizer).__name__}. With "
+            "basis=egop.Reparameterization([]) that does what a plain optimizer does; for others there is "
+            "torch.distributed.checkpoint.state_dict."
         )
 
 

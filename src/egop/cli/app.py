@@ -15,7 +15,7 @@ app = application(
 
 
 def main() -> None:
-    """What the console script ``egop`` calls."""
+    """The command ``egop``."""
     app(prog_name="egop")
 
 
@@ -91,7 +91,7 @@ def plan(
     tokens: Annotated[int | None, typer.Option(min=1, help="Of a language model, on each device in a step.")] = None,
     json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the numbers to this file.")] = None,
 ) -> None:
-    """Say what memory and communication a model would take under each structure, AdamW, SOAP and Muon."""
+    """Say what memory and communication a model would take under EGOP, each structure, AdamW, SOAP and Muon."""
     with one_line_errors():
         from egop.diagnostics import factories, scaling
         from egop.runs import parse_bytes, write_json

@@ -22,6 +22,7 @@ from egop.optimizer.inner import (
     lookahead,
     proposed,
     read_by_lookahead,
+    warn_of_no_basis,
 )
 from egop.optimizer.membership import Bound, bind
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
@@ -44,6 +45,7 @@ class Engine:
         self.base = base
         self.compiled, self.any_class, self.matrices_only = compiled, any_class, False
         self.gains = False
+        self.given = True  # a basis or a refresh; if not, that is said in the first step
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Layer] = {}
         self.known: Known | None = None  # what the model says of its parameters
@@ -162,6 +164,10 @@ class Engine:
 
     def step(self) -> None:
         """One step of the inner optimizer in coordinates."""
+        if not self.given:
+            self.given = True
+            if not self.blocks:  # none have come by a state either, or with a group
+                warn_of_no_basis(self.base.optimizer_class)
         if self.refresher is not None:
             self.refresher.before_step(self)
         self.base.settings_in(self.param_groups, self.inner)

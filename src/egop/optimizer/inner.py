@@ -108,6 +108,16 @@ def warn_of_no_gain(optimizer_class: type[Optimizer], blocks: Sequence[BoundBloc
     )
 
 
+def warn_of_no_basis(optimizer_class: type[Optimizer]) -> None:
+    """Say that an optimizer for which neither a basis nor a refresh was given does nothing of its own."""
+    name = optimizer_class.__name__
+    warnings.warn(
+        f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(); "
+        f"if plain {name} is meant, basis=egop.Reparameterization([]).",
+        stacklevel=level_of_user(),
+    )
+
+
 def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:
     """Raise an error where an optimizer that tells matrices from vectors would take one for the other."""
     for block in blocks:

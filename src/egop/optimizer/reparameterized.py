@@ -60,7 +60,8 @@ class ReparameterizedOptimizer(Optimizer):
             ``"basis"`` of its own. With ``model`` the parameters need no names.
         optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
         basis: the change of basis of each block; without one (and without ``refresh``) the optimizer does what
-            ``optimizer_class`` does, until a state dict with a basis is loaded.
+            ``optimizer_class`` does, until a state dict with a basis is loaded, and the first step warns of that. A
+            basis without blocks, ``egop.Reparameterization([])``, says that it is meant so.
         model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
@@ -108,7 +109,8 @@ class ReparameterizedOptimizer(Optimizer):
                 f"{name} runs an optimizer in a basis itself, and cannot run in another. Call it with the model: "
                 f"egop.{name}(model, ...)."
             )
-        if outside is not None and refresh is None and basis is None and all(each is None for each in bases):
+        given = refresh is not None or any(each is not None for each in (basis, *bases))
+        if outside is not None and not given:
             raise ValueError(
                 "outside= is for what no block has, and without basis= and refresh= there are no blocks: it would step "
                 f"everything, and {optimizer_class.__name__} nothing. Give refresh=egop.Online() or basis=; or, to use "
@@ -121,6 +123,7 @@ class ReparameterizedOptimizer(Optimizer):
             any_class=any_class,
         )
         self._passing = _Passing()
+        engine.given = given
         engine.check_class(groups)
         super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
         blocks = engine.bind(basis, self.param_groups)
@@ -128,7 +131,7 @@ class ReparameterizedOptimizer(Optimizer):
             blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
         check_disjoint([block.change.block for block in blocks])
         engine.left = {
-            name: why for given in (basis, *bases) if given is not None for name, why in given.unrotated.items()
+            name: why for each in (basis, *bases) if each is not None for name, why in each.unrotated.items()
         }
         engine.build(blocks, Pieces())
         named = [

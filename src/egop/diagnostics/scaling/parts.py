@@ -33,7 +33,7 @@ from egop.basis import (
 Way = Literal["rows", "gathered", "whole"]
 
 SOAP_LIMIT = 10_000  # pytorch_optimizer's max_precondition_dim: wider sides are left
-NEWTON_SCHULZ = 5  # iterations in a step of Muon
+NEWTON_SCHULZ = 5  # iterations in a step of Muon and of PolarAdam
 
 
 @dataclass(frozen=True)
@@ -151,21 +151,29 @@ def plan_of(
     return make_plan(blocks, layers, "auto", sys.maxsize if memory is None else memory, candidates)
 
 
-def parts_of(parameters: Mapping[str, Tensor], plan: Plan, *, online: bool, on_cpu: bool = False) -> list[Part]:
+def parts_of(
+    parameters: Mapping[str, Tensor], plan: Plan, *, online: bool, polar: bool = False, on_cpu: bool = False
+) -> list[Part]:
     """The parts of a model in AdamW, its blocks in the coordinates of a plan.
 
     Args:
         parameters: by name.
         plan: the structure of each block.
         online: whether the bases follow the gradients' Gram matrices.
+        polar: whether blocks are stepped by ``PolarAdam``, as in ``EGOP``: two moments too, of whole matrices.
         on_cpu: whether it trains on the CPU.
     """
     inside = {name for block in plan.chosen for name in block.parameters}
-    blocks = [_block(parameters, *pair, online=online, on_cpu=on_cpu) for pair in plan.chosen.items()]
+    blocks = [
+        _block(parameters, block, structure, online=online, polar=polar, on_cpu=on_cpu)
+        for block, structure in plan.chosen.items()
+    ]
     return blocks + [adamw(parameter) for name, parameter in parameters.items() if name not in inside]
 
 
-def _block(parameters: Mapping[str, Tensor], block: Block, structure: Structure, *, online: bool, on_cpu: bool) -> Part:
+def _block(
+    parameters: Mapping[str, Tensor], block: Block, structure: Structure, *, online: bool, polar: bool, on_cpu: bool
+) -> Part:
     shapes, cost, item = structure.basis_shapes(block), structure.cost(block), block.dtype.itemsize
     tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
     change = structure.change(block, tensors)
@@ -182,9 +190,12 @@ def _block(parameters: Mapping[str, Tensor], block: Block, structure: Structure,
         rest=0 if change.complete or not change.settings["keep_rest"] else item * block.size,
         copies=nbytes if on_cpu else 0,
     )
-    by_rows = change.rowwise and block.has_outputs_first  # FSDP2 divides by the first dimension
+    by_rows = change.rowwise and block.has_outputs_first and not polar  # FSDP2 divides by the first dimension
     work = sum(math.prod(shape) * shape[-1] for shape in shapes.values())
-    return Part(block.shapes, memory, cost.flops + 2 * block.size * sum(sides), "rows" if by_rows else "whole", work)
+    flops = cost.flops + 2 * block.size * sum(sides)
+    if polar:
+        flops += sum(math.prod(shape[:-2]) * _newton_schulz(*shape[-2:]) for shape in change.coordinate_shapes())
+    return Part(block.shapes, memory, flops, "rows" if by_rows else "whole", work)
 
 
 def frozen(parameter: Tensor) -> Part:
@@ -203,9 +214,13 @@ def muon(parameter: Tensor, layer: Layer) -> Part:
     if layer.role != "weight":
         return adamw(parameter)
     size = parameter.nbytes
-    short, long = sorted((len(parameter), parameter.numel() // len(parameter)))
-    flops = NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
+    flops = _newton_schulz(len(parameter), parameter.numel() // len(parameter))
     return Part((parameter.shape,), Memory(parameters=size, gradients=size, moments=size), flops, "gathered")
+
+
+def _newton_schulz(rows: int, columns: int) -> int:
+    short, long = sorted((rows, columns))
+    return NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
 
 
 def soap(parameter: Tensor) -> Part:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +12,12 @@ from torch import nn
 from egop.basis import Auxiliary, Full, Kronecker, Reduced, Shared, Structure, StructureChoice, layers_of
 from egop.diagnostics.scaling.parts import Memory, Part, Traffic, adamw, frozen, muon, parts_of, plan_of, soap, total
 from egop.distributed import owners_of
+from egop.recipes import EGOP
 from egop.refresh import Online
-from egop.runs import counted, format_bytes, format_count, format_table
+from egop.runs import counted, format_bytes, format_count, format_table, parse_bytes
 
 EVERY = Online().every
+EGOP_MEMORY: str = inspect.signature(EGOP).parameters["memory"].default
 STRUCTURES: tuple[Structure, ...] = (Shared(), Kronecker(), Full(), Auxiliary(16), Reduced(16))
 
 
@@ -26,10 +30,11 @@ class Estimate:
         rotated: the share of the parameters that get a basis.
         device: memory on one device; the same under DDP, where every device holds everything.
         fsdp2: memory on each device under FSDP2; none where the method has no such form.
-        kept: bytes of bases that a device keeps of those estimated with ``shard_bases=True``, at most.
+        kept: bytes of bases that a device keeps of those estimated with ``shard_bases=True``, at most; none where the
+            method estimates none.
         traffic: collectives under FSDP2. Under DDP there are none: gradients, and so bases, are alike everywhere.
         flops: of the basis products in one step, on one device and under DDP; online with those of the Gram matrices,
-            but without the renewals. Of Muon, the Newton-Schulz iteration.
+            but without the renewals. Of Muon, the Newton-Schulz iteration; of EGOP, with it.
         fsdp2_flops: the same on each device under FSDP2.
     """
 
@@ -37,7 +42,7 @@ class Estimate:
     rotated: float
     device: Memory
     fsdp2: Memory | None
-    kept: int
+    kept: int | None
     traffic: Traffic | None
     flops: int
     fsdp2_flops: int | None
@@ -81,7 +86,7 @@ class Report:
             "one, DDP and FSDP2: bytes per parameter of the model that a device holds between two steps",
             f"bases: all of them; kept: what one of {self.ranks} keeps of them after shard_bases=True, at most",
             f"gathers: all-gathers of the optimizer in each step under FSDP2; reduces: all-reduces every {EVERY} steps",
-            "products: flops of the basis products in a step"
+            "products: flops of basis products and Newton-Schulz iterations in a step"
             + ("" if self.tokens is None else f", over 6 x parameters x {self.tokens:,} tokens on each device"),
             *self.notes,
         ]
@@ -91,7 +96,7 @@ class Report:
         traffic, divided = cost.traffic, cost.fsdp2
         row = [cost.method, f"{cost.rotated:.0%}", f"{cost.device.total / self.parameters:.2f}"]
         row += ["-" if divided is None else f"{divided.total / self.parameters:.2f}"]
-        row += [_bytes(cost.device.bases), "-" if divided is None else _bytes(cost.kept)]
+        row += [_bytes(cost.device.bases), "-" if cost.kept is None else _bytes(cost.kept)]
         if traffic is None:
             row += ["-"] * 4
         else:
@@ -113,7 +118,7 @@ def report(
     memory: int | None = None,
     tokens: int | None = None,
 ) -> Report:
-    """What AdamW, Muon, SOAP, and AdamW in each of some structures take for a model.
+    """What AdamW, Muon, SOAP, EGOP, and AdamW in each of some structures take for a model.
 
     Args:
         model: on any device, also on the meta device.
@@ -132,9 +137,17 @@ def report(
     costs = [
         _estimate("AdamW", rest + [adamw(tensor) for tensor in parameters.values()], ranks),
         _estimate("Muon", rest + [muon(tensor, layers[name]) for name, tensor in parameters.items()], ranks),
-        _estimate("SOAP", rest + [soap(tensor) for tensor in parameters.values()], ranks, fsdp2=False),
+        _estimate("SOAP", rest + [soap(tensor) for tensor in parameters.values()], ranks, fsdp2=False, kept=False),
     ]
-    notes = []
+    notes: list[str] = []
+    try:
+        plan = EGOP(model, memory=sys.maxsize if memory is None else memory).plan
+    except MemoryError as error:
+        notes.append(f"EGOP: {error}")
+    else:
+        costs.append(_estimate("EGOP", rest + parts_of(parameters, plan, online=True, polar=True), ranks, kept=False))
+        if memory is None and costs[-1].device.bases > parse_bytes(EGOP_MEMORY):
+            notes.append(f"EGOP: more than the {EGOP_MEMORY} that its bases may take by default; give it memory=.")
     for structure in structures:
         for online in (False, True) if _is_renewable(structure) else (False,):
             method = f"{_name(structure)}, {'online' if online else 'fixed'}"
@@ -152,7 +165,7 @@ def report(
     )
 
 
-def _estimate(method: str, parts: Sequence[Part], ranks: int, *, fsdp2: bool = True) -> Estimate:
+def _estimate(method: str, parts: Sequence[Part], ranks: int, *, fsdp2: bool = True, kept: bool = True) -> Estimate:
     size, rotated = sum(part.size for part in parts), sum(part.size for part in parts if part.memory.bases)
     shares = [part.share(ranks) if part.way == "rows" else 1.0 for part in parts]
     return Estimate(
@@ -160,7 +173,7 @@ def _estimate(method: str, parts: Sequence[Part], ranks: int, *, fsdp2: bool = T
         rotated=rotated / size,
         device=total(part.memory for part in parts),
         fsdp2=total(part.sharded(ranks) for part in parts) if fsdp2 else None,
-        kept=_largest_share(parts, ranks),
+        kept=_largest_share(parts, ranks) if kept else None,
         traffic=_traffic(parts) if fsdp2 else None,
         flops=sum(part.flops for part in parts),
         fsdp2_flops=round(sum(part.flops * own for part, own in zip(parts, shares, strict=True))) if fsdp2 else None,
