@@ -237,3 +237,22 @@ def test_without_a_basis_it_does_what_the_class_does(kind):
         optimizer.step()
         other.step()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("made", [egop.EGOP, lambda model, **options: egop.optim.Sign(model.parameters(), **options)])
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_text_in_the_place_of_a_number_is_named(made, name):
+    model = nn.Linear(4, 3, bias=False)
+    with pytest.raises(TypeError, match=rf"{name} must be a number, got str '1e-3'.*YAML"):
+        made(model, **{name: "1e-3"})
+
+
+def test_one_number_for_two_is_named():
+    with pytest.raises(TypeError, match=r"betas must be two numbers, got 0\.9"):
+        egop.EGOP(nn.Linear(4, 3), betas=0.9)
+
+
+@pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
+def test_complex_weights_are_refused(kind):
+    with pytest.raises(TypeError, match="steps real numbers"):
+        kind([nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64))])

@@ -57,6 +57,12 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """Add a group of weights, each of two dimensions or more."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point():
+                self.param_groups.pop()
+                raise TypeError(
+                    f"egop.optim.{type(self).__name__} steps real numbers, but got a parameter of {parameter.dtype}. "
+                    "Give it to another optimizer, such as torch.optim.AdamW."
+                )
             if parameter.dim() < 2:
                 self.param_groups.pop()
                 raise ValueError(
