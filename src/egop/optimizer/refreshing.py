@@ -200,7 +200,8 @@ class Refresher(abc.ABC):
         if first:
             warnings.warn(
                 f"The basis could not be renewed and stays as it is ({why}). Training goes on; further failures are "
-                "only counted, in optimizer.refresher.failures.",
+                "only counted, in optimizer.refresher.failures. Look at the loss: a gradient that is not finite makes "
+                "its weight so too, in any basis.",
                 stacklevel=2,
             )
 
