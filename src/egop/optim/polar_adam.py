@@ -88,17 +88,18 @@ def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
         iterations: how many steps.
     """
     a, b, c = _COEFFICIENTS
-    dtype, dims, tiny = matrices.dtype, (-2, -1), torch.finfo(matrices.dtype).tiny
-    half = torch.bfloat16 if dtype is torch.float32 and matrices.device.type == "cuda" else dtype
+    dims, tiny = (-2, -1), torch.finfo(matrices.dtype).tiny
+    on_gpu = matrices.dtype is torch.float32 and matrices.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else matrices.dtype
     # In two steps, as squares of their entries may overflow or vanish.
-    largest = torch.linalg.vector_norm(matrices, torch.inf, dims, keepdim=True)
-    x = scaled(matrices, 1 / largest.clamp_min(tiny), half)
-    x = scaled(x, 1 / torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype).clamp_min(tiny), half)
+    x = scaled(matrices, 1 / torch.linalg.vector_norm(matrices, torch.inf, dims, keepdim=True).clamp_min(tiny), dtype)
+    lengths = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=matrices.dtype)
+    x = scaled(x, 1 / lengths.clamp_min(tiny), dtype)
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     tall = shape[-2] > shape[-1]
-    constant = a * torch.eye(min(shape[-2:]), dtype=half, device=x.device)
+    constant = a * torch.eye(min(shape[-2:]), dtype=dtype, device=x.device)
     for _ in range(iterations):
-        gram = x.mT @ x if tall else x @ x.mT
+        gram = x.mT @ x if tall else x @ x.mT  # of the smaller side
         factor = torch.add(constant, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
         x = x @ factor if tall else factor @ x
     return x.reshape(shape)
