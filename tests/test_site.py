@@ -30,7 +30,7 @@ def state():
     return f"the site is older than {newer[0].relative_to(ROOT)}: make docs" if newer else ""
 
 
-pytestmark = pytest.mark.skipif(bool(state()), reason=state())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(state()), reason=state())]
 PAGES = sorted(SITE.rglob("*.html"))
 
 

@@ -38,6 +38,7 @@ def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, mon
         assert any(heading in line for line in lines), heading
 
 
+@pytest.mark.slow
 def test_the_language_model_can_be_left_out(tmp_path):
     result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--steps", "0", "--out", str(tmp_path / "made")])
     assert result.exit_code == 0, result.output

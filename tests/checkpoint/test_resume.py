@@ -93,6 +93,7 @@ def test_the_same_number_of_processes_goes_on_bit_for_bit(trajectories, wrapper,
     assert trajectories["-".join((wrapper, *case))]["equal"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_any_number_of_processes_goes_on_to_rounding(trajectories, case):
     expected = trajectories["-".join(("plain", *case))]["weights"]

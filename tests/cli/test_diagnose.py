@@ -105,6 +105,7 @@ def test_it_prints_a_table_and_saves_a_page_and_numbers(here, target):
     assert sorted(each.name for each in (here / "egop-diagnosis").iterdir()) == ["diagnosis.html", "diagnosis.json"]
 
 
+@pytest.mark.slow
 def test_the_probe_runs_a_race(here, monkeypatch):
     monkeypatch.setattr(racing.race, "__kwdefaults__", racing.race.__kwdefaults__ | {"learning_rates": (1e-3, 1e-2)})
     options = ["--samples", "20", "--steps", "1000", "--probe", "--probe-steps", "20", "--out", "there"]

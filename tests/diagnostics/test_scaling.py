@@ -258,6 +258,7 @@ def _identity(block, structure):
     return structure.change(block, {key: torch.eye(*shape) for key, shape in structure.basis_shapes(block).items()})
 
 
+@pytest.mark.slow
 def test_on_two_devices_each_holds_and_sends_what_was_said():
     first, second = run(measured, 2)
     for case, found in first.items():

@@ -28,6 +28,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.app, ["bench", *arguments])
 
 
+@pytest.mark.slow
 def test_a_smoke_run_has_every_part_and_nothing_fails(tmp_path):
     result = invoke("--smoke", "--device", "cpu", "--out", str(tmp_path / "bench.json"))
     assert result.exit_code == 0, result.output

@@ -77,6 +77,7 @@ def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
     assert len(verdicts(Toy(), store)) == 9
 
 
+@pytest.mark.slow
 def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
     monkeypatch.setattr(tuned, "in_processes", in_this_process)
@@ -127,6 +128,7 @@ def test_the_claims_hold_where_the_records_say_so(tmp_path):
     assert len(found) == 9
 
 
+@pytest.mark.slow
 def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path):
     def result(config):
         turned = config["coordinates"] == EGOP
@@ -144,6 +146,7 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
     assert methods == {"Adam", "Adagrad", "SOAP", "Shampoo"}, "the paper's"
 
 
+@pytest.mark.slow
 def test_without_runs_that_have_no_schedule_the_others_are_judged(tmp_path):
     experiment, store = faked(MatrixFactorizationExperiment, outcome(lambda method, rate: 3), tmp_path, preset="full")
     assert not experiment.remarks(store, "full")
