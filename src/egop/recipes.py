@@ -31,7 +31,7 @@ def _parts(betas: tuple[float, float], eps: float, every: int, memory: int | str
 
 
 class EGOP(ReparameterizedOptimizer):
-    r"""The combination that measured best, in the place of AdamW; with four to eight times its learning rate.
+    r"""The combination that measured best on text, in the place of AdamW; with four to eight times its learning rate.
 
     Weights are stepped by :class:`egop.optim.PolarAdam` in the eigenbasis of their gradients' Gram matrices, of the
     smaller side, which :class:`egop.Online` keeps current: those of linear layers, convolutions, attention and experts,
