@@ -53,6 +53,8 @@ class Following:
             self.show(replace(diagnosis, partial=f"{missing} yet"))
             try:
                 diagnosis = stage(diagnosis)
+                self.bar.total = self.bar.n  # a stage may need fewer parts than it may take
+                self.bar.refresh()
             except KeyboardInterrupt:
                 return replace(diagnosis, partial=f"interrupted: {missing}")
         return diagnosis
