@@ -44,11 +44,11 @@ def test_a_place_whose_recorder_is_gone_is_free_again(streams):
 
 
 def test_a_branch_is_for_one_place_ever(streams):
-    first = recordings._new_place(DEVICE, 2)
+    first = recordings._new_place(DEVICE, branched=True)
     taken = {branch.cuda_stream for branch in first.branches}
     assert len(taken) == 2
     del first
-    later = [recordings._new_place(DEVICE, 2) for _ in range(2)]
+    later = [recordings._new_place(DEVICE, branched=True) for _ in range(2)]
     assert [len(place.branches) for place in later] == [2, 0], "without branches where none is left"
     assert taken.isdisjoint(branch.cuda_stream for branch in later[0].branches)
 
@@ -64,7 +64,7 @@ def test_branches_of_a_recording_give_what_works_in_turn_give():
     def products():
         return torch.stack(in_branches([lambda each=each: each @ each @ each for each in tensors]))
 
-    again = InPlace(products, Recorder(branches=3))
+    again = InPlace(products, Recorder(branched=True))
     for _ in range(3):
         found = again.of([tensors])
     assert len(again._recordings) == 1

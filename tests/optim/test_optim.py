@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -245,6 +246,13 @@ def test_text_in_the_place_of_a_number_is_named(made, name):
     model = nn.Linear(4, 3, bias=False)
     with pytest.raises(TypeError, match=rf"{name} must be a number, got str '1e-3'.*YAML"):
         made(model, **{name: "1e-3"})
+
+
+@pytest.mark.parametrize("lr", [np.float32(1e-3), np.int64(1), torch.tensor(1e-3), 1])
+def test_numbers_of_any_kind_are_numbers(lr):
+    model = nn.Linear(4, 3, bias=False)
+    assert egop.EGOP(model, lr=lr).param_groups[0]["lr"] == lr
+    assert egop.optim.Sign(model.parameters(), lr=lr).param_groups[0]["lr"] == lr
 
 
 def test_one_number_for_two_is_named():

@@ -4,7 +4,7 @@ Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer
 """
 
 from egop.numerics import linalg, precision
-from egop.numerics.checks import check_fraction, check_not_negative, check_number, check_positive
+from egop.numerics.checks import check_fraction, check_not_negative, check_not_text, check_positive
 from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, near_one, random_orthonormal
 from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
@@ -22,7 +22,7 @@ __all__ = [
     "RowSketch",
     "check_fraction",
     "check_not_negative",
-    "check_number",
+    "check_not_text",
     "check_positive",
     "copy_all",
     "drawn_outside_torch",

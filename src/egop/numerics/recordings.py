@@ -38,17 +38,18 @@ class _Place:
 # records on, as torch.cuda.graph takes one of the usual priority.
 _places: weakref.WeakValueDictionary[tuple[torch.device, int], _Place] = weakref.WeakValueDictionary()
 _STREAMS, _PRIORITY, _OF_BRANCHES = 32, -1, -2
+_BRANCHES = 2  # beside the stream itself: small products leave most of a GPU idle; a third one brought little
 # On a branch what products work in stays, in the memory of the first recording there: a branch is for one place, ever.
 _branches: set[tuple[torch.device, int]] = set()
 
 
-def _new_place(device: torch.device, branches: int = 0) -> _Place | None:
-    """A place on a stream that has none, with as many branches as are left up to a number; None if all have one."""
+def _new_place(device: torch.device, *, branched: bool = False) -> _Place | None:
+    """A place on a stream that has none, perhaps with branches, as far as there are some left; None if all have one."""
     stream = _free_stream(device, _PRIORITY)
     if stream is None:
         return None
     place = _places[device, stream.cuda_stream] = _Place(stream)
-    while len(place.branches) < branches and (branch := _free_stream(device, _OF_BRANCHES)) is not None:
+    while branched and len(place.branches) < _BRANCHES and (branch := _free_stream(device, _OF_BRANCHES)) is not None:
         _branches.add((device, branch.cuda_stream))
         place.branches.append(branch)
     return place
@@ -95,11 +96,11 @@ class Recorder:
     as this object.
 
     Args:
-        branches: on how many streams work may be recorded side by side, see :func:`in_branches`.
+        branched: whether work may be recorded to run side by side, see :func:`in_branches`.
     """
 
-    def __init__(self, branches: int = 1) -> None:
-        self._branches = branches - 1  # beside the stream itself
+    def __init__(self, *, branched: bool = False) -> None:
+        self._branched = branched
         self._current: dict[torch.device, _Place] = {}
         self._left: list[_Place] = []  # where something could not be recorded; recordings made before go on
 
@@ -115,7 +116,7 @@ class Recorder:
     ) -> tuple[Callable[[], object], Result] | None:
         """What does a function's work again, and where its results will be; None if it cannot be recorded."""
         with torch.cuda.device(device):
-            place = self._current.get(device) or _new_place(device, self._branches)
+            place = self._current.get(device) or _new_place(device, branched=self._branched)
             if place is None:
                 return None
             self._current[device] = place

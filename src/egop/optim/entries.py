@@ -1,7 +1,7 @@
 """What a step does entry by entry: take gradients in, scale matrices, and take updates off the weights.
 
 On a GPU each is one pass over memory, by the kernels of :mod:`egop.optim.kernels`. Elsewhere, and where these cannot be
-used, they are torch's own operations, some twenty passes.
+used, they are torch's own operations, eighteen in all, each of which is a pass.
 """
 
 from __future__ import annotations

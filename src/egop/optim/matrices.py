@@ -19,10 +19,6 @@ from egop.optim.entries import Entries
 Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor]]
 
 
-# Weights of so many shapes are stepped side by side: small products leave most of a GPU idle.
-_BRANCHES = 3
-
-
 class MatrixOptimizer(Optimizer, abc.ABC):
     """Steps weights by a map of their momentum that sees a whole matrix.
 
@@ -150,7 +146,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def _record_anew(self) -> None:
         """Without what was recorded: it goes with tensors that may no longer be those of this optimizer."""
-        self._again = InPlace(_steps, Recorder(branches=_BRANCHES))
+        self._again = InPlace(_steps, Recorder(branched=True))
         self._entries = Entries(any_order=self.is_recordable)
         self._rates: dict[Any, list[Tensor]] = {}  # by group
         self._slots: dict[Tensor, Tensor] = {}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from egop.basis import Known, Layer, Plan, Reparameterization, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
-from egop.numerics import check_number, in_normal_mode, without_autocast
+from egop.numerics import check_not_text, in_normal_mode, without_autocast
 from egop.optimizer import showing
 from egop.optimizer.base import SHARED, Base
 from egop.optimizer.binding import BoundBlock
@@ -104,7 +104,7 @@ class ReparameterizedOptimizer(Optimizer):
         bases = [group.pop("basis", None) for group in groups]
         check_optimizer(optimizer_class)
         for name in {"lr", "weight_decay"} & set(hyperparameters):
-            check_number(name, hyperparameters[name])
+            check_not_text(name, hyperparameters[name])
         if issubclass(optimizer_class, ReparameterizedOptimizer):
             name = optimizer_class.__name__
             raise TypeError(

@@ -228,7 +228,7 @@ class Stacks:
         alike: dict[Any, list[BoundBlock]] = {}
         for block in blocks:
             alike.setdefault(block.signature, []).append(block)
-        recorder = Recorder(branches=_BRANCHES)
+        recorder = Recorder(branched=True)
         self._each = [Stack(members, recorder) for members in alike.values()]
         self.still = reused and not compiled and _is_small([block for members in alike.values() for block in members])
         self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
@@ -310,9 +310,6 @@ class Stacks:
 Part = tuple[ChangeOfBasis, list[Tensor], list[Tensor]]  # what to apply to what, and memory to use
 Parts = Sequence[Part]
 _Apply = Callable[[str, Parts], Iterable[list[Sequence[Tensor]]]]
-
-# So many stacks are encoded, or decoded, side by side: small products leave most of a GPU idle.
-_BRANCHES = 3
 
 
 def _applied_to(method: str, part: Part) -> list[Sequence[Tensor]]:
