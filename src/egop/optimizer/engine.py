@@ -45,7 +45,7 @@ class Engine:
         self.base = base
         self.compiled, self.any_class, self.matrices_only = compiled, any_class, False
         self.gains = False
-        self.given = True  # a basis or a refresh; if not, that is said in the first step
+        self.bare = False  # made without a basis and a refresh, of which the first step has still to warn
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Layer] = {}
         self.known: Known | None = None  # what the model says of its parameters
@@ -164,8 +164,8 @@ class Engine:
 
     def step(self) -> None:
         """One step of the inner optimizer in coordinates."""
-        if not self.given:
-            self.given = True
+        if self.bare:
+            self.bare = False
             if not self.blocks:  # none have come by a state either, or with a group
                 warn_of_no_basis(self.base.optimizer_class)
         if self.refresher is not None:

@@ -103,8 +103,8 @@ class ReparameterizedOptimizer(Optimizer):
         groups = named_groups(params, model=model)
         bases = [group.pop("basis", None) for group in groups]
         check_optimizer(optimizer_class)
-        for name in {"lr", "weight_decay"} & set(hyperparameters):
-            check_not_text(name, hyperparameters[name])
+        for name in ("lr", "weight_decay"):
+            check_not_text(name, hyperparameters.get(name))
         if issubclass(optimizer_class, ReparameterizedOptimizer):
             name = optimizer_class.__name__
             raise TypeError(
@@ -125,7 +125,7 @@ class ReparameterizedOptimizer(Optimizer):
             any_class=any_class,
         )
         self._passing = _Passing()
-        engine.given = given
+        engine.bare = not given
         engine.check_class(groups)
         super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
         blocks = engine.bind(basis, self.param_groups)
