@@ -178,10 +178,12 @@ def fake_store(path, methods, data=9469, floor=-math.inf, runs=EXPERIMENT.short,
     for method, (fall, seconds, training, error) in methods.items():
         epochs = range(settings["epochs"] + 1)
         for rate in settings["rates"]:
-            config = EXPERIMENT.config("full", method=method, lr=rate, seed=TUNING, epochs=3, **common)
-            if config not in store:
-                accuracy = 0.5 if rate == 1e-3 else 0.4
-                store.add(Record(config, {"ten-crop accuracy": accuracy, "seconds": [seconds * e for e in range(4)]}))
+            tuning = settings["tuning epochs"]
+            config = EXPERIMENT.config("full", method=method, lr=rate, seed=TUNING, epochs=tuning, **common)
+            accuracy = 0.5 if rate == 1e-3 else 0.4
+            store.add(
+                Record(config, {"ten-crop accuracy": accuracy, "seconds": [seconds * e for e in range(tuning + 1)]})
+            )
         for seed in range(trials):
             result = {
                 "validation loss": [max(3 - fall * epoch, floor) + 0.01 * seed for epoch in epochs],
@@ -224,11 +226,12 @@ def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
 
 
 def test_what_the_images_are_is_said_first(tmp_path):
-    remark, not_run = EXPERIMENT.remarks(fake_store(tmp_path / "r.jsonl", PAPER), "full")
+    remark, renewed, not_run = EXPERIMENT.remarks(fake_store(tmp_path / "r.jsonl", PAPER), "full")
     assert not_run == "Not run: runs of 30 epochs."
     assert remark.startswith("The images are Imagenette's 9,469 of 10 classes at 96 px, not ImageNet's 1.28 million")
-    other, _ = EXPERIMENT.remarks(fake_store(tmp_path / "s.jsonl", PAPER, data=100), "full")
-    assert other.startswith("The images are a folder's 100")
+    assert renewed.startswith("An epoch has 73 steps here and 10,000 in the paper")
+    other, *_ = EXPERIMENT.remarks(fake_store(tmp_path / "s.jsonl", PAPER, data=1000), "full")
+    assert other.startswith("The images are a folder's 1,000")
 
 
 def test_what_was_not_recorded_is_not_judged(tmp_path):
@@ -268,8 +271,15 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
 
 
 def test_the_learning_rate_is_that_of_the_best_tuning_accuracy(tmp_path):
-    store = fake_store(tmp_path / "r.jsonl", PAPER)
+    store = long_store(tmp_path / "r.jsonl", LONG)
     assert EXPERIMENT.short.chosen(store, "full", ADAMW) == EXPERIMENT.long.chosen(store, "full", ADAMW) == 1e-3
+
+
+def test_long_runs_are_tuned_by_runs_of_their_own(tmp_path):
+    store = fake_store(tmp_path / "r.jsonl", PAPER)
+    with pytest.raises(LookupError, match=r"AdamW has no tuning run with learning rate 0\.0003"):
+        EXPERIMENT.long.chosen(store, "full", ADAMW)
+    assert EXPERIMENT.settings("full")["tuning epochs"] == "10; 3 in the short runs"
 
 
 def test_runs_that_are_still_to_come_are_named(tmp_path):
@@ -310,7 +320,7 @@ def test_long_runs_are_judged_where_they_are_all_there(tmp_path):
     judged = EXPERIMENT.judge(store, "full")
     assert {each.verdict for each in judged if each.kind == "claim" and "cannot" not in each.verdict} == {"holds"}
     assert judged[0].beside[-1].rule == "10 epochs"
-    assert len(EXPERIMENT.remarks(store, "full")) == 1
+    assert len(EXPERIMENT.remarks(store, "full")) == 2
     assert "and there are 30 epochs of them, not 40" in EXPERIMENT.remarks(store, "full")[0]
     assert [table.title[:9] for table in EXPERIMENT.tables(store, "full")] == ["30 epochs", "10 epochs"]
     names = [picture.name for picture in EXPERIMENT.pictures(store, "full")]
@@ -324,13 +334,45 @@ def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_one
     short = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.short.judge(store, "full")}
     assert judged["upfront-epochs"].found != short["upfront-epochs"].found
     assert judged["upfront-soap"] == short["upfront-soap"]
-    assert EXPERIMENT.remarks(store, "full")[1].startswith("Not run with 30 epochs: SOAP each epoch, SOAP once,")
+    assert EXPERIMENT.remarks(store, "full")[-1].startswith("Not run with 30 epochs: SOAP each epoch, SOAP once,")
+
+
+def test_adamw_has_a_second_chance_at_another_rate(tmp_path):
+    store = long_store(tmp_path / "r.jsonl", LONG)
+    known = EXPERIMENT.long.judge(store, "full")
+    runs = EXPERIMENT.long.reported(store, "full")[ADAMW]
+    better = [{**run.result, "ten-crop accuracy": 0.9, "seconds": [math.nan] * 31} for run in runs]
+    store.add(*(Record({**run.config, "lr": 3e-4}, result) for run, result in zip(runs, better, strict=True)))
+    judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.long.judge(store, "full")}
+    assert [each.verdict for each in judged.values()] == [each.verdict for each in known], "the chosen rate counts"
+    (other,) = (each for each in judged["upfront-accuracy"].beside if each.rule == "AdamW at 0.0003")
+    assert (other.verdict, other.found) == (
+        "does not hold",
+        "Share of wrong answers, ten crops: EGOP up-front: 0.25; AdamW: 0.1.",
+    )
+    times = [each.found for each in judged["upfront-time"].beside if "0.0003" in each.rule]
+    assert times
+    assert "never" not in "".join(times), "it has the pace of AdamW's other runs"
+    two = Store(tmp_path / "two.jsonl")
+    two.add(*list(store)[:-1])
+    assert EXPERIMENT.long.judge(two, "full") == known, "one of its runs is missing"
+
+
+def test_our_form_of_soap_stands_beside_the_packages(tmp_path):
+    store = long_store(tmp_path / "r.jsonl", LONG | {SOAP_OURS: (0.25, 9.0, 0.3, 0.1)})
+    judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.long.judge(store, "full")}
+    assert judged["often-time"].verdict == "holds"
+    (other,) = (each for each in judged["often-time"].beside if each.rule == "SOAP 100 in our form")
+    assert other.verdict == "does not hold"
+    assert "SOAP 100, ours: " in other.found
+    without = long_store(tmp_path / "s.jsonl", {name: LONG[name] for name in FIRST})
+    assert not any("our form" in each.rule for one in EXPERIMENT.long.judge(without, "full") for each in one.beside)
 
 
 def test_without_three_trials_the_short_runs_count(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG, trials=2)
     assert EXPERIMENT.judge(store, "full") == EXPERIMENT.short.judge(store, "full")
-    assert EXPERIMENT.remarks(store, "full")[1] == "Not run to their end: runs of 30 epochs."
+    assert EXPERIMENT.remarks(store, "full")[-1] == "Not run to their end: runs of 30 epochs."
 
 
 def test_runs_beside_others_have_the_time_of_those_alone(tmp_path):

@@ -15,6 +15,7 @@ from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Store
 
 _IMAGENETTE = 9469  # training images
+_STEPS_THERE = 10_000  # in an epoch of the paper: 1.28 million images by 128
 
 
 class ResnetExperiment(Experiment):
@@ -57,6 +58,7 @@ class ResnetExperiment(Experiment):
         return short | {
             "methods": list(dict.fromkeys([*long["methods"], *short["methods"]])),
             "epochs": f"{long['epochs']}; {short['epochs']} in the short runs",
+            "tuning epochs": f"{long['tuning epochs']}; {short['tuning epochs']} in the short runs",
             "further rates": long["further rates"],
             "target": f"{long['target']}; in the short runs {short['target']}",
         }
@@ -80,10 +82,8 @@ class ResnetExperiment(Experiment):
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         long = {each.id: each for each in self.long.judge(store, preset)} if preset == "full" else {}
         rule = f"{self.short.settings(preset)['epochs']} epochs"
-        return [
-            replace(long[short.id], beside=(*long[short.id].beside, beside(rule, short))) if short.id in long else short
-            for short in self.short.judge(store, preset)
-        ]
+        short = self.short.judge(store, preset)
+        return [_with_short(long[each.id], each, rule) if each.id in long else each for each in short]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         long = self.long.pictures(store, preset) if self._long_methods(store, preset) else []
@@ -102,7 +102,12 @@ class ResnetExperiment(Experiment):
             f"not ImageNet's 1.28 million of 1,000 classes at 224 px, and there are {self._epochs(store, preset)} "
             "epochs of them, not 40: what is found is about this small task."
         )
-        return [remark, *self._long_remark(store, preset)]
+        steps = counts["train"] // run.config["batch"]
+        renewed = (
+            f"An epoch has {steps} steps here and {_STEPS_THERE:,} in the paper: what is renewed each epoch is renewed "
+            f"{_STEPS_THERE // steps} times as often by steps, and costs as much more of the time."
+        )
+        return [remark, renewed, *self._long_remark(store, preset)]
 
     def _epochs(self, store: Store, preset: Preset) -> int:
         runs = self.long if self._long_methods(store, preset) else self.short
@@ -126,3 +131,10 @@ class ResnetExperiment(Experiment):
         if missing := [method for method in settings["methods"] if method not in there]:
             return [f"Not run with {length}: {', '.join(missing)}; what is claimed of these is judged by short runs."]
         return []
+
+
+def _with_short(long: Judged, short: Judged, rule: str) -> Judged:
+    """What the long runs say; what the short ones do stands beside where it is another verdict."""
+    if short.verdict in (long.verdict, "cannot be judged"):
+        return long
+    return replace(long, beside=(*long.beside, beside(rule, short)))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from egop.runs import Picture
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judged, Table, beside
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
     AROUND,
@@ -22,26 +22,26 @@ from egop_lab.experiments.resnet_claims import (
     claims,
 )
 from egop_lab.experiments.resnet_runs import ShortRuns, inaccuracy, is_timed, pace
-from egop_lab.experiments.timed import Claim, Runs, search
+from egop_lab.experiments.timed import Claim, Runs, is_tuning, search
 from egop_lab.training.classifiers import in_own_process
 from egop_lab.training.context import Context, Preset, in_processes
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed import Trials, fast
 
-# The methods of the long runs by importance: most claims are about the first ones; a package's SOAP takes longest.
-FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_OURS)
-_LONG = (FIRST, (SOAP_EPOCH, SOAP_ONCE), (SOAP_100, AROUND))
+# The methods of the long runs by importance: most claims are about the first ones.
+FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_100)
+_LONG = (FIRST, (SOAP_EPOCH, SOAP_ONCE), (SOAP_OURS, AROUND))
 
 # Steps of about half a decade over the paper's range.
 _LADDER = [float(f"{factor}e{exponent}") for exponent in range(-5, 0) for factor in (1, 3)] + [1.0]
 
 
 class LongRuns(ShortRuns):
-    """Runs of thirty epochs, of the paper's methods and a faster SOAP; tuned as the short ones."""
+    """Runs of thirty epochs, of the paper's methods and a faster SOAP; tuned by runs as long as the paper's."""
 
-    often: ClassVar[str] = SOAP_OURS
-    claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_OURS))
+    often: ClassVar[str] = SOAP_100
+    claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_100))
     pictured: ClassVar[str] = "resnet-long"
 
     def settings(self, preset: Preset) -> dict[str, Any]:
@@ -49,6 +49,7 @@ class LongRuns(ShortRuns):
         return super().settings(preset) | {
             "methods": methods,
             "epochs": 30 if preset == "full" else 3,
+            "tuning epochs": 10 if preset == "full" else 1,
             "further rates": f"from {_LADDER[0]:g} to {_LADDER[-1]:g} by half decades, while the best one is at an end "
             "of those tried",
         }
@@ -67,28 +68,27 @@ class LongRuns(ShortRuns):
         return search(_LADDER, settings["rates"], self.tuning(settings, done, method), inaccuracy)
 
     def all_of_them(self, store: Store, context: Context, processes: int) -> bool:
-        """Do the runs that are missing, by importance; whether they are all there."""
+        """Do the runs that are missing, those that tune first, by importance; whether they are all there.
+
+        Of every method one has the device to itself: time is read from it.
+        """
         trials = self.trials(store, context)
         with fast(context.device):
-            return all(self._part(trials, groups, processes) for groups in (_LONG[:-1], _LONG[-1:]))
-
-    def _part(self, trials: Trials, groups: Sequence[Sequence[str]], processes: int) -> bool:
-        """Runs that tune have the device to themselves: time is read from them."""
-        while left := self._left(trials, groups):
-            tuning = [entries for entries in left if entries["seed"] == TUNING]
-            if tuning or processes == 1:
-                done = all(trials.do(**entries) for entries in tuning or left)
-            else:
-                done = self._beside(trials, left, processes)
-            if not done:
-                return False
+            while left := self._left(trials):
+                now = [entries for entries in left if entries["seed"] == TUNING] or left
+                alone = now if processes == 1 else _untimed(trials.done, now)
+                beside = [entries for entries in now if entries not in alone]
+                if not all(trials.do(**entries) for entries in alone):
+                    return False
+                if not self._beside(trials, beside, processes):
+                    return False
         return True
 
-    def _left(self, trials: Trials, groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    def _left(self, trials: Trials) -> list[dict[str, Any]]:
         """What can be done now, by group and trial: of a method that is tuned its runs, else those that tune it."""
         settings = self.settings(trials.context.preset)
         entries: list[dict[str, Any]] = []
-        for methods, seed in itertools.product(groups, range(settings["trials"])):
+        for methods, seed in itertools.product(_LONG, range(settings["trials"])):
             for method in methods:
                 best, rates = self._search(settings, trials.done, method)
                 own = {"method": method, "lr": best, "epochs": settings["epochs"], "seed": seed}
@@ -111,25 +111,42 @@ class LongRuns(ShortRuns):
         return runs if {ADAMW, self.often} <= set(runs) else {}
 
     def reported(self, store: Store, preset: Preset) -> Runs:
-        """Those that were done beside others have the seconds of runs that had the device to themselves."""
         done = self.done(store, preset)
-        paces = {
-            method: pace([run for run in done if run.config["method"] == method and is_timed(run)])
-            for method in self.settings(preset)["methods"]
-        }
-        return {
-            method: [run if is_timed(run) else _at_pace(run, paces[method]) for run in runs]
-            for method, runs in super().reported(store, preset).items()
-        }
+        return {method: _with_time(runs, done) for method, runs in super().reported(store, preset).items()}
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         """Only what can be, since the methods that it is about have all of their runs."""
         runs = self.complete(store, preset)
-        return (
-            []
-            if not runs
-            else self.verdicts(runs, preset, [c for c in self.claims if {c.method, c.other} <= set(runs)])
-        )
+        if not runs:
+            return []
+        judged = self.compared(runs, preset)
+        for rate, adamws in self._at_other_rates(store, preset).items():
+            judged = _and_by(f"{ADAMW} at {rate:g}", self.compared(runs | {ADAMW: adamws}, preset, ADAMW), judged)
+        if SOAP_OURS in runs:
+            judged = _and_by("SOAP 100 in our form", _InOurForm().compared(runs, preset), judged, always=SOAP_OURS)
+        return judged
+
+    def compared(self, runs: Runs, preset: Preset, other: str | None = None) -> list[Judged]:
+        """Verdicts on the claims about methods that are there; only those that compare with another one, if named."""
+        about = [claim for claim in self.claims if {claim.method, claim.other} <= set(runs)]
+        return self.verdicts(runs, preset, [claim for claim in about if other in (None, claim.other)])
+
+    def _at_other_rates(self, store: Store, preset: Preset) -> dict[float, list[Record]]:
+        """AdamW's runs at rates that were not chosen, where they are all there: it is to have every chance."""
+        settings, done = self.settings(preset), self.done(store, preset)
+        by_rate: dict[float, list[Record]] = {}
+        for run in done:
+            if not is_tuning(run) and self.key(run) == (ADAMW, run.config["lr"], settings["epochs"]):
+                by_rate.setdefault(run.config["lr"], []).append(run)
+        del by_rate[self.rate(settings, done, ADAMW)]
+        return {rate: _with_time(runs, done) for rate, runs in by_rate.items() if len(runs) == settings["trials"]}
+
+    def tables(self, store: Store, preset: Preset) -> list[Table]:
+        """With AdamW at its other rates too."""
+        (table,) = super().tables(store, preset)
+        paces = {ADAMW: pace(self.reported(store, preset)[ADAMW])}
+        others = [self.row(ADAMW, runs, paces) for runs in self._at_other_rates(store, preset).values()]
+        return [replace(table, rows=(table.rows[0], *others, *table.rows[1:]))]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         first, second = super().pictures(store, preset)
@@ -137,7 +154,36 @@ class LongRuns(ShortRuns):
         return [first, replace(second, caption=second.caption + timed)]
 
 
-def _at_pace(run: Record, seconds: tuple[float, float]) -> Record:
-    before, epoch = seconds
-    curve = [before + epoch * count for count in range(len(run.result["seconds"]))]
-    return replace(run, result={**run.result, "seconds": curve})
+class _InOurForm(LongRuns):
+    """With our SOAP as the one that is renewed often: a step of the package's takes several times as long."""
+
+    often: ClassVar[str] = SOAP_OURS
+    claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_OURS))
+
+
+def _untimed(done: Sequence[Record], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first run of every method that has none from which time can be read."""
+    timed = {run.config["method"] for run in done if is_timed(run)}
+    first = {own["method"]: own for own in reversed(entries) if own["method"] not in timed}
+    return [own for own in entries if own is first.get(own["method"])]
+
+
+def _with_time(runs: Sequence[Record], done: Sequence[Record]) -> list[Record]:
+    """A method's runs; those done beside others have the seconds of runs that had the device to themselves."""
+    before, epoch = pace([run for run in done if run.config["method"] == runs[0].config["method"]])
+    curve = [before + epoch * count for count in range(len(runs[0].result["seconds"]))]
+    return [run if is_timed(run) else replace(run, result={**run.result, "seconds": curve}) for run in runs]
+
+
+def _and_by(rule: str, others: Sequence[Judged], judged: Sequence[Judged], always: str = "") -> list[Judged]:
+    """What was judged, and beside it what is found by another rule: where the verdict is another, or a method named."""
+    by_id = {each.id: each for each in others}
+    return [_beside(rule, by_id[each.id], each, always) if each.id in by_id else each for each in judged]
+
+
+def _beside(rule: str, other: Judged, one: Judged, always: str) -> Judged:
+    known = {each.rule: each.verdict for each in one.beside}
+    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.beside if each.verdict != known[each.rule]]
+    if other.verdict != one.verdict or (always and always in other.found):
+        more.insert(0, beside(rule, other))
+    return replace(one, beside=(*one.beside, *more))

@@ -186,13 +186,15 @@ class ShortRuns(TimedExperiment):
         """What an epoch costs here and in the paper, and what comes of it."""
         runs = self.reported(store, preset)
         paces = {method: pace(records) for method, records in runs.items()}
-        rows = [self._row(method, records, paces) for method, records in runs.items()]
+        rows = [self.row(method, records, paces) for method, records in runs.items()]
         epochs = self.settings(preset)["epochs"]
         header = ("method", "rate", "trials", "lowest validation loss", "ten crops: loss", "accuracy")
         cost = ("seconds an epoch", "times AdamW's", "in the paper")
         return [Table(f"{epochs} epochs, and what an epoch costs (with its bases)", (*header, *cost), tuple(rows))]
 
-    def _row(self, method: str, runs: Sequence[Record], paces: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
+    def row(self, method: str, runs: Sequence[Record], paces: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
+        """A method in the table, with what an epoch of every method takes."""
+
         def middle(name: str) -> float:
             return median([run.result[name] for run in runs])
 
