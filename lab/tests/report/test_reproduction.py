@@ -172,7 +172,7 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     found = [section(flipped("a", "holds", "does not hold"), flipped("b", "does not hold", "holds"),
                      flipped("c", "does not hold", "holds"))]  # fmt: skip
     row = (
-        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>By our rule (ours): does not hold. 3 and 4. "
+        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>By another rule (ours): does not hold. 3 and 4. "
         "| 5 and 6 |"
     )
     reproduction.write_markdown(found, tmp_path / "r.md")
@@ -180,7 +180,7 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     text = (tmp_path / "r.md").read_text()
     assert row in text
     assert "2 claims more would hold and 1 would not" in text
-    assert "Does not hold: So it is and 1 more; 3 otherwise by our rule." in text
+    assert "Does not hold: So it is and 1 more; 3 otherwise by another rule." in text
     assert "In the paper: 5 and 6." in (tmp_path / "r.html").read_text()
 
 

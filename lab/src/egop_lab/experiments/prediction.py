@@ -155,14 +155,14 @@ class PredictionExperiment(Experiment):
         return [
             target(
                 "correlation",
-                f"The predictor's rank correlation with the measured gain is at least {_WANTED} on the held-out half.",
+                f"Target: the predictor's rank correlation with the gain is at least {_WANTED} on the held-out half.",
                 correlation >= _WANTED if chosen.sign > 0 else correlation <= -_WANTED,
                 f"Chosen: {chosen.candidate.name}. {chosen.correlations[HALVES[0]]:.2f} on the {counts[0]} problems it "
                 f"was chosen on, {correlation:.2f} on the {counts[1]} others.",
             ),
             target(
                 "leave-it",
-                f"Of the held-out problems it calls “leave it” none gains more than {WORTH:.0%}.",
+                f"Target: of the held-out problems it calls “leave it” none gains more than {WORTH:.0%}.",
                 not chosen.missed,
                 f"Leave it {side} {chosen.sign * chosen.threshold:.3g}: {len(chosen.left)} of {counts[1]}; of these "
                 f"gain more: {', '.join(chosen.missed) or 'none'}.",
@@ -170,7 +170,7 @@ class PredictionExperiment(Experiment):
             ),
             target(
                 "budget",
-                f"What it needs of trial steps is at most {BUDGET:.0%} of a training.",
+                f"Target: what it needs of trial steps is at most {BUDGET:.0%} of a training.",
                 chosen.candidate.budget <= BUDGET + 1e-9,
                 f"{chosen.candidate.budget:.0%}.",
             ),

@@ -35,7 +35,7 @@ class ResnetExperiment(Experiment):
     )
     paper: ClassVar[Mapping[str, str]] = {
         "data": "ImageNet, 1.28 million images of 1000 classes, on an RTX 6000 Ada",
-        "rates": "a sweep over powers of ten from 1e-05 to 1",
+        "rates": "a logarithmic sweep from 1e-05 to 1",
         "trials": "not named; median ± standard deviation",
         "epochs": "40",
         "tuning epochs": "10",
@@ -43,7 +43,9 @@ class ResnetExperiment(Experiment):
         "weight decay": "0.0001",
         "side": "256",
         "crop": "224",
+        "precision": "not named",
         "validation": "ten crops",
+        "rho": "re-centred at the latest iterate",
         "target": "1.3, within 5 % of SOAP 100's lowest validation loss",
         "SOAP": "renewed never, every 100 and every 10000 steps (an epoch)",
     }
@@ -69,8 +71,8 @@ class ResnetExperiment(Experiment):
         Args:
             store: where finished runs are.
             context: preset, device, data, time.
-            processes: that do long runs at once on the device. Time is not read from these: each method has a short run
-                that has the device to itself.
+            processes: that do long runs at once on the device. Time is not read from these: each method has a run that
+                has the device to itself.
         """
         began = time.monotonic()
         if context.preset == "full" and not self.long.all_of_them(store, context, processes):
@@ -105,7 +107,8 @@ class ResnetExperiment(Experiment):
         steps = counts["train"] // run.config["batch"]
         renewed = (
             f"An epoch has {steps} steps here and {_STEPS_THERE:,} in the paper: what is renewed each epoch is renewed "
-            f"{_STEPS_THERE // steps} times as often by steps, and costs as much more of the time."
+            f"{_STEPS_THERE // steps} times as often by steps, and costs as much more of the time. SOAP 100 is renewed "
+            "less than once an epoch here, a hundred times there."
         )
         return [remark, renewed, *self._long_remark(store, preset)]
 
@@ -130,7 +133,12 @@ class ResnetExperiment(Experiment):
             return [f"Not run{' to their end' if begun else ''}: runs of {length}."]
         if missing := [method for method in settings["methods"] if method not in there]:
             return [f"Not run with {length}: {', '.join(missing)}; what is claimed of these is judged by short runs."]
-        return []
+        late = self.long.still_falling(store, preset)
+        remark = (
+            f"{len(late)} of {len(there)} methods have their lowest validation loss in the last tenth of the epochs: "
+            f"these have not come to rest, as those of the paper had after {self.paper['epochs']} epochs."
+        )
+        return [remark]
 
 
 def _with_short(long: Judged, short: Judged, rule: str) -> Judged:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from egop.runs import Picture
 from egop_lab.experiments.base import Judged, Table, beside
+from egop_lab.experiments.curves import median
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
     AROUND,
@@ -22,7 +23,7 @@ from egop_lab.experiments.resnet_claims import (
     claims,
 )
 from egop_lab.experiments.resnet_runs import ShortRuns, inaccuracy, is_timed, pace
-from egop_lab.experiments.timed import Claim, Runs, is_tuning, search
+from egop_lab.experiments.timed import Claim, Runs, is_tuning, lowest_at, search
 from egop_lab.training.classifiers import in_own_process
 from egop_lab.training.context import Context, Preset, in_processes
 from egop_lab.training.records import Record, Store
@@ -77,10 +78,10 @@ class LongRuns(ShortRuns):
             while left := self._left(trials):
                 now = [entries for entries in left if entries["seed"] == TUNING] or left
                 alone = now if processes == 1 else _untimed(trials.done, now)
-                beside = [entries for entries in now if entries not in alone]
+                others = [entries for entries in now if entries not in alone]
                 if not all(trials.do(**entries) for entries in alone):
                     return False
-                if not self._beside(trials, beside, processes):
+                if not self._at_once(trials, others, processes):
                     return False
         return True
 
@@ -96,7 +97,7 @@ class LongRuns(ShortRuns):
                 entries += [tuning | {"lr": rate} for rate in rates if seed == 0] if rates else [own]
         return [each for each in entries if trials.configured(**each) not in trials.store]
 
-    def _beside(self, trials: Trials, left: Sequence[dict[str, Any]], processes: int) -> bool:
+    def _at_once(self, trials: Trials, left: Sequence[dict[str, Any]], processes: int) -> bool:
         """Do runs by several processes at once; whether there was time for all of them."""
         context = replace(trials.context, workers=processes)
         source = self.source(trials.context)
@@ -109,6 +110,12 @@ class LongRuns(ShortRuns):
         count = self.settings(preset)["trials"]
         runs = {method: own for method, own in self.reported(store, preset).items() if len(own) == count}
         return runs if {ADAMW, self.often} <= set(runs) else {}
+
+    def still_falling(self, store: Store, preset: Preset) -> list[str]:
+        """The methods whose validation loss is lowest in the last tenth of the epochs, in the median."""
+        from_here = 0.9 * self.settings(preset)["epochs"]
+        runs = self.complete(store, preset)
+        return [method for method, own in runs.items() if median([lowest_at(run.result) for run in own]) > from_here]
 
     def reported(self, store: Store, preset: Preset) -> Runs:
         done = self.done(store, preset)
@@ -123,7 +130,8 @@ class LongRuns(ShortRuns):
         for rate, adamws in self._at_other_rates(store, preset).items():
             judged = _and_by(f"{ADAMW} at {rate:g}", self.compared(runs | {ADAMW: adamws}, preset, ADAMW), judged)
         if SOAP_OURS in runs:
-            judged = _and_by("SOAP 100 in our form", _InOurForm().compared(runs, preset), judged, always=SOAP_OURS)
+            direct = {f"{self.id}/{claim.name}" for claim in self.claims if self.often in (claim.method, claim.other)}
+            judged = _and_by("SOAP 100 in our form", _InOurForm().compared(runs, preset), judged, always=direct)
         return judged
 
     def compared(self, runs: Runs, preset: Preset, other: str | None = None) -> list[Judged]:
@@ -134,19 +142,26 @@ class LongRuns(ShortRuns):
     def _at_other_rates(self, store: Store, preset: Preset) -> dict[float, list[Record]]:
         """AdamW's runs at rates that were not chosen, where they are all there: it is to have every chance."""
         settings, done = self.settings(preset), self.done(store, preset)
+        chosen = self.rate(settings, done, ADAMW)
         by_rate: dict[float, list[Record]] = {}
         for run in done:
-            if not is_tuning(run) and self.key(run) == (ADAMW, run.config["lr"], settings["epochs"]):
-                by_rate.setdefault(run.config["lr"], []).append(run)
-        del by_rate[self.rate(settings, done, ADAMW)]
+            method, rate, epochs = self.key(run)
+            if (method, epochs) == (ADAMW, settings["epochs"]) and rate != chosen and not is_tuning(run):
+                by_rate.setdefault(rate, []).append(run)
         return {rate: _with_time(runs, done) for rate, runs in by_rate.items() if len(runs) == settings["trials"]}
+
+    def timed(self, store: Store, preset: Preset) -> Runs:
+        """All that had the device to themselves, short ones too."""
+        timed = [run for run in self.done(store, preset) if is_timed(run)]
+        methods = self.settings(preset)["methods"]
+        return {method: [run for run in timed if run.config["method"] == method] for method in methods}
 
     def tables(self, store: Store, preset: Preset) -> list[Table]:
         """With AdamW at its other rates too."""
-        (table,) = super().tables(store, preset)
-        paces = {ADAMW: pace(self.reported(store, preset)[ADAMW])}
-        others = [self.row(ADAMW, runs, paces) for runs in self._at_other_rates(store, preset).values()]
-        return [replace(table, rows=(table.rows[0], *others, *table.rows[1:]))]
+        table, reached = super().tables(store, preset)
+        others = self._at_other_rates(store, preset).values()
+        rows = [self.row(ADAMW, runs, self.timed(store, preset)) for runs in others]
+        return [replace(table, rows=(table.rows[0], *rows, *table.rows[1:])), reached]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         first, second = super().pictures(store, preset)
@@ -175,15 +190,18 @@ def _with_time(runs: Sequence[Record], done: Sequence[Record]) -> list[Record]:
     return [run if is_timed(run) else replace(run, result={**run.result, "seconds": curve}) for run in runs]
 
 
-def _and_by(rule: str, others: Sequence[Judged], judged: Sequence[Judged], always: str = "") -> list[Judged]:
-    """What was judged, and beside it what is found by another rule: where the verdict is another, or a method named."""
+def _and_by(
+    rule: str, others: Sequence[Judged], judged: Sequence[Judged], always: Collection[str] = ()
+) -> list[Judged]:
+    """What was judged, and beside it what is found by another rule: where the verdict is another one, or always."""
     by_id = {each.id: each for each in others}
-    return [_beside(rule, by_id[each.id], each, always) if each.id in by_id else each for each in judged]
+    return [_joined(rule, by_id[each.id], each, each.id in always) if each.id in by_id else each for each in judged]
 
 
-def _beside(rule: str, other: Judged, one: Judged, always: str) -> Judged:
+def _joined(rule: str, other: Judged, one: Judged, always: bool) -> Judged:
     known = {each.rule: each.verdict for each in one.beside}
-    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.beside if each.verdict != known[each.rule]]
-    if other.verdict != one.verdict or (always and always in other.found):
+    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.beside
+            if each.verdict != known.get(each.rule, one.verdict)]  # fmt: skip
+    if always or other.verdict != one.verdict:
         more.insert(0, beside(rule, other))
     return replace(one, beside=(*one.beside, *more))

@@ -124,15 +124,17 @@ class TimedExperiment(Experiment):
         for rule, goal in others:
             pairs = zip(judged, [self._judged(claim, runs, goal, preset) for claim in claims], strict=True)
             judged = [
-                one if one.found == other.found else replace(one, beside=(*one.beside, beside(rule, other)))
+                one if _says_no_more(other, one) else replace(one, beside=(*one.beside, beside(rule, other)))
                 for one, other in pairs
             ]
         return judged
 
     def _judged(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judged:
         what, number = self.measures(goal)[claim.measure]
-        one, other = (median([number(run) for run in runs[method]]) for method in (claim.method, claim.other))
+        both = [runs[method] for method in (claim.method, claim.other)]
+        one, other = (median([number(run) for run in own]) for own in both)
         judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
+        whole = [median([self._whole(claim.measure, run) for run in own]) for own in both]
         return Judged(
             f"{self.id}/{claim.name}",
             claim.words,
@@ -141,8 +143,14 @@ class TimedExperiment(Experiment):
             claim.kind or self.kind,
             claim.paper,
             claim.threshold,
-            margin=decades(one, other) if judged else None,
+            margin=decades(min(one, whole[0]), min(other, whole[1])) if judged else None,
         )
+
+    def _whole(self, measure: str, run: Record) -> float:
+        """What a run has at its end of what is counted: it takes at least that to what it does not reach."""
+        if measure == self.length:
+            return float(run.config[self.length])
+        return float(run.result["seconds"][-1]) if measure == "seconds" else math.inf
 
     def goals(self, runs: Runs) -> Mapping[str, float]:
         """The validation losses to be reached, by rule; the first is what claims are judged by, others stand beside."""
@@ -161,6 +169,11 @@ class TimedExperiment(Experiment):
     def key(self, run: Record) -> tuple[str, float, int]:
         """Method, learning rate and length."""
         return run.config["method"], run.config["lr"], run.config[self.length]
+
+
+def _says_no_more(other: Judged, one: Judged) -> bool:
+    """Whether another rule looks at the same numbers, or finds nothing to compare where one does."""
+    return other.found == one.found or (other.verdict == "cannot be judged" != one.verdict)
 
 
 def search(
@@ -211,6 +224,12 @@ def seconds_to(run: Record, goal: float) -> float:
 def lowest(result: Mapping[str, Any]) -> float:
     """The lowest validation loss of a run."""
     return min((value for value in result["validation loss"] if value == value), default=math.inf)
+
+
+def lowest_at(result: Mapping[str, Any]) -> int:
+    """After how many passes that is."""
+    losses: list[float] = result["validation loss"]
+    return losses.index(lowest(result)) if math.isfinite(lowest(result)) else 0
 
 
 def number(value: float, digits: int) -> str:

@@ -71,7 +71,7 @@ def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None
 
 def statement_cells(statement: Statement) -> str:
     """The cells of a row that no run changes: label, what it is, where."""
-    places = ", ".join(f"[{each}](reproduction.md)" if each in IDS else f"`{each}`" for each in statement.where)
+    places = ", ".join(f"[{each}](reproduction.md#{each})" if each in IDS else f"`{each}`" for each in statement.where)
     return f"`{statement.label}` | {statement.kind}: {statement.about} | {places or 'nowhere, see below'}"
 
 

@@ -16,9 +16,9 @@ from egop_lab.training.records import Record, Store
 
 _INTRODUCTION = (
     "Made by egop-lab report from the records of egop-lab reproduce; no measured number here was typed by hand. Each "
-    "claim of the paper stands beside what was measured, judged by the paper's own rule; what rules of ours say stands "
-    "beside. Where the paper has words and no threshold, there is one of ours, which is named. Thresholds and claims "
-    "were set when the records were known, so none of them is a test that was fixed beforehand."
+    "claim of the paper stands beside what was measured, judged by the paper's own rule; what other rules say, most of "
+    "them ours, stands beside. Where the paper has words and no threshold, there is one of ours, which is named. "
+    "Thresholds and claims were set when the records were known, so none of them is a test that was fixed beforehand."
 )
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
 _HEADER = ("experiment", "hold / judged", "in a line")

@@ -11,8 +11,9 @@ from egop_lab.experiments.base import Experiment, Judged
 from egop_lab.training.context import Preset
 
 RULE = (
-    "Chosen from the records by a rule: of the claims of the paper that compare two measured numbers, those whose "
-    "numbers are furthest apart by their ratio, one an experiment."
+    "Chosen from the records by a rule: of the claims of the paper that compare two measured numbers, and on which no "
+    "other rule decides otherwise, those whose numbers are furthest apart by their ratio, one an experiment; what is "
+    "never reached counts as the whole of a run."
 )
 
 
@@ -60,7 +61,7 @@ def reason(judged: Sequence[Judged]) -> str:
     own = [item for item in judged if item.kind in ("claim", "target")]
     failed = [item for item in own if item.verdict == "does not hold"]
     unknown = sum(item.verdict == "cannot be judged" for item in own)
-    flipped = sum(any(other.verdict != item.verdict for other in item.beside) for item in own)
+    flipped = sum(map(_flips, own))
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
@@ -69,9 +70,15 @@ def reason(judged: Sequence[Judged]) -> str:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
     parts += [f"{unknown} cannot be judged"] if 0 < unknown < len(own) else []
-    parts += [f"{flipped} otherwise by our rule"] if flipped else []
+    parts += [f"{flipped} otherwise by another rule"] if flipped else []
     line = "; ".join(parts)
     return f"{line[0].upper()}{line[1:]}."
+
+
+def _flips(item: Judged) -> bool:
+    """Whether another rule decides otherwise."""
+    opposite = {"holds": "does not hold", "does not hold": "holds"}.get(item.verdict)
+    return any(other.verdict == opposite for other in item.beside)
 
 
 def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Judged]:
@@ -80,7 +87,11 @@ def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Jud
     margins = [
         (sign * item.margin, item)
         for item in judged
-        if item.kind == "claim" and item.verdict == verdict and item.margin is not None and sign * item.margin > 0
+        if item.kind == "claim"
+        and item.verdict == verdict
+        and item.margin is not None
+        and sign * item.margin > 0
+        and not _flips(item)
     ]
     best: dict[str, Judged] = {}
     for _, item in sorted(margins, key=lambda pair: -pair[0]):
@@ -103,7 +114,7 @@ def found(item: Judged) -> list[str]:
     """What was measured, our threshold and what other rules say, a sentence each."""
     lines = [item.found]
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
-    lines += [f"By our rule ({other.rule}): {other.verdict}. {other.found}" for other in item.beside]
+    lines += [f"By another rule ({other.rule}): {other.verdict}. {other.found}" for other in item.beside]
     return lines
 
 
@@ -125,15 +136,14 @@ def claim(item: Judged) -> str:
 
 
 def changed(judged: Sequence[Judged]) -> str:
-    """How many claims come out otherwise by rules of ours, in both directions; nothing where there are none."""
+    """How many claims come out otherwise by other rules, in both directions; nothing where there are none."""
     claims = [item for item in judged if item.kind == "claim"]
     gained, lost = (
-        sum(item.verdict == one and any(o.verdict == other for o in item.beside) for item in claims)
-        for one, other in (("does not hold", "holds"), ("holds", "does not hold"))
+        sum(item.verdict == verdict and _flips(item) for item in claims) for verdict in ("does not hold", "holds")
     )
     if not gained + lost:
         return ""
     return (
-        f"By rules of ours, which stand beside, {counted(gained, 'claim')} more would hold and {lost} would not; "
+        f"By other rules, which stand beside, {counted(gained, 'claim')} more would hold and {lost} would not; "
         "those that the paper's own rule cannot judge are not counted in either."
     )
