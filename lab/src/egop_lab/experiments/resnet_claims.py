@@ -83,7 +83,11 @@ def _there(measure: str, method: str, other: str) -> str:
     return f"{numbers[method]} and {numbers[other]}" if numbers else ""
 
 
-# What "about", "comparable" and "competitive" are, by measure.
+# How much of the other number it may be, by claim; less than the whole where nothing is said.
+_PARTS = {"periodic-epochs": 1.0, "periodic-soap": 1.0} | dict.fromkeys(
+    ("periodic-often", "soap-training", "soap-accuracy"), _COMPETITIVE
+)
+# What that is in words where it is our choice, by measure.
 _NEARLY = {
     "epochs": f"about: at most {_COMPETITIVE:g} times as many",
     "training": f"competitive: at most {_COMPETITIVE:g} times its loss",
@@ -95,9 +99,8 @@ def claims(often: str) -> Iterator[Claim]:
     """All of them, with the SOAP that stands for SOAP 100."""
     for name, words, measure, method, other in _COMPARED:
         one, two = (often if each == SOAP_100 else each for each in (method, other))
-        nearly = _COMPETITIVE if "about" in words or "competitive" in words else None
-        part = 1.0 if "no more" in words else nearly
-        threshold = _NEARLY[measure] if nearly else ""
+        part = _PARTS.get(name)
+        threshold = _NEARLY[measure] if part == _COMPETITIVE else ""
         yield Claim(name, words.format(often=often), measure, one, two, part, _there(measure, method, other), threshold)
     yield Claim(
         "validation",

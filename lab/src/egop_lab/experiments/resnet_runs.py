@@ -240,7 +240,7 @@ class ShortRuns(TimedExperiment):
 
         hours = {name: taken / epochs for name, (epochs, taken) in PAPER.items()}
         there = f"{hours[method] / hours[ADAMW]:.2f}" if method in hours else ""
-        seconds = _epoch_seconds(timed[method])
+        seconds, adamws = (_epoch_seconds(timed[each]) for each in (method, ADAMW))
         return (
             method,
             f"{runs[0].config['lr']:g}",
@@ -249,8 +249,8 @@ class ShortRuns(TimedExperiment):
             f"{median([lowest_at(run.result) for run in runs]):g}",
             f"{middle('ten-crop loss'):.3f}",
             f"{middle('ten-crop accuracy'):.1%}",
-            f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})",
-            f"{median(seconds) / median(_epoch_seconds(timed[ADAMW])):.1f}",
+            f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})" if seconds else "",
+            f"{median(seconds) / median(adamws):.1f}" if seconds and adamws else "",
             there,
         )
 
