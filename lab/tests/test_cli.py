@@ -172,3 +172,20 @@ def test_ctrl_c_exits_with_130_and_leaves_nothing_behind(tmp_path):
 def test_ctrl_c_while_torch_is_imported_exits_with_130_and_one_line(tmp_path):
     project = Path(__file__).parents[1] / "pyproject.toml"
     assert interrupted_import(project, tmp_path) == (130, "Interrupted.\n")
+
+
+def test_where_nothing_can_be_kept_nothing_is_trained(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(cli.app, ["reproduce", "trajectories", "--records", str(tmp_path / "file" / "records")])
+    assert result.exit_code == 2
+    assert "Records cannot be kept in" in result.output
+    assert "--records" in result.output
+
+
+def test_without_records_they_are_not_named(tmp_path):
+    result = CliRunner().invoke(
+        cli.app, ["reproduce", "resnet", "--data", str(tmp_path), "--records", str(tmp_path / "records")]
+    )
+    assert result.exit_code == 1
+    assert "left out: There are no images" in result.output
+    assert "Records are in" not in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -156,6 +157,7 @@ def reproduce(
                 typer.echo(f"{id:22}{experiment(id).title}")
             typer.echo("\nRun some with: egop-lab reproduce ID ..., or all with: egop-lab reproduce --all")
             return
+        _check_writable(records)
         from egop_lab.experiments.reproduce import reproduce as run
         from egop_lab.training.context import Context
 
@@ -167,9 +169,19 @@ def reproduce(
             time_budget=time_budget,
         )
         outcomes = run(wanted, records, context, say=typer.echo)
-        typer.echo(f"\nRecords are in {records}. For the report: egop-lab report --records {records}")
+        if any(records.glob("*.jsonl")):
+            typer.echo(f"\nRecords are in {records}. For the report: egop-lab report --records {records}")
         if any(outcome.problem for outcome in outcomes):
             raise typer.Exit(1)
+
+
+def _check_writable(folder: Path) -> None:
+    """End with a line, before anything is trained, where nothing can be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fail(f"Records cannot be kept in {folder} ({error.strerror}). Name another folder with --records.", status=2)
 
 
 @app.command()
@@ -187,11 +199,10 @@ def report(
         reproduction.write_markdown(sections, out / "reproduction.md")
         reproduction.write_html(sections, out / "reproduction.html")
         index.write_markdown(sections, out / "paper-index.md")
-        results.write_markdown(records, out / "results.md")
         typer.echo(f"{reproduction.counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
-        typer.echo(
-            f"Where everything of the paper is: {out / 'paper-index.md'}. The table of results: {out / 'results.md'}."
-        )
+        typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
+        if results.write_markdown(records, out / "results.md"):
+            typer.echo(f"The table of results: {out / 'results.md'}.")
 
 
 @app.command()

@@ -224,7 +224,7 @@ def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
     upfront = found["resnet/upfront-epochs"]
     # SOAP's median ends at 1.51, and 1.05 times that is 1.586.
     assert upfront.found == "Epochs to a validation loss of 1.586: EGOP up-front: 6; AdamW: 8."
-    assert (upfront.paper, upfront.beside[0].rule) == ("15 and 24", "to AdamW's lowest validation loss")
+    assert (upfront.paper, upfront.beside[0].rule) == ("15 and 24", "to the lowest of AdamW's medians")
 
 
 def test_what_the_images_are_is_said_first(tmp_path):

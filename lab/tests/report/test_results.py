@@ -37,7 +37,9 @@ def test_the_docstring_has_the_same_numbers():
 
 
 def test_a_file_has_the_table_between_its_marks(tmp_path):
-    results.write_markdown(RECORDS, tmp_path / "new" / "results.md")
+    assert results.write_markdown(RECORDS, tmp_path / "new" / "results.md")
+    assert not results.write_markdown(tmp_path, tmp_path / "empty.md")
+    assert not (tmp_path / "empty.md").exists()
     assert (
         tmp_path / "new" / "results.md"
     ).read_text() == f"{results.BEGIN}\n{results.table(RECORDS)}\n{results.END}\n"

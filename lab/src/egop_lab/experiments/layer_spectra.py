@@ -172,7 +172,7 @@ def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> Judged:
         verdict(gap < 0.5),
         f"λₖ/λ₁ at equal k/d differ by a factor of {10**gap:.2g} in the median.",
         threshold="strikingly similar: within half a decade",
-        margin=0.5 - gap,
+        margin=None if gap < 0.5 else -gap,
     )
 
 

@@ -39,6 +39,7 @@ class ResnetExperiment(Experiment):
         "trials": "not named; median ± standard deviation",
         "epochs": "40",
         "tuning epochs": "10",
+        "rate": "the highest accuracy of ten crops after the tuning epochs",
         "batch": "128",
         "weight decay": "0.0001",
         "side": "256",
@@ -107,8 +108,8 @@ class ResnetExperiment(Experiment):
         steps = counts["train"] // run.config["batch"]
         renewed = (
             f"An epoch has {steps} steps here and {_STEPS_THERE:,} in the paper: what is renewed each epoch is renewed "
-            f"{_STEPS_THERE // steps} times as often by steps, and costs as much more of the time. SOAP 100 is renewed "
-            "less than once an epoch here, a hundred times there."
+            f"{_STEPS_THERE / steps:.0f} times as often by steps, and costs as much more of the time. SOAP 100 is "
+            "renewed less than once an epoch here, a hundred times there."
         )
         return [remark, renewed, *self._long_remark(store, preset)]
 

@@ -16,6 +16,8 @@ from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed import Trials, fast, shared
 
+_TOO_SMALL = " This preset is too small to judge by."
+
 Runs = dict[str, list[Record]]  # the reported runs by method
 Measures = Mapping[str, tuple[str, Callable[[Record], float]]]  # what is measured, in words, and its number for a run
 
@@ -139,7 +141,7 @@ class TimedExperiment(Experiment):
             f"{self.id}/{claim.name}",
             claim.words,
             verdict(claim.holds(one, other)) if judged else "cannot be judged",
-            f"{what}: {self.said(claim, one, other)}.",
+            f"{what}: {self.said(claim, one, other)}.{'' if preset == 'full' else _TOO_SMALL}",
             claim.kind or self.kind,
             claim.paper,
             claim.threshold,

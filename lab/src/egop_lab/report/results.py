@@ -33,10 +33,13 @@ def table(records: Path) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def write_markdown(records: Path, page: Path) -> None:
-    """Write the table to a file, with the lines around it by which pages mark it."""
+def write_markdown(records: Path, page: Path) -> bool:
+    """Write the table to a file, with the lines around it by which pages mark it; false where it has no row."""
+    if table(records).count("\n") < 2:
+        return False
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(f"{BEGIN}\n{table(records)}\n{END}\n", encoding="utf-8")
+    return True
 
 
 def _row(found: Found, task: str) -> list[str]:
