@@ -68,6 +68,10 @@ def test_a_recipe_runs(path, capsys):
 def test_the_sharded_recipe_runs_on_two_processes():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes could not share one GPU
     recipe = str(RECIPES[0].with_name("with_fsdp2.py"))
-    done = subprocess.run([*TORCHRUN, recipe], capture_output=True, text=True, timeout=300, env=hidden)
+    for _ in range(2):
+        done = subprocess.run([*TORCHRUN, recipe], capture_output=True, text=True, timeout=300, env=hidden)
+        # Once in a while a thread of gloo asks for Python while that is ending (pytorch/pytorch#179291): not ours.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     check_loss(done.stdout)
