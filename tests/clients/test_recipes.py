@@ -70,7 +70,7 @@ def test_the_sharded_recipe_runs_on_two_processes():
     recipe = str(RECIPES[0].with_name("with_fsdp2.py"))
     for _ in range(2):
         done = subprocess.run([*TORCHRUN, recipe], capture_output=True, text=True, timeout=300, env=hidden)
-        # Once in a while a thread of gloo asks for Python while that is ending (pytorch/pytorch#179291): not ours.
+        # Seen once: probably a thread of gloo that asks for Python while that is ending (pytorch/pytorch#179291).
         if "terminate called without an active exception" not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
