@@ -11,7 +11,7 @@ import pytest
 
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import resnet_long
-from egop_lab.experiments.base import Beside, Judged
+from egop_lab.experiments.base import Beside, Judged, also
 from egop_lab.experiments.resnet import ResnetExperiment
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
@@ -106,8 +106,10 @@ def test_the_first_epoch_of_a_periodic_basis_is_that_of_the_up_front_one(toy):
 
 
 def test_a_finished_experiment_does_nothing_again(toy, folder, monkeypatch):
-    monkeypatch.setattr(Toy, "training", None)
+    before = len(list(toy))
+    monkeypatch.setattr(Toy, "training", lambda *_: pytest.fail("done again"))
     Toy().run(toy, context(folder))
+    assert len(list(toy)) == before
 
 
 def test_a_toy_run_gives_claims_and_pictures(toy):
@@ -380,7 +382,7 @@ def test_our_form_of_soap_stands_beside_the_packages(tmp_path):
 def test_what_only_the_other_rule_has_is_shown_where_it_differs():
     one = Judged("resnet/a", "It is.", "holds", "1 and 2.")
     other = replace(one, beside=(Beside("to b", "does not hold", "3 and 2."), Beside("to c", "holds", "1 and 3.")))
-    (joined,) = resnet_long._and_by("x", [other], [one])
+    (joined,) = also([one], "x", [other])
     assert joined.beside == (Beside("x, to b", "does not hold", "3 and 2."),)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from egop.runs import Picture
@@ -141,3 +141,25 @@ def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, 
 def beside(rule: str, other: Judged) -> Beside:
     """What was judged by another rule, to stand beside."""
     return Beside(rule, other.verdict, other.found)
+
+
+def also(judged: Sequence[Judged], rule: str, others: Sequence[Judged], always: Collection[str] = ()) -> list[Judged]:
+    """Put beside what was judged what another rule finds of it, and its rules beside: where the verdict is another one.
+
+    Args:
+        judged: claims with their verdicts.
+        rule: the other one.
+        others: what it finds, for some of them.
+        always: the claims of which it is shown in any case.
+    """
+    by_id = {each.id: each for each in others}
+    return [_with_other(each, rule, by_id[each.id], each.id in always) if each.id in by_id else each for each in judged]
+
+
+def _with_other(one: Judged, rule: str, other: Judged, always: bool) -> Judged:
+    known = {each.rule: each.verdict for each in one.beside}
+    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.beside
+            if each.verdict != known.get(each.rule, one.verdict)]  # fmt: skip
+    if always or other.verdict not in (one.verdict, "cannot be judged"):
+        more.insert(0, beside(rule, other))
+    return replace(one, beside=(*one.beside, *more))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from egop.runs import Picture
-from egop_lab.experiments.base import Experiment, Judged, Table, beside
+from egop_lab.experiments.base import Experiment, Judged, Table, also
 from egop_lab.experiments.resnet_long import LongRuns
 from egop_lab.experiments.resnet_runs import ShortRuns
 from egop_lab.training.context import Context, Preset
@@ -84,9 +84,9 @@ class ResnetExperiment(Experiment):
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
         long = {each.id: each for each in self.long.judge(store, preset)} if preset == "full" else {}
-        rule = f"{self.short.settings(preset)['epochs']} epochs"
         short = self.short.judge(store, preset)
-        return [_with_short(long[each.id], each, rule) if each.id in long else each for each in short]
+        rule = f"{self.short.settings(preset)['epochs']} epochs"
+        return also([long.get(each.id, each) for each in short], rule, [replace(each, beside=()) for each in short])
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         long = self.long.pictures(store, preset) if self._long_methods(store, preset) else []
@@ -140,10 +140,3 @@ class ResnetExperiment(Experiment):
             f"these have not come to rest, as those of the paper had after {self.paper['epochs']} epochs."
         )
         return [remark]
-
-
-def _with_short(long: Judged, short: Judged, rule: str) -> Judged:
-    """What the long runs say; what the short ones do stands beside where it is another verdict."""
-    if short.verdict in (long.verdict, "cannot be judged"):
-        return long
-    return replace(long, beside=(*long.beside, beside(rule, short)))

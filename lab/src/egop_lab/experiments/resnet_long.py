@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from egop.runs import Picture
-from egop_lab.experiments.base import Judged, Table, beside
+from egop_lab.experiments.base import Judged, Table, also
 from egop_lab.experiments.curves import median
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
@@ -128,10 +128,10 @@ class LongRuns(ShortRuns):
             return []
         judged = self.compared(runs, preset)
         for rate, adamws in self._at_other_rates(store, preset).items():
-            judged = _and_by(f"{ADAMW} at {rate:g}", self.compared(runs | {ADAMW: adamws}, preset, ADAMW), judged)
+            judged = also(judged, f"{ADAMW} at {rate:g}", self.compared(runs | {ADAMW: adamws}, preset, ADAMW))
         if SOAP_OURS in runs:
             direct = {f"{self.id}/{claim.name}" for claim in self.claims if self.often in (claim.method, claim.other)}
-            judged = _and_by("SOAP 100 in our form", _InOurForm().compared(runs, preset), judged, always=direct)
+            judged = also(judged, "SOAP 100 in our form", _InOurForm().compared(runs, preset), always=direct)
         return judged
 
     def compared(self, runs: Runs, preset: Preset, other: str | None = None) -> list[Judged]:
@@ -188,20 +188,3 @@ def _with_time(runs: Sequence[Record], done: Sequence[Record]) -> list[Record]:
     before, epoch = pace([run for run in done if run.config["method"] == runs[0].config["method"]])
     curve = [before + epoch * count for count in range(len(runs[0].result["seconds"]))]
     return [run if is_timed(run) else replace(run, result={**run.result, "seconds": curve}) for run in runs]
-
-
-def _and_by(
-    rule: str, others: Sequence[Judged], judged: Sequence[Judged], always: Collection[str] = ()
-) -> list[Judged]:
-    """What was judged, and beside it what is found by another rule: where the verdict is another one, or always."""
-    by_id = {each.id: each for each in others}
-    return [_joined(rule, by_id[each.id], each, each.id in always) if each.id in by_id else each for each in judged]
-
-
-def _joined(rule: str, other: Judged, one: Judged, always: bool) -> Judged:
-    known = {each.rule: each.verdict for each in one.beside}
-    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.beside
-            if each.verdict != known.get(each.rule, one.verdict)]  # fmt: skip
-    if always or other.verdict != one.verdict:
-        more.insert(0, beside(rule, other))
-    return replace(one, beside=(*one.beside, *more))
