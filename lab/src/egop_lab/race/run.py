@@ -145,6 +145,8 @@ class Race:
                     self._say(f"stopped at the end of the budget: {format_run(worker.run)}")
         finally:
             for worker in self.workers:
+                worker.connection.close()  # idle workers end together
+            for worker in self.workers:
                 worker.stop()
         return not self.failed
 
