@@ -95,6 +95,7 @@ ROOMS = {
     "muon": (),
     "making": ("data",),
     "methods": ("making", "muon"),
+    "race": ("models", "data", "muon"),
     "training": ("models", "data", "making", "methods"),
     "experiments": ("models", "data", "making", "methods", "training"),
     "bench": ("models", "data", "making", "methods", "training"),
