@@ -135,9 +135,9 @@ def _rank(values: Tensor, noise: float) -> int:
 def _settle_null_space(values: Tensor, vectors: Tensor, noise: float) -> Tensor:
     """Choose the directions whose eigenvalues are zero up to rounding by a rule, so that rounding does not choose them.
 
-    The rule: they diagonalize a fixed diagonal matrix within their span. Inputs that are always zero, and units that
-    are dead, so keep their own axes. No two means of entries of the diagonal (powers of e) are equal, which would make
-    ties of its own. Wide spans take the complement's rule, which needs no decomposition.
+    The rule: they diagonalize a fixed diagonal matrix within their span, so inputs that are always zero and dead units
+    keep their own axes. The entries of the diagonal are powers of e, whose means never coincide and make new ties. A
+    wide span is completed by the rule of :func:`_complement` instead, which needs no decomposition.
     """
     rank = _rank(values, noise)
     null = vectors[:, rank:]

@@ -241,18 +241,18 @@ class Streaming(Refresher):
 def _refine_first_bases(
     stack: Stack, members: slice, tensors: dict[str, Tensor], sound: Tensor
 ) -> tuple[Stack, slice, dict[str, Tensor], Tensor]:
-    """Remove from directions without gradient what the rounding of Gram matrices has left there of the others."""
+    """Remove what rounding of the Gram matrices has left of the gradients in directions without gradient."""
     change = stack.change.part(members).replaced(tensors)
-    indices = range(len(stack.blocks))[members]
-    rows = change.rows([gradient[[stack.active.index(index) for index in indices]] for gradient in stack.gradients])
+    places = [stack.active.index(index) for index in range(len(stack.blocks))[members]]
+    rows = change.rows([gradient[places] for gradient in stack.gradients])
     assert rows is not None
-    with exact_products():
-        grams = {key: stack.summed(_gram_of(rows[key] @ basis)) for key, basis in tensors.items()}
-    return stack, members, {key: clear_null_space(basis, grams[key]) for key, basis in tensors.items()}, sound
-
-
-def _gram_of(rows: Tensor) -> Tensor:
-    return rows.mT @ rows
+    refined = {}
+    for key, basis in tensors.items():
+        with exact_products():
+            inside = rows[key] @ basis
+            gram = stack.summed(inside.mT @ inside)
+        refined[key] = torch.where(sound[..., None, None], clear_null_space(basis, gram), basis)
+    return stack, members, refined, sound
 
 
 def _of_blocks(sound: Tensor) -> list[bool]:
