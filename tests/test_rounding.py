@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, AdamW
 
 import egop
+from processes import run
 
 STEPS, BATCH, WIDTH = 20, 5, 12
 

@@ -124,7 +124,7 @@ def noise_floor(dtype: torch.dtype) -> float:
     Directions without gradient are known only to about the rounding of the Gram matrix divided by its weakest
     eigenvalue, so gradients have traces of the weak directions there.
     """
-    return min(torch.finfo(dtype).eps ** 0.5, 1e-6)
+    return min(math.sqrt(torch.finfo(dtype).eps), 1e-6)
 
 
 def _rank(values: Tensor, noise: float) -> int:
@@ -163,7 +163,8 @@ def _complement(vectors: Tensor) -> Tensor:
     inside, outside = frame[:, :rank], frame[:, rank:]
     left, _, right = torch.linalg.svd(inside.mT @ vectors)
     along = vectors + inside @ (left @ right)
-    return outside - along @ torch.linalg.solve(along.mT @ along / 2, along.mT @ outside)
+    completion: Tensor = outside - along @ torch.linalg.solve(along.mT @ along / 2, along.mT @ outside)
+    return completion
 
 
 def _fixed_normal(rows: int, columns: int, device: torch.device) -> Tensor:
