@@ -151,7 +151,7 @@ class _Aligning(Refresher):
             rotations = _rotations(optimizer, stacks, "")
         else:
             rotations = self._again.of(read[0], optimizer, stacks, read[1])
-        self.count_failures(torch.cat([sound for _, sound in rotations]))
+        self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
         for stack, (fresh, _) in zip(stacks, rotations, strict=True):
             for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
                 places, members = zip(*run, strict=True)
