@@ -174,4 +174,4 @@ def _image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
     change, _ = stack.active_part()
     # In coordinates, where M is R times the momentum: the factor of R A is that of M f(RᵀM)ᵀ.
     image = momentum.mT @ mapped if change.rowwise else momentum @ mapped.mT
-    return image, change.tensors["basis"]
+    return stack.summed(image), change.tensors["basis"]  # over all rows, so that every process finds the same rotation
