@@ -13,6 +13,7 @@ from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock
+from egop.optimizer.hooks import step_inner
 from egop.optimizer.inner import (
     check_blocks,
     check_class,
@@ -192,7 +193,7 @@ class Engine:
 
     def _step_coordinates(self) -> None:
         try:
-            self.inner.step()
+            step_inner(self.inner)
             self.stacks.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
             for block in self.blocks:
