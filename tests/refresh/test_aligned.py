@@ -207,3 +207,38 @@ def test_bases_that_it_cannot_rotate_are_refused_or_said():
     with pytest.warns(UserWarning, match="finds no basis that it can rotate, only of structure Kronecker"):
         optimizer.step()
     assert optimizer.refresher.renewals == 1
+
+
+class Experts(nn.Module):
+    """Experts beside an ordinary weight and a position table, as one parameter or one each."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = nn.Parameter(torch.randn(1, 4, 5))
+        weights = torch.randn(3, 9, 5)
+        self.experts = nn.Parameter(weights) if stacked else nn.ParameterList(weights.unbind())
+        self.layers = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Tanh(), nn.Linear(9, 4, bias=False))
+        self.double()
+
+    def forward(self, inputs):
+        inputs = (inputs.unsqueeze(1) + self.positions).flatten(0, 1)
+        return self.layers(sum(torch.tanh(inputs @ expert.mT) for expert in self.experts)).unflatten(0, (-1, 4)).mean(1)
+
+
+@pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW, egop.optim.Sign, egop.optim.Sinkhorn])
+def test_stacked_experts_train_like_separate_weights(base):
+    results = []
+    for stacked in (True, False):
+        model = Experts(stacked)
+        options = {"outside": torch.optim.AdamW} if base.__module__.startswith("egop") else {}
+        optimizer = egop.ReparameterizedOptimizer(model, base, refresh=egop.Aligned(), lr=0.01, **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert optimizer.refresher.failures == 0
+        assert {"positions", "layers.0.weight"} <= optimizer.basis.keys()
+        results.append([model.positions, torch.stack(list(model.experts)), *model.layers.parameters()])
+    for together, apart in zip(*results, strict=True):
+        torch.testing.assert_close(together, apart, rtol=0, atol=1e-10)

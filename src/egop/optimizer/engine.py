@@ -13,6 +13,7 @@ from egop.basis import Known, Layer, Reparameterization, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock
+from egop.optimizer.hooks import step_inner
 from egop.optimizer.inner import (
     check_blocks,
     check_class,
@@ -24,7 +25,7 @@ from egop.optimizer.inner import (
     read_by_lookahead,
     warn_of_no_basis,
 )
-from egop.optimizer.membership import Bound, bind
+from egop.optimizer.membership import Bound, bind, check_padding
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.stacks import Stack, Stacks
@@ -110,10 +111,22 @@ class Engine:
         self.matrices_only |= check_class(base.optimizer_class, groups, base.hyperparameters, any_class=self.any_class)
 
     def bind(
-        self, basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
+        self,
+        basis: Reparameterization | None,
+        groups: Sequence[Mapping[str, Any]],
+        first_group: int = 0,
+        layers: Mapping[str, Layer] | None = None,
     ) -> list[BoundBlock]:
-        """The blocks of a basis, bound to the parameters of these groups; nothing is changed."""
+        """Bind the blocks of a basis to the parameters of these groups; nothing is changed.
+
+        Args:
+            basis: the basis.
+            groups: some of the parameter groups, or one to be added.
+            first_group: the place of the first.
+            layers: what their parameters are; by default what is known already.
+        """
         blocks = bind(basis, groups, first_group, whole_matrices=self.base.sees_matrices)
+        check_padding(blocks, groups, self.layers if layers is None else layers)
         if self.matrices_only:
             check_blocks(self.base.optimizer_class, blocks)
         return blocks
@@ -192,7 +205,7 @@ class Engine:
 
     def _step_coordinates(self) -> None:
         try:
-            self.inner.step()
+            step_inner(self.inner)
             self.stacks.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
             for block in self.blocks:

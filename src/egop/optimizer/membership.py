@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop.basis import WRAPPER, Reparameterization, Structure, plain_name
+from egop.basis import WRAPPER, Layer, Reparameterization, Structure, plain_name
 from egop.optimizer.binding import BoundBlock
 
 Groups = Sequence[dict[str, Any]]
@@ -119,6 +119,25 @@ def bind(
         blocks.append(BoundBlock(change, originals, whole_matrices=whole_matrices))
         blocks[-1].spectrum = basis.spectrum.get(name) if basis is not None else None
     return blocks
+
+
+def check_padding(
+    blocks: Sequence[BoundBlock], groups: Sequence[Mapping[str, Any]], layers: Mapping[str, Layer]
+) -> None:
+    """Raise ValueError if a block mixes the padding row of an embedding with others, which would move it."""
+    padded = {
+        id(parameter)
+        for group in groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if plain_name(name) in layers and layers[plain_name(name)].padded
+    }
+    for block in blocks:
+        if not block.change.rowwise and any(id(original) in padded for original in block.originals):
+            raise ValueError(
+                f"Block '{block.name}' ({block.change.kind}) mixes the rows of an embedding with padding_idx, so "
+                "training would move its padding row. Use egop.Shared() for the embedding, which keeps rows apart, or "
+                "leave it out of the basis."
+            )
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

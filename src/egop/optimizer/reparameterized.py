@@ -128,6 +128,9 @@ class ReparameterizedOptimizer(Optimizer):
         engine.bare = not given
         engine.check_class(groups)
         super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
+        module = params if model is None and isinstance(params, nn.Module) else model
+        engine.known = None if module is None else Known(module)
+        engine.layers = _layers_of(self.param_groups, engine.known)
         blocks = engine.bind(basis, self.param_groups)
         for index, group_basis in enumerate(bases):
             blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
@@ -136,12 +139,6 @@ class ReparameterizedOptimizer(Optimizer):
             name: why for each in (basis, *bases) if each is not None for name, why in each.unrotated.items()
         }
         engine.build(blocks, Pieces())
-        named = [
-            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-        ]
-        module = params if model is None and isinstance(params, nn.Module) else model
-        engine.known = None if module is None else Known(module)
-        engine.layers = layers_of({plain_name(name): parameter for name, parameter in named}, engine.known)
         if refresh is not None:
             engine.refresher = refresh.begin(engine)
             engine.refresher.refresh = refresh
@@ -269,7 +266,8 @@ class ReparameterizedOptimizer(Optimizer):
         (group,) = named_groups([param_group], taken, engine.known)
         basis = group.pop("basis", None)
         engine.check_class([group])
-        blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
+        layers = _layers_of([group], engine.known)
+        blocks = engine.bind(basis, [group], first_group=len(self.param_groups), layers=layers)
         check_disjoint([block.change.block for block in engine.blocks + blocks])
         super().add_param_group(group)
         try:
@@ -278,8 +276,7 @@ class ReparameterizedOptimizer(Optimizer):
             del self.param_groups[-1]
             engine.base.drop_beyond(self.param_groups, self.inner)
             raise
-        names = map(plain_name, group["param_names"])
-        engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), engine.known)
+        engine.layers |= layers
         for block in blocks:
             block.drop_rest()
 
@@ -423,6 +420,12 @@ class ReparameterizedOptimizer(Optimizer):
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
+
+
+def _layers_of(groups: Iterable[Mapping[str, Any]], known: Known | None) -> dict[str, Layer]:
+    """Return what each parameter of these groups is, by its plain name."""
+    pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    return layers_of({plain_name(name): parameter for name, parameter in pairs}, known)
 
 
 def _take_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

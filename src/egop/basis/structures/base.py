@@ -299,7 +299,15 @@ class Structure(abc.ABC):
 
     def cost(self, block: Block) -> Cost:
         """What it costs on a block, without building it."""
+        change = self._empty_change(block)
+        return Cost(bytes=change.nbytes, flops=change.cost_per_step)
+
+    def mixes_rows(self, block: Block) -> bool:
+        """Return True if a change of basis of this structure mixes the rows of a block's tensors."""
+        return not self._empty_change(block).rowwise
+
+    def _empty_change(self, block: Block) -> ChangeOfBasis:
+        """Build a change of basis without memory."""
         shapes = self.basis_shapes(block)
         tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
-        change = self.change(block, tensors)
-        return Cost(bytes=change.nbytes, flops=change.cost_per_step)
+        return self.change(block, tensors)
