@@ -30,7 +30,7 @@ SHARDED = [*DIVIDED, "online by rows", "EGOP from a basis", "aligned from a basi
 
 
 @functools.cache
-def basis(seed=0, dtype=torch.float64, structure=egop.Kronecker()):
+def basis(seed=0, dtype=torch.float64, structure=None):
     objective = egop.Objective(
         training.network().to(dtype),
         lambda model, pair: training.loss_of(model, *pair),
@@ -39,7 +39,7 @@ def basis(seed=0, dtype=torch.float64, structure=egop.Kronecker()):
     generator = torch.Generator().manual_seed(seed)
     return egop.estimate(
         objective,
-        structure=structure,
+        structure=structure or egop.Kronecker(),
         partition="parameter",
         samples=12,
         generator=generator,

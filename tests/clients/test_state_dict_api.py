@@ -146,7 +146,7 @@ def test_other_optimizers_go_on_bit_for_bit_too(inner):
         assert runs.same(model, resumed)
 
 
-@pytest.mark.parametrize("kind", runs.KINDS)
+@pytest.mark.parametrize("kind", [*runs.KINDS, "aligned from a basis"])
 def test_a_checkpoint_of_torch_is_resumed_bit_for_bit_by_objects_that_never_stepped(kind, tmp_path):
     """Loading fills the state dict of the new objects, so that has to have a place for all that was saved."""
     model, optimizer = made(kind)
