@@ -34,7 +34,6 @@ ROOMS = [
     "refresh",
     "recipes",
     "reference",
-    "checkpoint",
     "extras",
     "theory",
     "diagnostics",
@@ -230,12 +229,12 @@ def test_every_public_name_exists_and_is_documented():
 def test_the_public_names_are_in_order_and_complete():
     assert sorted(egop.__all__, key=lambda name: (not name.isupper(), name)) == egop.__all__  # as ruff wants them
     shown = {name for name in vars(egop) if not name.startswith("_") and not inspect.ismodule(getattr(egop, name))}
-    assert shown | {"checkpoint", "optim", "theory"} == set(egop.__all__)  # modules that are public names themselves
+    assert shown | {"optim", "theory"} == set(egop.__all__)  # modules that are public names themselves
 
 
 def public_objects():
     """Every public class and function, by name: those of ``egop``, and those of its public modules."""
-    modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("checkpoint", "extras", "theory"))]
+    modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("extras", "theory"))]
     named = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
     return {name: public for name, public in named.items() if not inspect.ismodule(public)}
 

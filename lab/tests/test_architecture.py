@@ -17,8 +17,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
 MODULES = {
-    f"egop.{name}"
-    for name in ("basis", "checkpoint", "cli", "diagnostics.scaling", "extras", "optim", "refresh", "runs", "theory")
+    f"egop.{name}" for name in ("basis", "cli", "diagnostics.scaling", "extras", "optim", "refresh", "runs", "theory")
 }
 # What else is used, and why.
 EXCEPTIONS = {

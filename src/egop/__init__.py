@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-from egop import checkpoint, optim, theory
+from egop import optim, theory
 from egop.basis.reparameterization import Reparameterization
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import (
@@ -61,7 +61,6 @@ __all__ = [
     "Spectrum",
     "Structure",
     "WhenDrifted",
-    "checkpoint",
     "diagnose",
     "estimate",
     "find_lr",

@@ -33,7 +33,6 @@ from egop.basis.structures import (
 )
 from egop.basis.structures.accumulators import density
 from egop.basis.structures.views import as_matrix
-from egop.basis.texts import read_json, record, whole_numbers, write_json
 
 __all__ = [
     "CHANGES",
@@ -77,12 +76,8 @@ __all__ = [
     "orthonormality_error",
     "partition_parameters",
     "plain_name",
-    "read_json",
     "rebuild",
-    "record",
     "shown_block",
     "shown_plan",
     "spectra_picture",
-    "whole_numbers",
-    "write_json",
 ]

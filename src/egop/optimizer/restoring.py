@@ -258,7 +258,7 @@ def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
     coordinates = parsed.some(COORDINATES)
     rest = parsed.some(REST)
     digests = None
-    if STANDS_FOR in parsed.entry and not block.sharded:
+    if STANDS_FOR in parsed.entry and not block.by_rows:
         digests = [bytes(row).hex() for row in whole(parsed.entry[STANDS_FOR]).tolist()]
     block.restore(
         [coordinates[str(place)] for place in range(len(block.coordinates))],
