@@ -37,7 +37,7 @@ def fix_signs(vectors: Tensor) -> Tensor:
 def eigenbasis(matrix: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues and eigenvectors (columns) of a positive semidefinite matrix, strongest first.
 
-    Decompose in float64. Eigenvalues are never negative. Rounding decides neither signs nor directions without gradient.
+    Decompose in float64. Eigenvalues are not negative. Rounding decides neither signs nor directions without gradient.
 
     Args:
         matrix: the matrix.
