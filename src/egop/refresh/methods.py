@@ -145,8 +145,8 @@ def aligned(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         columns = torch.where(some, image / torch.where(some, lengths, 1), 0)
         columns.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
         fresh = linalg.orthonormalized(basis @ columns)
-    nothing = largest.squeeze((-2, -1)) == 0
-    sound = is_sound(fresh, basis)
+    largest = largest.squeeze((-2, -1))
+    nothing, sound = largest == 0, is_sound(fresh, basis) & largest.isfinite()
     return torch.where((sound & ~nothing)[..., None, None], fresh, basis), sound | nothing
 
 
