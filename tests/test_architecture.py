@@ -35,7 +35,6 @@ ROOMS = [
     "recipes",
     "checkpoint",
     "extras",
-    "theory",
     "diagnostics",
     "cli",
 ]
@@ -182,7 +181,7 @@ def test_there_is_nothing_but_code_a_style_sheet_and_what_diagnose_compares_with
 IMPORTED = """
 import json, sys
 imported = {}
-for name in ("egop", "egop.theory", "egop.extras.constrained", "egop.runs.plotting"):
+for name in ("egop", "egop.runs.plotting"):
     __import__(name)
     imported[name] = list(sys.modules)
 json.dump(imported, open(sys.argv[1], "w"))
@@ -201,11 +200,10 @@ def imports(tmp_path_factory):
 def test_importing_the_library_does_not_import_what_only_command_line_and_lab_need(imports):
     shown = {name.partition(".")[0] for name in imports[1]["egop"]}
     assert "egop" in shown
-    assert {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "cvxpy", "egop_lab"} & shown == set()
+    assert {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "egop_lab"} & shown == set()
 
 
-def test_the_solver_and_pyplot_are_only_imported_when_they_are_needed(imports):
-    assert "cvxpy" not in imports[1]["egop.extras.constrained"]
+def test_pyplot_is_not_imported(imports):
     assert "matplotlib" in imports[1]["egop.runs.plotting"]
     assert "matplotlib.pyplot" not in imports[1]["egop.runs.plotting"]
 
@@ -228,12 +226,12 @@ def test_every_public_name_exists_and_is_documented():
 def test_the_public_names_are_in_order_and_complete():
     assert sorted(egop.__all__, key=lambda name: (not name.isupper(), name)) == egop.__all__  # as ruff wants them
     shown = {name for name in vars(egop) if not name.startswith("_") and not inspect.ismodule(getattr(egop, name))}
-    assert shown | {"checkpoint", "optim", "theory"} == set(egop.__all__)  # modules that are public names themselves
+    assert shown | {"checkpoint", "optim"} == set(egop.__all__)  # modules that are public names themselves
 
 
 def public_objects():
     """Every public class and function, by name: those of ``egop``, and those of its public modules."""
-    modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("checkpoint", "extras", "theory"))]
+    modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("checkpoint", "extras"))]
     named = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
     return {name: public for name, public in named.items() if not inspect.ismodule(public)}
 
@@ -241,8 +239,6 @@ def public_objects():
 @pytest.mark.parametrize("name", public_objects())
 def test_every_public_name_has_an_example_that_runs(name, tmp_path):
     public = public_objects()[name]
-    if name.endswith("smoothness_constants"):
-        pytest.importorskip("cvxpy", reason="its solver is not installed")
     globals_given = {"torch": torch, "egop": egop, "folder": tmp_path}
     tests = doctest.DocTestFinder().find(public, name, globs=globals_given)
     (own,) = [test for test in tests if test.name == name]

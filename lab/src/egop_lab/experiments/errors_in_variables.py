@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egop import theory
 from egop.runs import Panel, Picture, Series
+from egop_lab import theory
 from egop_lab.data.matrices import with_decay
 from egop_lab.experiments.base import Beside, Judged, decades, verdict
 from egop_lab.experiments.curves import median, quartiles

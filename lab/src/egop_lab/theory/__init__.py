@@ -1,11 +1,12 @@
 """The paper's theory as functions: what a spectrum promises, and the constants and bounds that the proofs use.
 
-Every function says which statement of *Faster Adaptive Optimization via Expected Gradient Outer Product
-Reparameterization* it computes. ``docs/theory.md`` shows how they fit together, and where a printed statement and its
-proof differ.
+The docstring of each function names the statement of *Faster Adaptive Optimization via Expected Gradient Outer Product
+Reparameterization* that it computes. ``docs/theory.md`` shows how they fit together, and where a printed statement
+differs from its proof. ``BallConstrainedAdagrad`` is the optimizer that the guarantees are about.
 """
 
-from egop.theory.bounds import (
+from egop_lab.theory.ball_adagrad import BallConstrainedAdagrad
+from egop_lab.theory.bounds import (
     density_lower_bound,
     egop_error,
     hessian_upper_bound,
@@ -14,7 +15,7 @@ from egop.theory.bounds import (
     smoothness_lower_bound,
     square_root,
 )
-from egop.theory.closed_forms import (
+from egop_lab.theory.closed_forms import (
     data_decay_bound,
     least_squares_egop,
     least_squares_interlacing,
@@ -23,27 +24,28 @@ from egop.theory.closed_forms import (
     matrix_factorization_lipschitz,
     quadratic_egop,
 )
-from egop.theory.convergence import box_extent, gradient_norm_bound, regret_bound
-from egop.theory.kronecker import (
+from egop_lab.theory.convergence import box_extent, gradient_norm_bound, regret_bound
+from egop_lab.theory.kronecker import (
     kronecker_residual,
     kronecker_rotation,
     nearest_kronecker,
     rotation_beyond_kronecker,
 )
-from egop.theory.ratio import (
+from egop_lab.theory.ratio import (
+    compute_spectrum,
     densities,
     largest_hessian_lipschitz,
     leading_ratio,
     needed_delta,
     smoothness_ratio_bound,
-    spectrum_of,
-    stable_rank,
 )
-from egop.theory.smoothness import SmoothnessSum, smoothness_constants, smoothness_sum_bounds
+from egop_lab.theory.smoothness import SmoothnessSum, smoothness_constants, smoothness_sum_bounds
 
 __all__ = [
+    "BallConstrainedAdagrad",
     "SmoothnessSum",
     "box_extent",
+    "compute_spectrum",
     "data_decay_bound",
     "densities",
     "density_lower_bound",
@@ -70,7 +72,5 @@ __all__ = [
     "smoothness_lower_bound",
     "smoothness_ratio_bound",
     "smoothness_sum_bounds",
-    "spectrum_of",
     "square_root",
-    "stable_rank",
 ]

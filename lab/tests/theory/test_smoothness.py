@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 
-from convex_problems import decaying, holds
-from egop import theory
-from egop.numerics.linalg import random_orthonormal
+from convex_problems import assert_at_most, draw_decaying, draw_orthonormal
+from egop_lab import theory
 
 
 def symmetric(dimension, seed=0):
@@ -20,7 +19,7 @@ def symmetric(dimension, seed=0):
 
 
 def rotated(values, seed=0):
-    V = random_orthonormal(len(values), len(values), torch.Generator().manual_seed(seed))
+    V = draw_orthonormal(len(values), len(values), torch.Generator().manual_seed(seed))
     return V * torch.as_tensor(values, dtype=torch.float64) @ V.mT
 
 
@@ -29,7 +28,7 @@ HESSIANS = {
     "nearly isotropic": rotated([1 + 0.01 * k for k in range(10)]),
     "isotropic": torch.eye(6, dtype=torch.float64) * 3,
     "rank one": torch.ones(5, 5, dtype=torch.float64),
-    "semidefinite": decaying(20, 9, 0.5, 0).mT @ decaying(20, 9, 0.5, 0),
+    "semidefinite": draw_decaying(20, 9, 0.5, 0).mT @ draw_decaying(20, 9, 0.5, 0),
     "indefinite": symmetric(8),
     "negative": -rotated([3.0, 2.0, 1.0]),
     "a saddle": torch.tensor([[0.0, 1.0], [1.0, 0.0]]),
@@ -71,10 +70,10 @@ def test_the_sum_is_between_the_bounds_that_are_known_in_closed_form(name):
     for hessian in stack:
         every = torch.tensor(list(itertools.product((1.0, -1.0), repeat=size)), dtype=torch.float64)
         forms = float(((every @ hessian) * every).sum(-1).abs().max())
-        holds("the nuclear norm", float(torch.linalg.svdvals(hessian).sum()), bounds.upper)
-        holds("the largest sign form", forms, bounds.upper)
-    holds("against the sums of rows", bounds.lower, float(stack.abs().amax(0).sum()))
-    holds("against d times the norm", bounds.lower, size * float(torch.linalg.matrix_norm(stack, 2).max()))
+        assert_at_most("the nuclear norm", float(torch.linalg.svdvals(hessian).sum()), bounds.upper)
+        assert_at_most("the largest sign form", forms, bounds.upper)
+    assert_at_most("against the sums of rows", bounds.lower, float(stack.abs().amax(0).sum()))
+    assert_at_most("against d times the norm", bounds.lower, size * float(torch.linalg.matrix_norm(stack, 2).max()))
 
 
 def test_of_two_dimensions_the_sum_is_known():
@@ -90,16 +89,16 @@ def test_for_a_semidefinite_hessian_the_best_signs_are_within_pi_over_two():
         every = torch.tensor(list(itertools.product((1.0, -1.0), repeat=9)), dtype=torch.float64)
         signs = float(((every @ hessian) * every).sum(-1).max())
         bounds = theory.smoothness_sum_bounds(hessian)
-        holds("signs", signs, bounds.upper)
-        holds("Nesterov's π/2", bounds.lower, math.pi / 2 * signs)
+        assert_at_most("signs", signs, bounds.upper)
+        assert_at_most("Nesterov's π/2", bounds.lower, math.pi / 2 * signs)
 
 
 def test_one_set_of_constants_for_several_hessians_costs_at_least_that_of_each_and_at_most_the_sum():
     stack = HESSIANS["several"]
     together = theory.smoothness_sum_bounds(stack)
     each = [theory.smoothness_sum_bounds(hessian) for hessian in stack]
-    holds("the largest", max(one.lower for one in each), together.upper)
-    holds("the sum", together.lower, sum(one.upper for one in each))
+    assert_at_most("the largest", max(one.lower for one in each), together.upper)
+    assert_at_most("the sum", together.lower, sum(one.upper for one in each))
     assert together.lower > 1.01 * max(one.upper for one in each), "these Hessians need different constants"
 
 
@@ -135,6 +134,6 @@ def test_without_curvature_there_is_nothing_to_pay():
 
 def test_without_cvxpy_the_error_names_the_extra_and_the_other_way(monkeypatch):
     monkeypatch.setitem(sys.modules, "cvxpy", None)
-    with pytest.raises(ImportError, match=r"pip install 'egop\[theory\]'.*smoothness_sum_bounds"):
+    with pytest.raises(ImportError, match=r"pip install 'egop-lab\[theory\]'.*smoothness_sum_bounds"):
         theory.smoothness_constants(torch.eye(2))
     assert theory.smoothness_sum_bounds(torch.eye(2)).upper == pytest.approx(2)

@@ -1,4 +1,4 @@
-"""Bounds on the Hessian, and on the sum of coordinate-wise smoothness constants in either coordinates."""
+"""Bounds on the Hessian, and on the sum of coordinate-wise smoothness constants in both coordinate systems."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import math
 import torch
 from torch import Tensor
 
-from egop.basis import Spectrum
-from egop.numerics import eigenbasis
-from egop.theory.checks import not_negative, positive, symmetric
+from egop import Spectrum
+from egop_lab.theory.common import check_nonnegative, check_positive, eigenbasis, symmetrize
 
-_ALL_SIGNS = 12  # up to this dimension every sign vector is tried
+_MAX_EXHAUSTIVE = 12  # try every sign vector up to this dimension
 
 
 def egop_error(hessian_lipschitz: float, *, hessian_norm: float, third_moment: float, fourth_moment: float) -> float:
-    r"""How far the EGOP matrix can be from that of the quadratic with the Hessian at the minimum.
+    r"""Bound the distance between the EGOP matrix and that of the quadratic with the Hessian at the minimum.
 
     .. math:: \gamma = 2 H \lambda_1(\nabla^2 f^*) M_3 + H^2 M_4, \qquad M_p = \mathbb{E}_\rho \|\theta - \theta^*\|^p
 
@@ -27,26 +26,26 @@ def egop_error(hessian_lipschitz: float, *, hessian_norm: float, third_moment: f
         fourth_moment: :math:`M_4`.
 
     Example:
-        >>> egop.theory.egop_error(0.5, hessian_norm=2.0, third_moment=1.0, fourth_moment=4.0)
+        >>> theory.egop_error(0.5, hessian_norm=2.0, third_moment=1.0, fourth_moment=4.0)
         3.0
 
     Reference: Lemma 2, the definition of gamma.
     """
-    not_negative(hessian_lipschitz=hessian_lipschitz, hessian_norm=hessian_norm)
-    not_negative(third_moment=third_moment, fourth_moment=fourth_moment)
+    check_nonnegative(hessian_lipschitz=hessian_lipschitz, hessian_norm=hessian_norm)
+    check_nonnegative(third_moment=third_moment, fourth_moment=fourth_moment)
     return 2 * hessian_lipschitz * hessian_norm * third_moment + hessian_lipschitz**2 * fourth_moment
 
 
 def smoothness_lower_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> float:
-    r"""A lower bound on the sum of smoothness constants in original coordinates.
+    r"""Bound the sum of smoothness constants in the original coordinates from below.
 
     .. math::
         \|L\|_1 \ge \frac{d}{2c} \max_{\nu \in \{\pm d^{-1/2}\}^d}
         \frac{\langle \nu, P \nu \rangle - \gamma}{\sqrt{\lambda_1(P) + \gamma}}
 
-    The maximum is exact up to dimension 12. Above, finding it is a hard combinatorial problem: the signs of the
-    eigenvectors are improved by single changes. Every sign vector gives a valid bound, and these give one that is never
-    below :func:`density_lower_bound`.
+    The maximum is exact up to dimension 12. Above that it is a hard combinatorial problem, so a local search starts
+    from the signs of the eigenvectors and flips one sign at a time. Every sign vector gives a valid bound, and this one
+    is never below :func:`density_lower_bound`.
 
     Args:
         egop: the EGOP matrix P.
@@ -54,14 +53,14 @@ def smoothness_lower_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) ->
         gamma: see :func:`egop_error`; 0 for a quadratic.
 
     Example:
-        >>> round(egop.theory.smoothness_lower_bound(torch.full((4, 4), 4.0), scale=1.0), 6)
+        >>> round(theory.smoothness_lower_bound(torch.full((4, 4), 4.0), scale=1.0), 6)
         8.0
 
     Reference: Lemma 2.
     """
-    positive(scale=scale)
-    not_negative(gamma=gamma)
-    matrix = symmetric(egop, "egop")
+    check_positive(scale=scale)
+    check_nonnegative(gamma=gamma)
+    matrix = symmetrize(egop, "egop")
     values, vectors = eigenbasis(matrix)
     if values[0] + gamma == 0:
         return 0.0
@@ -71,24 +70,24 @@ def smoothness_lower_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) ->
 
 
 def density_lower_bound(spectrum: Spectrum, *, scale: float, gamma: float = 0.0, dimension: int | None = None) -> float:
-    r"""The same from the eigenvalues and densities alone.
+    r"""Bound the same sum from below, from eigenvalues and densities alone.
 
     .. math:: \|L\|_1 \ge \frac{d}{2c} \max_k \frac{\beta_k \lambda_k - \gamma}{\sqrt{\lambda_1 + \gamma}}
 
     Args:
-        spectrum: of the EGOP matrix.
+        spectrum: the spectrum of the EGOP matrix.
         scale: c, the standard deviation of rho in every direction.
         gamma: see :func:`egop_error`; 0 for a quadratic.
-        dimension: d, where the spectrum holds only the leading eigenvalues.
+        dimension: d; required if the spectrum holds only the leading eigenvalues.
 
     Example:
-        >>> round(egop.theory.density_lower_bound(egop.theory.spectrum_of(torch.full((4, 4), 4.0)), scale=1.0), 6)
+        >>> round(theory.density_lower_bound(theory.compute_spectrum(torch.full((4, 4), 4.0)), scale=1.0), 6)
         8.0
 
     Reference: Corollary 1.
     """
-    positive(scale=scale)
-    not_negative(gamma=gamma)
+    check_positive(scale=scale)
+    check_nonnegative(gamma=gamma)
     size = len(spectrum.eigenvalues) if dimension is None else dimension
     top = float(spectrum.eigenvalues[0])
     if top + gamma == 0:
@@ -98,34 +97,34 @@ def density_lower_bound(spectrum: Spectrum, *, scale: float, gamma: float = 0.0,
 
 
 def square_root(matrix: Tensor) -> Tensor:
-    r"""The root :math:`X^{1/2}` of a matrix without negative eigenvalues, which keeps the order of such matrices.
+    r"""Return the root :math:`X^{1/2}` of a positive semidefinite matrix. It preserves the order of such matrices.
 
     .. math:: X \preceq Y \implies X^{1/2} \preceq Y^{1/2}
 
-    Squares do not: that is why a bound on the EGOP is one on the Hessian, but not the other way round.
+    Squaring does not. Therefore a bound on the EGOP matrix gives one on the Hessian, but not the other way round.
 
     Args:
         matrix: X, symmetric.
 
     Example:
-        >>> egop.theory.square_root(torch.diag(torch.tensor([9.0, 4.0]))).tolist()
+        >>> theory.square_root(torch.diag(torch.tensor([9.0, 4.0]))).tolist()
         [[3.0, 0.0], [0.0, 2.0]]
 
     Reference: the lemma on the order-preserving square root, Appendix A.1 (``lemma:order-preserving-square-root``).
     """
-    values, vectors = torch.linalg.eigh(symmetric(matrix, "matrix"))
-    if values[0] < -1e-8 * values.abs().max():  # decompositions leave a little below zero
+    values, vectors = torch.linalg.eigh(symmetrize(matrix, "matrix"))
+    if values[0] < -1e-8 * values.abs().max():  # rounding may leave slightly negative values
         raise ValueError(f"Invalid matrix value: it has the eigenvalue {float(values[0])}. Must have none below zero.")
     root: Tensor = vectors * values.clamp_min(0).sqrt() @ vectors.mT
     return root
 
 
 def hessian_upper_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> Tensor:
-    r"""A matrix that dominates the Hessian at the minimum, in the coordinates of the EGOP matrix.
+    r"""Return a matrix that dominates the Hessian at the minimum, in the coordinates of the EGOP matrix.
 
     .. math:: \nabla^2 f(\theta^*) \preceq \frac{1}{c} (P + \gamma I)^{1/2}
 
-    In the eigenbasis it is diagonal, so that its entries are smoothness constants: :func:`reparameterized_constants`.
+    It is diagonal in the eigenbasis, and its entries there are :func:`reparameterized_constants`.
 
     Args:
         egop: the EGOP matrix P.
@@ -133,81 +132,81 @@ def hessian_upper_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> Te
         gamma: see :func:`egop_error`; 0 for a quadratic.
 
     Example:
-        >>> egop.theory.hessian_upper_bound(torch.diag(torch.tensor([9.0, 4.0])), scale=0.5).tolist()
+        >>> theory.hessian_upper_bound(torch.diag(torch.tensor([9.0, 4.0])), scale=0.5).tolist()
         [[6.0, 0.0], [0.0, 4.0]]
 
-    Reference: the proof of Lemma 3 (``claim:reparam-coor-UB``), where the order of roots is used.
+    Reference: the proof of Lemma 3 (``claim:reparam-coor-UB``), which uses that roots preserve the order.
     """
-    positive(scale=scale)
-    not_negative(gamma=gamma)
-    matrix = symmetric(egop, "egop")
+    check_positive(scale=scale)
+    check_nonnegative(gamma=gamma)
+    matrix = symmetrize(egop, "egop")
     return square_root(matrix + gamma * torch.eye(len(matrix)).to(matrix)) / scale
 
 
 def reparameterized_constants(
     eigenvalues: Tensor, *, scale: float, gamma: float = 0.0, hessian_lipschitz: float = 0.0, diameter: float = 0.0
 ) -> Tensor:
-    r"""Smoothness constants that hold in the EGOP eigenbasis, one per coordinate.
+    r"""Return smoothness constants that hold in the EGOP eigenbasis, one per coordinate.
 
     .. math:: \tilde L_i = \frac{1}{c} \sqrt{\lambda_i + \gamma} + H D
 
     Args:
-        eigenvalues: of the EGOP matrix, in the order of the coordinates.
+        eigenvalues: the eigenvalues of the EGOP matrix, in the order of the coordinates.
         scale: c, the standard deviation of rho in every direction.
         gamma: see :func:`egop_error`; 0 for a quadratic.
         hessian_lipschitz: H; 0 for a quadratic.
-        diameter: D, of the set in which the constants hold.
+        diameter: D, the diameter of the set in which the constants hold.
 
     Example:
-        >>> egop.theory.reparameterized_constants(torch.tensor([9.0, 4.0]), scale=0.5).tolist()
+        >>> theory.reparameterized_constants(torch.tensor([9.0, 4.0]), scale=0.5).tolist()
         [6.0, 4.0]
 
     Reference: the proof of Lemma 3.
     """
-    positive(scale=scale)
-    not_negative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
+    check_positive(scale=scale)
+    check_nonnegative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
     return (eigenvalues.double().clamp_min(0) + gamma).sqrt() / scale + hessian_lipschitz * diameter
 
 
 def reparameterized_upper_bound(
     eigenvalues: Tensor, *, scale: float, gamma: float = 0.0, hessian_lipschitz: float = 0.0, diameter: float = 0.0
 ) -> float:
-    r"""An upper bound on the sum of smoothness constants in the EGOP eigenbasis.
+    r"""Bound the sum of smoothness constants in the EGOP eigenbasis from above.
 
     .. math:: \|\tilde L\|_1 \le d \left( \frac{\sqrt\gamma}{c} + H D \right) + \frac{1}{c} \sum_i \sqrt{\lambda_i}
 
     Args:
-        eigenvalues: all d of them, of the EGOP matrix.
+        eigenvalues: all d eigenvalues of the EGOP matrix.
         scale: c, the standard deviation of rho in every direction.
         gamma: see :func:`egop_error`; 0 for a quadratic.
         hessian_lipschitz: H; 0 for a quadratic.
-        diameter: D, of the set in which the constants hold.
+        diameter: D, the diameter of the set in which the constants hold.
 
     Example:
-        >>> egop.theory.reparameterized_upper_bound(torch.tensor([9.0, 4.0]), scale=0.5)
+        >>> theory.reparameterized_upper_bound(torch.tensor([9.0, 4.0]), scale=0.5)
         10.0
 
     Reference: Lemma 3.
     """
-    straight = reparameterized_constants(eigenvalues, scale=scale)
-    not_negative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
-    return float(straight.sum()) + len(eigenvalues) * (math.sqrt(gamma) / scale + hessian_lipschitz * diameter)
+    quadratic = reparameterized_constants(eigenvalues, scale=scale)
+    check_nonnegative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
+    return float(quadratic.sum()) + len(eigenvalues) * (math.sqrt(gamma) / scale + hessian_lipschitz * diameter)
 
 
 def _largest_sign_form(matrix: Tensor, vectors: Tensor) -> float:
-    """The largest ``sᵀPs`` over sign vectors s: exact in low dimension, a local maximum above."""
+    """Return the largest ``sᵀPs`` over sign vectors s: exact in low dimension, a local maximum otherwise."""
     size = len(matrix)
-    if size <= _ALL_SIGNS:
-        rest = itertools.product((1.0, -1.0), repeat=size - 1)  # the first sign may be kept: s and −s are alike
+    if size <= _MAX_EXHAUSTIVE:
+        rest = itertools.product((1.0, -1.0), repeat=size - 1)  # s and −s give the same value
         signs = torch.tensor([(1.0, *tail) for tail in rest], dtype=torch.float64, device=matrix.device)
         return float(((signs @ matrix) * signs).sum(-1).max())
     signs = torch.where(vectors.mT < 0, -1.0, 1.0).to(matrix)  # one row per eigenvector
     for _ in range(10 * size):
-        # Changing s_i to −s_i changes the form by −4 s_i (Σ_j P_ij s_j) + 4 P_ii.
+        # Flipping s_i changes the form by −4 s_i (Σ_j P_ij s_j) + 4 P_ii.
         gains = 4 * (matrix.diagonal() - signs * (signs @ matrix))
-        best, where = gains.max(-1)
+        best, index = gains.max(-1)
         if best.max() <= 1e-12 * matrix.abs().max():
             break
         rows = (best > 0).nonzero().squeeze(-1)
-        signs[rows, where[rows]] *= -1
+        signs[rows, index[rows]] *= -1
     return float(((signs @ matrix) * signs).sum(-1).max())
