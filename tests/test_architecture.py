@@ -6,7 +6,6 @@ import ast
 import doctest
 import importlib
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -22,11 +21,12 @@ import egop
 PACKAGE = Path(egop.__file__).parent
 TESTS = Path(__file__).parent
 
-# The rooms, from the ground up: each may use what the ones before it offer. ``recipes`` is a single file.
+# The rooms, from the ground up: each may use what the ones before it offer. Three are single files.
 ROOMS = [
     "distributed",
+    "formatting",
+    "plots",
     "numerics",
-    "runs",
     "optim",
     "basis",
     "estimation",
@@ -164,52 +164,33 @@ def test_the_wheel_has_no_experiment_data_set_or_bench(tmp_path):
     (wheel,) = tmp_path.glob("egop-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     own = {Path(*Path(name).parts[1:]) for name in names if name.startswith("egop/")}
-    others = ("__init__.py", "py.typed", "runs/pages.css", "diagnostics/evidence.json")
+    others = ("__init__.py", "py.typed", "diagnostics/evidence.json")
     assert set(FILES) | set(map(Path, others)) == own
     assert {Path(name).parts[0].partition("-")[0] for name in names} == {"egop", "egop_entry.py"}
 
 
-def test_there_is_nothing_but_code_a_style_sheet_and_what_diagnose_compares_with():
+def test_there_is_nothing_but_code_and_what_diagnose_compares_with():
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.suffix for path in files} == {".py", ".css", ".json", ".typed"}
+    assert {path.suffix for path in files} == {".py", ".json", ".typed"}
     (evidence,) = [path for path in files if path.suffix == ".json"]
     assert evidence.stat().st_size < 10_000
     assert {"experiments", "bench", "data"} & {path.parts[0] for path in FILES} == set()
 
 
-# What has been imported after each of these, all in one new process: starting one takes seconds.
+# In a new process: what is imported with the library, then with a plot.
 IMPORTED = """
-import json, sys
-imported = {}
-for name in ("egop", "egop.runs.plotting"):
-    __import__(name)
-    imported[name] = list(sys.modules)
-json.dump(imported, open(sys.argv[1], "w"))
+import sys, egop, torch
+assert "egop" in sys.modules
+assert not {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "egop_lab"} & set(sys.modules)
+values = torch.ones(2).double()
+egop.Spectrum(values, values, 1).plot()
+assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
 """
 
 
-@pytest.fixture(scope="module")
-def imports(tmp_path_factory):
-    """What the imports say, and the names of all modules after each."""
-    file = tmp_path_factory.mktemp("imports") / "imported.json"
-    done = subprocess.run([sys.executable, "-c", IMPORTED, file], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done, {name: set(modules) for name, modules in json.loads(file.read_text()).items()}
-
-
-def test_importing_the_library_does_not_import_what_only_command_line_and_lab_need(imports):
-    shown = {name.partition(".")[0] for name in imports[1]["egop"]}
-    assert "egop" in shown
-    assert {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "egop_lab"} & shown == set()
-
-
-def test_pyplot_is_not_imported(imports):
-    assert "matplotlib" in imports[1]["egop.runs.plotting"]
-    assert "matplotlib.pyplot" not in imports[1]["egop.runs.plotting"]
-
-
-def test_importing_the_library_says_nothing(imports):
-    assert (imports[0].stdout, imports[0].stderr) == ("", "")
+def test_importing_the_library_is_silent_and_imports_neither_matplotlib_nor_what_the_lab_needs():
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_every_public_name_exists_and_is_documented():

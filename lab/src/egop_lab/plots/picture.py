@@ -1,4 +1,4 @@
-"""Pictures as values: what is drawn where. ``plotting`` draws them, and what makes them needs no matplotlib."""
+"""Pictures as plain values, which need no matplotlib; ``figures`` draws them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["Mark", "Panel", "Picture", "Series", "Span"]
 
 @dataclass(frozen=True)
 class Series:
-    """One line (or row of bars) of a panel: medians, with quartiles where there are trials.
+    """One line of a panel (or one bar per row): medians, with quartiles if there are several trials.
 
     Attributes:
-        label: in the legend.
-        x: where.
-        median: the values; of a bar infinite for what never happens, and not a number for what is not known.
+        label: the name shown.
+        x: positions, or the names of bars and columns.
+        median: the values; for a bar, infinity means never and NaN means unknown.
         low: first quartiles.
         high: third quartiles.
-        method: gives the colour: the optimizer's name.
-        egop: drawn dashed: EGOP coordinates.
-        chosen: the x value to mark with a star (a chosen learning rate, say).
-        faint: in the background, thin and without a label.
+        method: the optimizer's name, which decides the colour.
+        egop: whether it ran in EGOP coordinates; drawn dashed.
+        chosen: an x value to mark with a star, such as a chosen learning rate.
+        faint: draw it thin, in the background and without a label.
     """
 
     label: str
@@ -47,13 +47,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Span:
-    """An arrow along the x axis, with words on it: what is saved between two places."""
+    """A labelled arrow along the x axis, for what is saved between two positions."""
 
-    words: str
+    label: str
     start: float
     end: float
     height: float
-    method: str = ""  # gives the colour
+    method: str = ""  # decides the colour
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Panel:
     series: Sequence[Series]
     xscale: Literal["linear", "log"] = "linear"
     yscale: Literal["linear", "log"] = "log"
-    # cells: a row a series, numbers on colours, pale is small; points: not joined by a line
+    # cells: a table of coloured numbers, one row per series; points: no lines between them
     kind: Literal["line", "points", "bar", "cells"] = "line"
     horizontal: Mapping[str, float] = field(default_factory=dict)  # labelled reference lines
-    aspect: Literal["auto", "equal"] = "auto"  # equal: one unit is as long on both axes
+    aspect: Literal["auto", "equal"] = "auto"  # equal: the same scale on both axes
     marks: Sequence[Mark] = ()
     spans: Sequence[Span] = ()
 

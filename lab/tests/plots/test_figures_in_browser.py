@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from egop.runs import Panel, Picture, Series, plotting
+from egop_lab.plots.figures import draw_picture, save_figure
+from egop_lab.plots.picture import Panel, Picture, Series
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=2000"]
@@ -20,7 +21,7 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage
 def test_an_svg_has_the_colours_that_the_reader_wants(tmp_path, scheme, background):
     series = [Series("Muon", (0, 1), (2.0, 1.0)), Series("EGOP", (0, 1), (2.0, 0.5))]
     picture, shot = tmp_path / "picture.svg", tmp_path / "shot.png"
-    plotting.save(plotting.draw(Picture("picture", "", [Panel("Loss", "step", "loss", series)])), picture)
+    save_figure(draw_picture(Picture("picture", "", [Panel("Loss", "step", "loss", series)])), picture)
     page = tmp_path / "page.html"
     page.write_text(
         '<!DOCTYPE html><title>x</title><style>body { margin: 0 }</style><img src="picture.svg" width="800">'

@@ -1,14 +1,14 @@
-"""The colours of pictures: those of methods, and those of everything else in light and in dark; and the dashes."""
+"""Colours of methods, and of everything else in light and dark."""
 
 from collections.abc import Iterable
 
-# Each is found by its digits in an SVG, so no two of them are alike, nor like a colour of a method.
+# An SVG is recoloured by searching for these values, so all colours here must be distinct.
 INK, EDGE, MUTED, GRID, BACK = "#1a1b1c", "#66676a", "#5b6169", "#e4e5e6", "#fefefe"
 _DARK = {INK: "#e6e7e9", EDGE: "#9a9fa6", MUTED: "#a3a9b1", GRID: "#33373d", BACK: "#15171a"}
 
-DASHES = (0, (3, 1.2))  # of EGOP coordinates
+DASHES = (0, (3, 1.2))  # for EGOP coordinates
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLORS = {
     "Adam": "#0072b2",
     "Adagrad": "#d55e00",
@@ -22,10 +22,10 @@ COLORS = {
 }
 _MORE_COLORS = ("#e69f00", "#8c6bb1", "#8c564b", "#2ca02c", "#c0369d", "#17becf")
 _OTHERS = "#8a8a8a"
-# Black and dark violet would vanish on a dark page, and blue be hard to see.
+# Black and dark violet would vanish on a dark page, and blue would be hard to see.
 _DARK |= {COLORS["Muon"]: "#e6e7e9", COLORS["EGOP"]: "#a58be0", COLORS["Adam"]: "#3d9bd8"}
 
-# What stands for them in a page of ours, which has these names.
+# Their counterparts in the report's HTML page.
 PAGE_COLORS = {
     INK: "currentColor",
     EDGE: "currentColor",
@@ -40,21 +40,21 @@ PAGE_METHODS = {
 }
 
 
-def colors_of(methods: Iterable[str]) -> dict[str, str]:
-    """A colour for each method: its own where it has one, so that it is the same in all pictures."""
+def assign_colors(methods: Iterable[str]) -> dict[str, str]:
+    """Map methods to colours; known methods have the same colour in all pictures."""
     unknown = [name for name in dict.fromkeys(methods) if name not in COLORS]
     return COLORS | {name: _MORE_COLORS[index % len(_MORE_COLORS)] for index, name in enumerate(unknown)}
 
 
-def family_color(name: str) -> str:
-    """The colour of a method's family, which its name tells: all forms of EGOP are alike, Muon and NorMuon too."""
+def get_family_color(name: str) -> str:
+    """Return the colour of a method's family: one for all variants of EGOP, one for Muon and NorMuon, and so on."""
     if "EGOP" in name or "online" in name:
         return COLORS["EGOP"]
     return next((COLORS[family] for family in sorted(COLORS, key=len, reverse=True) if family in name), _OTHERS)
 
 
-def dark_style() -> str:
-    """A style sheet for an SVG that makes it dark where that is preferred; other readers see it as it is."""
+def build_dark_style() -> str:
+    """Return a style sheet that recolours an SVG for readers who prefer dark pages."""
     rules = "".join(
         f'[style*="{part}: {light}"]{{{part}:{dark} !important}}'
         for light, dark in _DARK.items()

@@ -147,8 +147,9 @@ def test_two_details_and_eps_are_all_that_differs(every, eps, slack):
 
 
 def main(picture):
-    """The table of docs/soap.md, and its picture."""
-    from egop.runs import Panel, Picture, Series, plotting
+    """Print the table of docs/soap.md and draw its picture."""
+    from egop_lab.plots.figures import draw_picture, save_figure
+    from egop_lab.plots.picture import Panel, Picture, Series
 
     marks = [10, 50, 100, STEPS - 1]
     for name in WIDTHS:
@@ -180,8 +181,7 @@ def main(picture):
         ]
         title = "Renewed at every step" if every == 1 else f"Renewed every {every} steps"
         panels.append(Panel(title, "step", "loss", series))
-    figure = plotting.draw(Picture("soap", "Loss curves of SOAP, of Adam with Online(Kronecker), and of Adam", panels))
-    plotting.save(figure, picture)
+    save_figure(draw_picture(Picture("soap", "", panels)), picture)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from itertools import pairwise
 import matplotlib
 import pytest
 
-from egop.runs import Mark, Panel, Picture, Series, Span, plotting
-from egop.runs.bars import judged
-from egop.runs.colors import BACK, COLORS, INK, family_color
+from egop_lab.plots.bars import add_direction
+from egop_lab.plots.colors import BACK, COLORS, INK, get_family_color
+from egop_lab.plots.figures import draw_picture, embed_picture, save_figure
+from egop_lab.plots.picture import Mark, Panel, Picture, Series, Span
 
 X = (0, 1, 2)
 PAIR = (
@@ -22,7 +23,7 @@ def panel(*series, **options):
 
 
 def drawn(*panels):
-    return plotting.draw(Picture("picture", "", panels))
+    return draw_picture(Picture("picture", "", panels))
 
 
 def words(axes):
@@ -139,13 +140,13 @@ def test_rows_of_bars_of_which_nothing_is_known_are_left_out():
     [("validation loss", "lower"), ("ten-crop accuracy", "higher"), ("steps saved", "higher"), ("λₖ / λ₁", None)],
 )
 def test_an_axis_says_which_direction_is_good(said, direction):
-    assert judged(said) == (said if direction is None else f"{said} ({direction} is better)")
+    assert add_direction(said) == (said if direction is None else f"{said} ({direction} is better)")
 
 
 def test_families_go_by_what_a_name_says():
-    assert family_color("PolarAdam, online smaller") == family_color("EGOP fixed") == COLORS["EGOP"]
-    assert family_color("AdamW") == COLORS["AdamW"]
-    assert family_color("SGD+momentum") == COLORS["SGD+momentum"] != family_color("SGD")
+    assert get_family_color("PolarAdam, online smaller") == get_family_color("EGOP fixed") == COLORS["EGOP"]
+    assert get_family_color("AdamW") == COLORS["AdamW"]
+    assert get_family_color("SGD+momentum") == COLORS["SGD+momentum"] != get_family_color("SGD")
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
@@ -153,7 +154,7 @@ def test_the_same_records_give_the_same_bytes(tmp_path, kind):
     contents = []
     for name in ("a", "b"):
         path = tmp_path / name / f"picture.{kind}"
-        plotting.save(drawn(panel(*PAIR)), path)
+        save_figure(drawn(panel(*PAIR)), path)
         contents.append(path.read_bytes())
         assert list(path.parent.iterdir()) == [path]
     assert contents[0] == contents[1]
@@ -161,7 +162,7 @@ def test_the_same_records_give_the_same_bytes(tmp_path, kind):
 
 def test_an_svg_is_dark_where_that_is_preferred(tmp_path):
     path = tmp_path / "picture.svg"
-    plotting.save(drawn(panel(*PAIR), panel(*PAIR)), path)
+    save_figure(drawn(panel(*PAIR), panel(*PAIR)), path)
     tree = ElementTree.parse(path)
     identifiers = {element.get("id") for element in tree.iter()}
     assert {"axes_1", "axes_2"} <= identifiers
@@ -173,7 +174,7 @@ def test_an_svg_is_dark_where_that_is_preferred(tmp_path):
 
 
 def test_a_page_has_its_own_colours():
-    shown = plotting.inline_picture(Picture("picture", "", [panel(*PAIR)]))
+    shown = embed_picture(Picture("picture", "", [panel(*PAIR)]))
     assert "currentColor" in shown
     assert "var(--grid)" in shown
     assert INK not in shown
@@ -181,19 +182,19 @@ def test_a_page_has_its_own_colours():
 
 def test_plotting_changes_no_global_setting(tmp_path):
     before = dict(matplotlib.rcParams)
-    plotting.save(drawn(panel(*PAIR)), tmp_path / "picture.svg")
+    save_figure(drawn(panel(*PAIR)), tmp_path / "picture.svg")
     assert dict(matplotlib.rcParams) == before
 
 
 def test_an_ending_nobody_knows_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="xyz"):
-        plotting.save(drawn(panel(*PAIR)), tmp_path / "picture.xyz")
+        save_figure(drawn(panel(*PAIR)), tmp_path / "picture.xyz")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_cells_have_rows_with_names_and_numbers_where_there_are_some():
     rows = [Series("one", ["a", "b"], [1.0, math.nan]), Series("two", ["a", "b"], [2.0, math.inf])]
-    figure = plotting.draw(Picture("grid", "", [Panel("Grid", "", "", rows, kind="cells")]))
+    figure = draw_picture(Picture("grid", "", [Panel("Grid", "", "", rows, kind="cells")]))
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.texts] == ["1.000", "–", "2.000", "–"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
@@ -203,7 +204,7 @@ def test_cells_have_rows_with_names_and_numbers_where_there_are_some():
 
 def test_a_line_that_leaves_the_picture_below_is_named_where_it_does():
     series = [Series("deep", [1, 10], [1.0, 1e-32]), Series("flat", [1, 10], [1.0, 1e-2])]
-    figure = plotting.draw(Picture("x", "", [Panel("", "x", "loss", series, xscale="log", yscale="log")]))
+    figure = draw_picture(Picture("x", "", [Panel("", "x", "loss", series, xscale="log", yscale="log")]))
     labels = {text.get_text(): text.xy for text in figure.axes[0].texts if text.get_text() in ("deep", "flat")}
     assert labels["flat"] == (10, 1e-2)
     assert labels["deep"] == pytest.approx((10**0.5, 1e-16), rel=1e-3)

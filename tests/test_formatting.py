@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Byte sizes, percentages and tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egop.runs.units import format_bytes, format_count, format_percent, format_table, parse_bytes
+from egop.formatting import (
+    format_bytes,
+    format_html_table,
+    format_percent,
+    format_table,
+    mask_layer_numbers,
+    parse_bytes,
+    pluralize,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,14 +35,14 @@ from egop.runs.units import format_bytes, format_count, format_percent, format_t
         ("17B", 17),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text, size):
+def test_parse_bytes_reads_sizes(text, size):
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "two", "-1", "-1GiB", "2PiB", "1e9", "2GiBs", "1,5GB", -1, 2.5, None, True]
 )
-def test_what_is_not_a_size_is_refused_with_examples(text):
+def test_parse_bytes_refuses_other_values(text):
     with pytest.raises(
         ValueError, match=r"Invalid memory value: .*whole number of bytes or a text such as '2GiB' or '500MB'"
     ):
@@ -54,44 +62,44 @@ def test_what_is_not_a_size_is_refused_with_examples(text):
         (5000 * 2**40, "5000.0 TiB"),
     ],
 )
-def test_sizes_are_written_in_binary_units(size, text):
+def test_format_bytes_uses_binary_units(size, text):
     assert format_bytes(size) == text
 
 
 @given(st.integers(0, 2**50))
 @settings(deadline=None, max_examples=50)
-def test_a_written_size_reads_back_to_two_digits(size):
+def test_formatted_size_parses_back(size):
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.05, abs=0.5)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 "),
-        (900, "900 "),
-        (1000, "1.0 k"),
-        (999_960, "1.0 M"),
-        (16777216, "16.8 M"),
-        (2e9, "2.0 G"),
-        (3e15, "3.0 P"),
-    ],
-)
-def test_counts_are_written_in_decimal_units(count, text):
-    assert format_count(count) == text
 
 
 @pytest.mark.parametrize(
     ("fraction", "text"),
     [(0, "0.0 %"), (0.0001, "< 0.1 %"), (0.0123, "1.2 %"), (0.0996, "10 %"), (0.55, "55 %"), (1.5, "150 %")],
 )
-def test_fractions_are_written_in_percent(fraction, text):
+def test_format_percent(fraction, text):
     assert format_percent(fraction) == text
 
 
-def test_a_table_has_its_first_column_to_the_left_and_numbers_to_the_right():
+def test_format_table_aligns_columns():
     assert format_table(["name", "n"], [["a", "1"], ["longer", "100"]]).splitlines() == [
         "name      n",
         "------  ---",
         "a         1",
         "longer  100",
     ]
+
+
+def test_html_table_escapes_cells():
+    table = format_html_table(["<a>", "b"], [["<script>", "1"]])
+    assert "<script>" not in table
+    assert "<th>&lt;a&gt;</th>" in table
+    assert "<td>&lt;script&gt;</td><td>1</td>" in table
+
+
+def test_mask_layer_numbers():
+    assert mask_layer_numbers("layers.3.conv1.weight") == "layers.*.conv1.weight"
+    assert mask_layer_numbers("0.weight") == "*.weight"
+
+
+def test_pluralize():
+    assert (pluralize(1, "run"), pluralize(2, "run"), pluralize(0, "run")) == ("1 run", "2 runs", "0 runs")

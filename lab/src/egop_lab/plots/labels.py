@@ -1,4 +1,4 @@
-"""How the lines of a picture get their names: at their ends, or once below where panels share them."""
+"""Names of lines: at their ends, or in one legend below if panels share them."""
 
 import math
 from collections.abc import Sequence
@@ -8,51 +8,52 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 
-from egop.runs.colors import DASHES, MUTED, colors_of
-from egop.runs.pictures import Panel, Series
+from egop_lab.plots.colors import DASHES, MUTED, assign_colors
+from egop_lab.plots.picture import Panel, Series
 
-__all__ = ["end_labels", "is_named_below", "key", "legend", "spread"]
-
-# More lines than this in a panel are not labelled at their ends.
-_LABELLED = 10
+# The most lines of a panel that are labelled at their ends.
+_MAX_LABELLED = 10
 
 
-def key(series: Series) -> tuple[str, bool]:
-    """What a line looks like: its colour, and whether it is dashed."""
+def get_look(series: Series) -> tuple[str, bool]:
+    """Return what decides how a line looks: its method, and whether it is dashed."""
     return series.method or series.label, series.egop
 
 
-def _shown(panel: Panel) -> list[Series]:
+def _get_visible(panel: Panel) -> list[Series]:
     return [series for series in panel.series if not series.faint]
 
 
-def is_named_below(panel: Panel, panels: Sequence[Panel]) -> bool:
-    """Whether the names of a panel's lines stand below the figure: others have them too, or they have no free ends."""
+def uses_shared_legend(panel: Panel, panels: Sequence[Panel]) -> bool:
+    """Return True if the figure's legend names the lines: other panels share them, or they have no free ends."""
     if panel.kind != "line":
         return panel.kind == "points"
-    shown = _shown(panel)
+    visible = _get_visible(panel)
     others = {
-        key(series) for other in panels if other is not panel and other.kind == "line" for series in _shown(other)
+        get_look(series)
+        for other in panels
+        if other is not panel and other.kind == "line"
+        for series in _get_visible(other)
     }
-    is_shared = len(shown) > 2 and bool(others & {key(series) for series in shown})
-    return is_shared or len(shown) > _LABELLED or panel.aspect == "equal" or not all(map(_goes_right, shown))
+    is_shared = len(visible) > 2 and bool(others & {get_look(series) for series in visible})
+    return is_shared or len(visible) > _MAX_LABELLED or panel.aspect == "equal" or not all(map(_goes_right, visible))
 
 
 def _goes_right(series: Series) -> bool:
-    """Whether a line has its end on the right."""
+    """Return True if the last point of a line is its rightmost."""
     return all(float(one) <= float(other) for one, other in pairwise(series.x))
 
 
-def legend(panels: Sequence[Panel]) -> list[Line2D]:
-    """A line for each method, and two for the coordinates where each method is there in both."""
+def build_legend(panels: Sequence[Panel]) -> list[Line2D]:
+    """Return a handle per method, and two for the coordinates if every method appears in both."""
     series: dict[tuple[str, bool], Series] = {}
     for panel in panels:
-        for one in _shown(panel):
-            series.setdefault(key(one), one)
-    colors = colors_of(method for method, _ in series)
+        for one in _get_visible(panel):
+            series.setdefault(get_look(one), one)
+    colors = assign_colors(method for method, _ in series)
     plain = {method: one for (method, egop), one in series.items() if not egop}
-    turned = {method for method, egop in series if egop}
-    if turned and turned <= set(plain):
+    rotated = {method for method, egop in series if egop}
+    if rotated and rotated <= set(plain):
         dashes = [
             Line2D([], [], color=MUTED, linewidth=2.3, alpha=0.75, label="original coordinates"),
             Line2D([], [], color=MUTED, linewidth=1.7, linestyle=DASHES, label="EGOP coordinates"),
@@ -73,13 +74,13 @@ def legend(panels: Sequence[Panel]) -> list[Line2D]:
     ]
 
 
-def end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
-    """The names of the lines to the right of their last points; :func:`spread` keeps them apart."""
-    colors = colors_of(series.method or series.label for series in panel.series)
+def label_line_ends(axes: Axes, panel: Panel) -> list[Annotation]:
+    """Name the lines to the right of their last points; :func:`separate_labels` moves the names apart."""
+    colors = assign_colors(series.method or series.label for series in panel.series)
     labels = []
-    for series in _shown(panel):
+    for series in _get_visible(panel):
         lowest = axes.get_ylim()[0] if panel.yscale == "log" else -math.inf
-        end = _end(axes, series, lowest)
+        end = _find_end(axes, series, lowest)
         if end is None:
             continue
         color = colors[series.method or series.label]
@@ -109,10 +110,10 @@ def end_labels(axes: Axes, panel: Panel) -> list[Annotation]:
     return labels
 
 
-def _end(axes: Axes, series: Series, lowest: float) -> tuple[float, float] | None:
-    """The last point of a line that is shown, or where it leaves the picture below; None if nothing of it is there."""
+def _find_end(axes: Axes, series: Series, lowest: float) -> tuple[float, float] | None:
+    """Return the last visible point of a line, or where it leaves the plot below; None if it is never visible."""
     points = [(float(x), y) for x, y in zip(series.x, series.median, strict=True) if y < math.inf]
-    above = [place for place, (_, y) in enumerate(points) if y >= lowest]
+    above = [index for index, (_, y) in enumerate(points) if y >= lowest]
     if not above:
         return (points[-1][0], lowest) if any(y > 0 for _, y in points) else None
     last, below = points[above[-1]], points[above[-1] + 1 : above[-1] + 2]
@@ -124,25 +125,24 @@ def _end(axes: Axes, series: Series, lowest: float) -> tuple[float, float] | Non
     return float(axes.transData.inverted().transform((x, floor))[0]), lowest
 
 
-def spread(axes: Axes, labels: Sequence[Annotation]) -> None:
-    """Move names as little as keeps each a line away from the next."""
+def separate_labels(axes: Axes, labels: Sequence[Annotation]) -> None:
+    """Move labels vertically, as little as possible, until each is a line of text away from the next."""
     if not labels:
         return
-    height = axes.bbox.height / axes.figure.dpi * 72  # in points
-    step = 11.0 / height
+    step = 11.0 / (axes.bbox.height / axes.figure.dpi * 72)  # 11 points, relative to the axes
     wanted = []
     for label in labels:
         _, y = axes.transAxes.inverted().transform(axes.transData.transform(label.xy))
         wanted.append((min(1.0, max(0.0, float(y))), label))
     wanted.sort(key=lambda pair: pair[0])
-    places = [place for place, _ in wanted]
+    heights = [height for height, _ in wanted]
     for _ in range(100):
-        for k in range(len(places) - 1):
-            overlap = step - (places[k + 1] - places[k])
+        for k in range(len(heights) - 1):
+            overlap = step - (heights[k + 1] - heights[k])
             if overlap > 1e-6:
-                places[k] -= overlap / 2
-                places[k + 1] += overlap / 2
-        shift = max(0.0, -places[0]) - max(0.0, places[-1] - 1.0)
-        places = [place + shift for place in places]
-    for place, (_, label) in zip(places, wanted, strict=True):
-        label.set_position((1.03, place))
+                heights[k] -= overlap / 2
+                heights[k + 1] += overlap / 2
+        shift = max(0.0, -heights[0]) - max(0.0, heights[-1] - 1.0)
+        heights = [height + shift for height in heights]
+    for height, (_, label) in zip(heights, wanted, strict=True):
+        label.set_position((1.03, height))

@@ -1,17 +1,35 @@
-"""What a model would take, by shapes, against what it takes: all tensors that can be reached after some steps."""
+"""Predicted memory and collectives against those of real trainings, and the tables of docs/scaling.md.
+
+Run as a program, this file rewrites the tables.
+"""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 import egop
-from egop.basis.roles import layers_of
-from egop.diagnostics.scaling import Memory, parts_of, plan_of, report, shapes, total
-from egop.diagnostics.scaling.parts import adamw, muon, soap
-from egop.estimation.algorithm import Gathering
+from egop.basis import layers_of
+from egop.estimation import Gathering
+from egop_lab import cli
+from egop_lab.scaling.models import build_model
+from egop_lab.scaling.parts import (
+    Memory,
+    add_up,
+    describe_adamw,
+    describe_muon,
+    describe_soap,
+    plan_structure,
+    split_model,
+)
+from egop_lab.scaling.tables import compare_methods
 from processes import run
 
 SIZES = {"resnet50": 25_557_032, "gpt2": 124_337_664, "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}
@@ -21,13 +39,12 @@ STRUCTURES = {
     "Full": egop.Full(),
     "Auxiliary": egop.Auxiliary(3),
     "Reduced": egop.Reduced(3),
-    "auto": "auto",
 }
-CASES = [(name, False) for name in STRUCTURES] + [(name, True) for name in ("Shared", "Kronecker", "Full", "auto")]
+CASES = [(name, False) for name in STRUCTURES] + [(name, True) for name in ("Shared", "Kronecker", "Full")]
 
 
 class Network(nn.Module):
-    """Kernels, two layers of one shape, one with rows that two devices cannot halve, a norm, an embedding, a head."""
+    """Kernels, two layers of one shape, one with an odd number of rows, a norm, an embedding, a head."""
 
     def __init__(self):
         super().__init__()
@@ -55,28 +72,29 @@ def train(model, optimizer, steps=3):
         optimizer.step()
 
 
-def planned(model, structure, online):
+def make_plan(model, structure):
     parameters = dict(model.named_parameters())
-    return plan_of(parameters, layers_of(parameters, model), structure, online=online)
+    return plan_structure(parameters, layers_of(parameters, model), structure)
 
 
-def reparameterized(model, structure, online, basis=None):
-    told = {block.name: own for block, own in planned(model, structure, online).chosen.items()}
-    refresh = egop.Online(every=2, structure=told) if online else None
-    if basis is None and not online:
-        objective = egop.Objective(model, loss_fn, [(TOKENS, LABELS)])
-        basis = egop.estimate(objective, partition="parameter", structure=told, progress=False)
-    return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, refresh=refresh, lr=1e-3)
+def make_optimizer(model, structure, online):
+    chosen = {block.name: own for block, own in make_plan(model, structure).chosen.items()}
+    if online:
+        refresh = egop.Online(every=2, structure=chosen)
+        return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
+    objective = egop.Objective(model, loss_fn, [(TOKENS, LABELS)])
+    basis = egop.estimate(objective, partition="parameter", structure=chosen, progress=False)
+    return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-3)
 
 
 def storages(holder, seen):
-    """The memory of every tensor that an object consists of, by address; of a sharded one what is here."""
-    if id(holder) in seen or isinstance(holder, egop.Spectrum):  # kept to be shown: a number for each direction
+    """Map the addresses of all tensors that an object holds to their bytes; of a sharded tensor the local part."""
+    if id(holder) in seen or isinstance(holder, egop.Spectrum):  # only for display
         return {}
     seen[id(holder)] = holder
     if isinstance(holder, torch.Tensor):
         memory = getattr(holder.detach(), "to_local", holder.detach)().untyped_storage()
-        own = {} if holder.dim() == 0 else {memory.data_ptr(): memory.nbytes()}  # single numbers aside: counts of steps
+        own = {} if holder.dim() == 0 else {memory.data_ptr(): memory.nbytes()}  # without step counters
         return own | storages(holder.grad, seen) if holder.is_leaf else own
     parts = ()
     if isinstance(holder, dict):
@@ -88,72 +106,67 @@ def storages(holder, seen):
     return {place: size for part in parts for place, size in storages(part, seen).items()}
 
 
-def held(model, optimizer):
-    """The bytes of a model, its gradients and its optimizer."""
+def count_bytes(model, optimizer):
+    """Return the bytes of a model, its gradients and its optimizer."""
     return sum(storages([list(model.parameters()), optimizer], {}).values())
 
 
-# One device.
-
-
 @pytest.mark.parametrize("name", SIZES)
-def test_the_built_in_models_have_their_sizes_and_no_weights(name):
-    model = shapes.load_model(f"egop.diagnostics.scaling:{name}")
+def test_known_models_have_their_sizes_and_no_weights(name):
+    model = build_model(name)
     assert sum(each.numel() for each in model.parameters()) == SIZES[name]
     assert {each.device.type for each in model.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "online"), CASES)
-def test_a_basis_takes_what_was_said_to_the_byte(name, online, dtype):
+def test_memory_of_a_basis_is_exact(name, online, dtype):
     torch.manual_seed(0)
     model = Network().to(dtype)
-    plan = planned(model, STRUCTURES[name], online)
-    predicted = total(
-        part.memory for part in parts_of(dict(model.named_parameters()), plan, online=online, on_cpu=True)
-    )
-    optimizer = reparameterized(model, STRUCTURES[name], online)
+    plan = make_plan(model, STRUCTURES[name])
+    parts = split_model(dict(model.named_parameters()), plan, online=online, on_cpu=True)
+    optimizer = make_optimizer(model, STRUCTURES[name], online)
     train(model, optimizer)
     assert len(plan.chosen) == 4
-    assert held(model, optimizer) == predicted.total
+    assert count_bytes(model, optimizer) == add_up(part.memory for part in parts).total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_egop_takes_what_was_said_to_the_byte(dtype):
+def test_memory_of_egop_is_exact(dtype):
     torch.manual_seed(0)
     model = Network().to(dtype)
     optimizer = egop.EGOP(model, every=2)
     plan = optimizer.plan
-    parts = parts_of(dict(model.named_parameters()), plan, online=True, polar=True, on_cpu=True)
+    parts = split_model(dict(model.named_parameters()), plan, online=True, polar=True, on_cpu=True)
     train(model, optimizer)
     assert len(plan.chosen) == 4
-    assert held(model, optimizer) == total(part.memory for part in parts).total
+    assert count_bytes(model, optimizer) == add_up(part.memory for part in parts).total
 
 
-def test_adamw_and_muon_take_what_was_said_to_the_byte():
+def test_memory_of_adamw_and_muon_is_exact():
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
-    assert held(model, optimizer) == total(adamw(each).memory for each in model.parameters()).total
+    assert count_bytes(model, optimizer) == add_up(describe_adamw(each).memory for each in model.parameters()).total
     parameters = {f"hidden.{name}": each for name, each in model.hidden.named_parameters()}
     layers = layers_of(dict(model.named_parameters()), model)
     matrices = nn.ParameterDict({str(i): each for i, each in enumerate(parameters.values()) if each.dim() == 2})
     optimizer = torch.optim.Muon(matrices.values())
     optimizer.step()
-    said = total(muon(each, layers[name]).memory for name, each in parameters.items() if each.dim() == 2)
-    assert held(matrices, optimizer) == said.total
+    said = add_up(describe_muon(each, layers[name]).memory for name, each in parameters.items() if each.dim() == 2)
+    assert count_bytes(matrices, optimizer) == said.total
 
 
-def test_soap_takes_what_was_said_to_the_byte():
+def test_memory_of_soap_is_exact():
     pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
     model = Network()
     optimizer = pytorch_optimizer.SOAP(model.parameters(), precondition_frequency=2)
     train(model, optimizer, 5)
-    assert held(model, optimizer) == total(soap(each).memory for each in model.parameters()).total
+    assert count_bytes(model, optimizer) == add_up(describe_soap(each).memory for each in model.parameters()).total
 
 
-def test_soap_leaves_what_is_wider_than_its_limit():
-    wide, narrow = (soap(torch.empty(rows, 8, device="meta")).memory for rows in (10_001, 10_000))
+def test_soap_does_not_rotate_sides_beyond_its_limit():
+    wide, narrow = (describe_soap(torch.empty(rows, 8, device="meta")).memory for rows in (10_001, 10_000))
     assert (wide.bases, narrow.bases) == (4 * 64, 4 * (64 + 10_000**2))
 
 
@@ -167,46 +180,41 @@ def test_the_numbers_of_one_weight_by_hand():
         ("Auxiliary", False, Memory(96, 96, 96 + 12, 192 + 24, 4 * 24 * 3)),
         ("Reduced", False, Memory(96, 96, 12, 24, 4 * 24 * 3, rest=96)),
     ):
-        parts = parts_of(dict(model.named_parameters()), planned(model, STRUCTURES[structure], online), online=online)
+        parts = split_model(dict(model.named_parameters()), make_plan(model, STRUCTURES[structure]), online=online)
         assert parts[0].memory == expected
     (shared,) = [
         part
-        for part in parts_of(dict(model.named_parameters()), planned(model, egop.Shared(), True), online=True)
+        for part in split_model(dict(model.named_parameters()), make_plan(model, egop.Shared()), online=True)
         if part.flops
     ]
-    assert shared.flops == 4 * 6 * 4**2 + 2 * 6 * 4**2  # there and back, and the Gram matrix
+    assert shared.flops == 4 * 6 * 4**2 + 2 * 6 * 4**2  # encode, decode, and the Gram matrix
     assert shared.sharded(4) == Memory(32, 32, 32, 64, 64, 64)  # two rows of six
     (own,) = [
         part
-        for part in parts_of(dict(model.named_parameters()), egop.EGOP(model).plan, online=True, polar=True)
+        for part in split_model(dict(model.named_parameters()), egop.EGOP(model).plan, online=True, polar=True)
         if part.flops
     ]
     assert own.memory == Memory(96, 96, 96, 192, 64, 64)  # of the smaller side
     assert own.flops == shared.flops + 5 * (4 * 4**2 * 6 + 2 * 4**3)
-    assert own.sharded(4) == Memory(
-        32, 32, 96, 192, 64, 64, gathered=128
-    )  # a matrix as a whole, eight rows with those that pad
+    assert own.sharded(4) == Memory(32, 32, 96, 192, 64, 64, gathered=128)  # the whole matrix, padded to eight rows
 
 
-def test_frozen_parameters_take_their_own_bytes_only():
+def test_frozen_parameters_take_only_their_own_bytes():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 2))
-    whole, rest = report(model), report(model[1:])
+    whole, rest = compare_methods(model), compare_methods(model[1:])
     model[0].requires_grad_(False)
-    for trained, without, frozen in zip(whole.estimates, rest.estimates, report(model).estimates, strict=True):
+    for trained, without, frozen in zip(whole.estimates, rest.estimates, compare_methods(model).estimates, strict=True):
         assert frozen.device.total == without.device.total + 4 * (48 + 6) <= trained.device.total
 
 
-# Several devices.
-
-
-SEVERAL = [("FSDP2", *case) for case in [("AdamW", False), *CASES] if "auto" not in case]
+SEVERAL = [("FSDP2", *case) for case in [("AdamW", False), *CASES]]
 SEVERAL += [("DDP", "AdamW", False), ("DDP", "Shared", True), ("DDP", "Kronecker", True)]
 SEVERAL += [("FSDP2", "EGOP", True), ("DDP", "EGOP", True)]
 
 
 def measured(rank, world):
-    """What this process holds under FSDP2 or DDP, what was said, and the collectives of some steps."""
+    """Return the bytes that this process holds under FSDP2 or DDP, the predicted ones, and the collectives."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
@@ -218,15 +226,15 @@ def measured(rank, world):
         model = Network()
         parameters = dict(model.named_parameters())
         if name == "AdamW":
-            parts, basis = [adamw(each) for each in parameters.values()], None
+            parts, basis = [describe_adamw(each) for each in parameters.values()], None
         elif name == "EGOP":
             plan, basis = egop.EGOP(model).plan, None
-            parts = parts_of(parameters, plan, online=True, polar=True, on_cpu=True)
+            parts = split_model(parameters, plan, online=True, polar=True, on_cpu=True)
         else:
-            plan = planned(model, STRUCTURES[name], online)
-            parts = parts_of(parameters, plan, online=online, on_cpu=True)
+            plan = make_plan(model, STRUCTURES[name])
+            parts = split_model(parameters, plan, online=online, on_cpu=True)
             basis = egop.Reparameterization([_identity(*pair) for pair in plan.chosen.items()])
-        said = total(part.sharded(world) if wrapper == "FSDP2" else part.memory for part in parts)
+        said = add_up(part.sharded(world) if wrapper == "FSDP2" else part.memory for part in parts)
         del parameters
         if wrapper == "FSDP2":
             fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -250,7 +258,13 @@ def measured(rank, world):
         each = sum(own.gathers for own in traffic) if wrapper == "FSDP2" else 0
         most = each + sum(own.reduces for own in traffic) if wrapper == "FSDP2" else 0
         key = f"{wrapper}, {name}, {'online' if online else 'fixed'}"
-        found[key] = {"held": held(model, optimizer), "said": said.total, "counts": counts, "each": each, "most": most}
+        found[key] = {
+            "held": count_bytes(model, optimizer),
+            "said": said.total,
+            "counts": counts,
+            "each": each,
+            "most": most,
+        }
     return found
 
 
@@ -259,7 +273,7 @@ def _identity(block, structure):
 
 
 @pytest.mark.slow
-def test_on_two_devices_each_holds_and_sends_what_was_said():
+def test_memory_and_collectives_on_two_devices_are_as_predicted():
     first, second = run(measured, 2)
     for case, found in first.items():
         assert found["held"] == found["said"], case
@@ -272,14 +286,67 @@ def test_on_two_devices_each_holds_and_sends_what_was_said():
     assert first["FSDP2, EGOP, online"]["each"] == 2 * 4  # the weights of four layers, and their gradients
 
 
-# Estimation.
-
-
 @pytest.mark.parametrize("name", ["Shared", "Kronecker", "Full"])
-def test_estimation_holds_twice_the_bytes_of_the_bases_in_double_precision(name):
+def test_estimation_holds_twice_the_bytes_of_the_bases(name):
     model = Network()
-    plan = planned(model, STRUCTURES[name], online=False)
+    plan = make_plan(model, STRUCTURES[name])
     gathered = Gathering(plan, stability=False)
     gathered.add({each: torch.randn(600, *tensor.shape) for each, tensor in model.named_parameters()})
     bases = sum(structure.cost(block).bytes for block, structure in plan.chosen.items())
     assert sum(storages(gathered, {}).values()) == 2 * bases
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "scaling.md"
+
+
+def run_command(*arguments):
+    found = CliRunner().invoke(cli.app, ["scaling", *arguments])
+    assert found.exit_code == 0, found.output
+    return found.stdout
+
+
+def find_tables(text):
+    """Return the commands in a document and the output shown for each."""
+    return re.findall(r"```\n\$ egop-lab scaling (.*)\n((?:.*\n)*?)```", text)
+
+
+def test_tables_of_the_document_are_what_the_command_prints():
+    found = find_tables(DOCUMENT.read_text(encoding="utf-8"))
+    assert [call.split()[0] for call, _ in found] == list(SIZES)
+    for call, shown in found:
+        assert shown == run_command(*call.split()), f"Rewrite the tables: python {__file__}"
+
+
+def test_command_writes_json(tmp_path):
+    run_command("gpt2", "--ranks", "1", "--json", str(tmp_path / "scaling.json"))
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert (found["parameters"], found["ranks"], found["tokens"]) == (SIZES["gpt2"], 1, None)
+    assert [each["method"] for each in found["estimates"]][:5] == ["AdamW", "Muon", "SOAP", "EGOP", "Shared, fixed"]
+
+
+def test_command_takes_a_factory(tmp_path, monkeypatch):
+    source = "from torch import nn\ndef model(): return nn.Linear(8, 6)\ndef number(): return 3"
+    (tmp_path / "some_factories.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    assert run_command("some_factories:model").startswith("54 parameters in 2 tensors; FSDP2 over 8 devices.")
+    for target, words in [("some_factories:number", "must return a torch.nn.Module"), ("x", "Must be MODULE:FACTORY")]:
+        found = CliRunner().invoke(cli.app, ["scaling", target])
+        assert found.exit_code == 1
+        assert words in found.stderr
+
+
+def test_memory_limits_bases():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(4, 2))
+    small, large = compare_methods(model, memory=10), compare_methods(model, memory=150)
+    assert any(note.startswith("Shared: No basis fits into memory=10 B") for note in small.notes)
+    assert any(note.startswith("EGOP: All bases together need 208 B") for note in large.notes)
+    (shared,) = [each for each in large.estimates if each.method == "Shared, fixed"]
+    assert shared.rotated == 24 / 92  # only the second weight
+
+
+if __name__ == "__main__":
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for call, shown in find_tables(text):
+        text = text.replace(f"scaling {call}\n{shown}```", f"scaling {call}\n{run_command(*call.split())}```")
+    DOCUMENT.write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The parts of a model, blocks in coordinates and tensors without: what each holds, and how it is stepped.
+"""What each rotated block and each other tensor of a model takes, from shapes and the structures' own costs.
 
-Nothing here runs anything: the numbers come from shapes and from the structures' own costs.
+Nothing is run or allocated.
 """
 
 from __future__ import annotations
@@ -14,26 +14,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from egop.basis import (
-    ONLINE,
-    UP_FRONT,
-    Block,
-    Layer,
-    Plan,
-    Structure,
-    StructureChoice,
-    make_plan,
-    partition_parameters,
-)
+from egop.basis import Block, Layer, Plan, Structure, make_plan, partition_parameters
 
-# How FSDP2, which divides tensors by rows, steps a part:
-#   "rows"      each device steps the rows that it has;
-#   "gathered"  the gradient is gathered for the step, all state stays divided;
-#   "whole"     parameters and gradients are gathered, and every device keeps and steps all coordinates of the block.
+# How FSDP2, which shards tensors by rows, steps a part:
+#   "rows"      each device steps its own rows;
+#   "gathered"  the gradient is gathered for the step, all state stays sharded;
+#   "whole"     parameters and gradients are gathered, and every device holds and steps all coordinates of the block.
 Way = Literal["rows", "gathered", "whole"]
 
-SOAP_LIMIT = 10_000  # pytorch_optimizer's max_precondition_dim: wider sides are left
-NEWTON_SCHULZ = 5  # iterations in a step of Muon and of PolarAdam
+SOAP_LIMIT = 10_000  # pytorch_optimizer's max_precondition_dim: wider sides are not rotated
+NEWTON_SCHULZ = 5  # iterations in a step of Muon and PolarAdam
 
 
 @dataclass(frozen=True)
@@ -41,15 +31,15 @@ class Memory:
     """Bytes that a device holds between two steps.
 
     Attributes:
-        parameters: the model's.
-        gradients: theirs, as after a backward pass.
-        coordinates: what is stepped in place of the parameters of a block.
-        moments: the optimizer's; for AdamW two for each coordinate, or parameter outside every block.
+        parameters: the model's parameters.
+        gradients: their gradients, as after a backward pass.
+        coordinates: rotated parameters, which the inner optimizer steps.
+        moments: optimizer state; for AdamW two for each coordinate, or parameter outside every block.
         bases: changes of basis.
         grams: running Gram matrices.
-        rest: what a reduced basis leaves out of its parameters.
-        copies: of the parameters in blocks, by which writes are noticed; on the CPU only.
-        gathered: whole parameters of blocks that FSDP2 has in pieces, where a block needs them.
+        rest: the part of the parameters that a reduced basis leaves out.
+        copies: copies of the parameters in blocks, used to notice writes; on the CPU only.
+        gathered: whole parameters of blocks that FSDP2 shards, where a block needs them.
     """
 
     parameters: int = 0
@@ -64,19 +54,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of the optimizer on one device, beside those that the model needs under every optimizer.
+    """Collectives of the optimizer on one device, besides those that the model needs with any optimizer.
 
     Attributes:
         gathers: all-gathers in each step.
-        gathered: bytes of the tensors that they give.
+        gathered: bytes of the gathered tensors.
         reduces: all-reduces in one round of renewals; fewer where neighbours are renewed together.
-        reduced: bytes of the tensors that they add up.
+        reduced: bytes of the reduced tensors.
         at_least: whether ``gathers`` and ``gathered`` are lower bounds.
     """
 
@@ -89,13 +79,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Part:
-    """A block, or a tensor outside every block: what it holds on one device, and how FSDP2 steps it."""
+    """A block, or a tensor outside every block."""
 
     shapes: tuple[torch.Size, ...]
     memory: Memory
     flops: int = 0
     way: Way = "rows"
-    work: int = 0  # of its decomposition, in proportion
 
     @property
     def size(self) -> int:
@@ -103,23 +92,23 @@ class Part:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def share(self, ranks: int) -> float:
-        """The part of its entries that the first of so many devices has; none has more."""
+        """Return the fraction of its entries on the first device, which has the most."""
         sizes = [math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1 for shape in self.shapes]
         return sum(sizes) / self.size if self.size else 0.0
 
     def sharded(self, ranks: int) -> Memory:
-        """What it holds on the first of so many devices under FSDP2. Bases and Gram matrices are on all of them."""
+        """Return its memory on the first device under FSDP2. Every device holds all bases and Gram matrices."""
         held = self.memory
         share = self.share(ranks)
-        divided = ["parameters", "gradients"]
-        if self.way == "whole":  # gathered from pieces that are padded to the same size
+        sharded = ["parameters", "gradients"]
+        if self.way == "whole":  # gathered from shards that are padded to the same size
             held = replace(held, gathered=round(held.parameters * share * ranks))
         else:
-            divided += ["coordinates", "moments", "rest", "copies"]
-        return replace(held, **{name: round(getattr(held, name) * share) for name in divided})
+            sharded += ["coordinates", "moments", "rest", "copies"]
+        return replace(held, **{name: round(getattr(held, name) * share) for name in sharded})
 
     def traffic(self) -> Traffic:
-        """Its collectives under FSDP2. Rows that stay where they are have nothing but Gram matrices to add up."""
+        """Return its collectives under FSDP2. If each device steps its own rows, only Gram matrices are reduced."""
         held = self.memory
         if self.way == "rows":
             return Traffic(reduces=int(held.grams > 0), reduced=held.grams)
@@ -128,50 +117,47 @@ class Part:
         return Traffic(2 * len(self.shapes), held.parameters + held.gradients)
 
 
-def total(held: Iterable[Memory]) -> Memory:
-    """What all parts hold together."""
+def add_up(held: Iterable[Memory]) -> Memory:
+    """Return the sum of several memories."""
     held = list(held)
     return Memory(**{field.name: sum(getattr(memory, field.name) for memory in held) for field in fields(Memory)})
 
 
-def plan_of(
+def plan_structure(
     parameters: Mapping[str, Tensor],
     layers: Mapping[str, Layer],
-    structure: StructureChoice,
-    memory: int | None = None,
-    *,
-    online: bool,
+    structure: Structure,
+    memory: int = sys.maxsize,
 ) -> Plan:
-    """The plan that ``"auto"`` makes when it has only this structure to choose from, or its own choice of them.
+    """Return the plan of ``"auto"`` with this structure as its only candidate.
 
-    So embeddings, output heads and what is too wide are left in original coordinates.
+    So embeddings, output heads and very wide weights are not rotated.
     """
-    candidates = (structure,) if isinstance(structure, Structure) else ONLINE if online else UP_FRONT
     blocks = partition_parameters(parameters, layers, "parameter")
-    return make_plan(blocks, layers, "auto", sys.maxsize if memory is None else memory, candidates)
+    return make_plan(blocks, layers, "auto", memory, (structure,))
 
 
-def parts_of(
+def split_model(
     parameters: Mapping[str, Tensor], plan: Plan, *, online: bool, polar: bool = False, on_cpu: bool = False
 ) -> list[Part]:
-    """The parts of a model in AdamW, its blocks in the coordinates of a plan.
+    """Return the parts of a model that AdamW trains, with the blocks of a plan in rotated coordinates.
 
     Args:
-        parameters: by name.
+        parameters: the parameters by name.
         plan: the structure of each block.
         online: whether the bases follow the gradients' Gram matrices.
-        polar: whether blocks are stepped by ``PolarAdam``, as in ``EGOP``: two moments too, of whole matrices.
+        polar: whether ``PolarAdam`` steps the blocks, as in ``EGOP``: two moments as well, of whole matrices.
         on_cpu: whether it trains on the CPU.
     """
     inside = {name for block in plan.chosen for name in block.parameters}
     blocks = [
-        _block(parameters, block, structure, online=online, polar=polar, on_cpu=on_cpu)
+        _describe_block(parameters, block, structure, online=online, polar=polar, on_cpu=on_cpu)
         for block, structure in plan.chosen.items()
     ]
-    return blocks + [adamw(parameter) for name, parameter in parameters.items() if name not in inside]
+    return blocks + [describe_adamw(parameter) for name, parameter in parameters.items() if name not in inside]
 
 
-def _block(
+def _describe_block(
     parameters: Mapping[str, Tensor], block: Block, structure: Structure, *, online: bool, polar: bool, on_cpu: bool
 ) -> Part:
     shapes, cost, item = structure.basis_shapes(block), structure.cost(block), block.dtype.itemsize
@@ -190,43 +176,42 @@ def _block(
         rest=0 if change.complete or not change.settings["keep_rest"] else item * block.size,
         copies=nbytes if on_cpu else 0,
     )
-    by_rows = change.rowwise and block.has_outputs_first and not polar  # FSDP2 divides by the first dimension
-    work = sum(math.prod(shape) * shape[-1] for shape in shapes.values())
+    by_rows = change.rowwise and block.has_outputs_first and not polar  # FSDP2 shards the first dimension
     flops = cost.flops + 2 * block.size * sum(sides)
     if polar:
-        flops += sum(math.prod(shape[:-2]) * _newton_schulz(*shape[-2:]) for shape in change.coordinate_shapes())
-    return Part(block.shapes, memory, flops, "rows" if by_rows else "whole", work)
+        flops += sum(math.prod(shape[:-2]) * _count_newton_schulz(*shape[-2:]) for shape in change.coordinate_shapes())
+    return Part(block.shapes, memory, flops, "rows" if by_rows else "whole")
 
 
-def frozen(parameter: Tensor) -> Part:
-    """A parameter that is not trained."""
+def describe_frozen(parameter: Tensor) -> Part:
+    """Describe a parameter that is not trained."""
     return Part((parameter.shape,), Memory(parameters=parameter.nbytes))
 
 
-def adamw(parameter: Tensor) -> Part:
-    """Two moments, entry by entry."""
+def describe_adamw(parameter: Tensor) -> Part:
+    """Describe a parameter under AdamW: two moments."""
     size = parameter.nbytes
     return Part((parameter.shape,), Memory(parameters=size, gradients=size, moments=2 * size))
 
 
-def muon(parameter: Tensor, layer: Layer) -> Part:
-    """One moment, and an iteration on the whole matrix; AdamW for embeddings, heads, norms and biases."""
+def describe_muon(parameter: Tensor, layer: Layer) -> Part:
+    """Describe a parameter under Muon: one moment; AdamW for embeddings, heads, norms and biases."""
     if layer.role != "weight":
-        return adamw(parameter)
+        return describe_adamw(parameter)
     size = parameter.nbytes
-    flops = _newton_schulz(len(parameter), parameter.numel() // len(parameter))
+    flops = _count_newton_schulz(len(parameter), parameter.numel() // len(parameter))
     return Part((parameter.shape,), Memory(parameters=size, gradients=size, moments=size), flops, "gathered")
 
 
-def _newton_schulz(rows: int, columns: int) -> int:
+def _count_newton_schulz(rows: int, columns: int) -> int:
     short, long = sorted((rows, columns))
     return NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
 
 
-def soap(parameter: Tensor) -> Part:
-    """A Gram matrix and its eigenbasis for every dimension but the widest, of all tensors but vectors.
+def describe_soap(parameter: Tensor) -> Part:
+    """Describe a parameter under SOAP: a Gram matrix and an eigenbasis for every side within the limit, except vectors.
 
-    A step has three projections (the gradient, its mean, the update back) and adds to the Gram matrices.
+    A step has three projections (the gradient, its mean, the update back) and updates the Gram matrices.
     """
     sides = [side for side in parameter.shape if side <= SOAP_LIMIT] if parameter.dim() > 1 else []
     size, matrices = parameter.nbytes, sum(side**2 for side in sides) * parameter.itemsize
