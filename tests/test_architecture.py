@@ -21,7 +21,7 @@ import egop
 PACKAGE = Path(egop.__file__).parent
 TESTS = Path(__file__).parent
 
-# The rooms, from the ground up: each may use what the ones before it offer. Three are single files.
+# The rooms, from the ground up: each may use what the ones before it offer. Some are single files.
 ROOMS = [
     "distributed",
     "formatting",
@@ -33,6 +33,7 @@ ROOMS = [
     "optimizer",
     "refresh",
     "recipes",
+    "reference",
     "checkpoint",
     "extras",
     "diagnostics",
@@ -79,6 +80,7 @@ def test_the_tests_are_laid_out_as_the_rooms_are():
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
     assert folders == {*(room for room in ROOMS if (PACKAGE / room).is_dir()), "clients"}
     assert (TESTS / "test_recipes.py").exists()
+    assert (TESTS / "test_reference.py").exists()
 
 
 def test_imports_go_one_way_and_take_what_is_offered():

@@ -96,6 +96,7 @@ ROOMS = {
     "theory": (),
     "making": ("data",),
     "methods": ("making", "muon"),
+    "race": ("models", "data", "muon"),
     "training": ("formatting", "files", "models", "data", "making", "methods"),
     "experiments": ("formatting", "files", "plots", "models", "data", "theory", "making", "methods", "training"),
     "bench": ("formatting", "files", "models", "data", "making", "methods", "training"),

@@ -30,7 +30,10 @@ def sinkhorn(matrix, iterations=5):
 
 
 class LiteralARO:
-    """R ← qf(M f(RᵀM)ᵀ), W ← W − lr (0.2 R f(RᵀN) / rms + λ W), weight by weight, on the smaller side."""
+    """R ← qf(A + 1e-6 R), A = M f(RᵀM)ᵀ with columns of length one, W ← W − lr (0.2 R f(RᵀN) / rms + λ W).
+
+    Weight by weight, on the smaller side. ARO as published has no 1e-6 R, which only decides where A is singular.
+    """
 
     def __init__(self, weights, function, lr, momentum=0.95, weight_decay=0.0):
         self.weights, self.function, self.lr, self.beta, self.decay = weights, function, lr, momentum, weight_decay
@@ -46,7 +49,8 @@ class LiteralARO:
             N = self.beta * M + (1 - self.beta) * G
             R = self.rotations[place]
             f = (lambda X: self.function(X.mT).mT) if tall else self.function
-            Q, T = torch.linalg.qr(M @ f(R.mT @ M).mT)
+            A = M @ f(R.mT @ M).mT
+            Q, T = torch.linalg.qr(A / A.norm(dim=0) + 1e-6 * R)
             R = self.rotations[place] = Q * T.diagonal().sign()
             update = R @ f(R.mT @ N)
             update = 0.2 * update / update.square().mean().sqrt()
