@@ -71,7 +71,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	@rm -f $@
 	@echo "Making $(VENV) with $$($(PYTHON) --version) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e '.[dev]' -e lab
+	@$(PIP) -e '.[dev]' -e 'lab[theory]'
 	@echo '$(CURDIR)' > $@
 
 $(CLIENTS): $(STAMP)

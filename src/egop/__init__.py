@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-from egop import optim, theory
+from egop import optim
 from egop.basis.reparameterization import Reparameterization
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import (
@@ -20,7 +20,6 @@ from egop.diagnostics import BlockDiagnosis, Diagnosis, FoundRate, diagnose, fin
 from egop.estimation.algorithm import estimate
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
-from egop.extras.constrained import BallConstrainedAdagrad
 from egop.extras.inputs import rotate_inputs
 from egop.extras.parametrization import merge, parametrize
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
@@ -37,7 +36,6 @@ __all__ = [
     "Aligned",
     "Auxiliary",
     "Ball",
-    "BallConstrainedAdagrad",
     "BlockDiagnosis",
     "ChangeOfBasis",
     "Diagnosis",
@@ -68,5 +66,4 @@ __all__ = [
     "optim",
     "parametrize",
     "rotate_inputs",
-    "theory",
 ]

@@ -63,6 +63,6 @@ def test_words_and_picture_say_what_the_numbers_say(given, expected, spans):
     assert expected in demo_language.summary(given)
     assert "A step of EGOP takes 1.50 times AdamW's here." in demo_language.summary(given)
     panel = demo_language.panel(given)
-    assert [span.words for span in panel.spans] == spans
+    assert [span.label for span in panel.spans] == spans
     assert [series.label for series in panel.series] == ["AdamW, lr 0.1", "EGOP, lr 0.2"]
     assert panel.xlabel == "seconds of training"

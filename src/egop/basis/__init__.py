@@ -8,7 +8,7 @@ from egop.basis.partition import Block, Partition, check_disjoint, partition_par
 from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
 from egop.basis.reparameterization import Reparameterization
 from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
-from egop.basis.showing import Shown, spectra_picture
+from egop.basis.showing import Shown
 from egop.basis.showing import as_html as blocks_as_html
 from egop.basis.showing import as_text as blocks_as_text
 from egop.basis.showing import of_change as shown_block
@@ -79,5 +79,4 @@ __all__ = [
     "rebuild",
     "shown_block",
     "shown_plan",
-    "spectra_picture",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Literal
 
 from egop.basis import showing
@@ -12,7 +13,7 @@ from egop.basis.partition import Block, match
 from egop.basis.roles import Layer
 from egop.basis.structures import Auxiliary, Full, Kronecker, Shared, Structure
 from egop.basis.structures.views import matrix_shape
-from egop.runs import counted, format_bytes, format_percent, format_table, html_table, text
+from egop.formatting import format_bytes, format_html_table, format_percent, format_table, pluralize
 
 # What "auto" chooses from, richest first: where gradients are sampled, and where those of the training are followed.
 # Full is for vectors: where rows can share a basis that was as good, in a fraction of the time and memory.
@@ -70,12 +71,12 @@ class Plan:
 
     def __repr__(self) -> str:
         """In a line."""
-        return f"Plan({counted(len(self.chosen), 'block')}, {len(self.unrotated)} left as they are)"
+        return f"Plan({pluralize(len(self.chosen), 'block')}, {len(self.unrotated)} left as they are)"
 
     def _repr_html_(self) -> str:
         """The table, for a notebook."""
-        table = html_table([*_HEADER, "why"], self._rows())
-        return f"<p>{text(repr(self))}</p>{table}<p><small>{text(showing.COST_MEANS)}</small></p>"
+        table = format_html_table([*_HEADER, "why"], self._rows())
+        return f"<p>{escape(repr(self))}</p>{table}<p><small>{escape(showing.COST_MEANS)}</small></p>"
 
 
 def make_plan(

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,8 @@ from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.basis.structures.views import Coordinates, as_tuple
 from egop.distributed import processes
-from egop.runs import counted, format_bytes, text
+from egop.formatting import format_bytes, pluralize
+from egop.plots import plot_spectra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,16 +149,13 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         return showing.cost_of(flops, size, rows)
 
     def plot(self) -> Figure:
-        """The spectrum of every block, as a figure of matplotlib; ``plot().savefig("spectra.png")`` writes it."""
+        """Plot the spectrum of every block; ``basis.plot().savefig("spectra.png")`` writes a file."""
         if not self.spectrum:
             raise ValueError(
                 "This basis has no spectra: they come with egop.estimate. Of a basis that follows the training, "
                 "optimizer.plot_spectra() shows them."
             )
-        picture = showing.spectra_picture({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
-        from egop.runs import plotting  # needs matplotlib
-
-        return plotting.draw(picture)
+        return plot_spectra({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
 
     def __repr__(self) -> str:
         """In a line: how many blocks of which structures, and what they take."""
@@ -164,7 +163,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         blocks = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         taken = format_bytes(sum(change.nbytes for change in self.values()))
         left = f", {len(self.unrotated)} left as they are" if self.unrotated else ""
-        return f"Reparameterization({counted(len(self), 'block')}{f': {blocks}' if blocks else ''}{left}, {taken})"
+        return f"Reparameterization({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{left}, {taken})"
 
     def __str__(self) -> str:
         """A table of the blocks: what they are, what they cost, what their spectra say."""
@@ -172,7 +171,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
 
     def _repr_html_(self) -> str:
         """The table, for a notebook."""
-        return f"<p>{text(repr(self))}</p>{showing.as_html(self._shown(), self.unrotated)}"
+        return f"<p>{escape(repr(self))}</p>{showing.as_html(self._shown(), self.unrotated)}"
 
     def _shown(self) -> list[showing.Shown]:
         return [showing.of_change(change, self.spectrum.get(name)) for name, change in self.items()]

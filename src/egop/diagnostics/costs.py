@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from egop.basis import Block, ChangeOfBasis, Reparameterization, Structure
 from egop.diagnostics import forms
-from egop.diagnostics.scaling.parts import NEWTON_SCHULZ
 from egop.diagnostics.short_runs import clock
 from egop.estimation import Objective, blocks_of
 from egop.numerics import identity, linalg
@@ -29,6 +28,7 @@ __all__ = ["of_block", "of_form"]
 _SELDOM = 4  # times that a step goes over weights while it goes once over Gram matrices, about
 _TOY = 192  # the width of a network that says what else steps take
 _ONLINE_EVERY, _EGOP_EVERY = Online().every, 20
+_NEWTON_SCHULZ = 5  # iterations in a step of PolarAdam
 _TURNS, _TURN = 3, 0.02  # how often a time is taken, and for how many seconds about
 
 Stack = tuple[int, int, int]  # matrices of a stack, rows, width of the side that is rotated
@@ -109,7 +109,7 @@ def _polar(stack: Stack, dtype: torch.dtype, device: str) -> float:
     half = dtype is torch.float32 and torch.device(device).type == "cuda"
     (a,) = _made(torch.bfloat16 if half else dtype, device, (count, short, long))
     gram = a @ a.mT
-    return NEWTON_SCHULZ * (_least(lambda: a @ a.mT) + _least(lambda: gram @ gram) + _least(lambda: gram @ a))
+    return _NEWTON_SCHULZ * (_least(lambda: a @ a.mT) + _least(lambda: gram @ gram) + _least(lambda: gram @ a))
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from egop.estimation import (
     gradients_for,
     samples_wanted,
 )
-from egop.runs import parse_bytes
+from egop.formatting import parse_bytes
 
 # Where nothing else is said, draws are doubled until the answer is clear, up to this many times the first ones.
 _GROWTH = 16

@@ -34,7 +34,7 @@ from egop.estimation.chunks import Sampling
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
 from egop.estimation.sampling import check_samples, sample_gradients
-from egop.runs import parse_bytes
+from egop.formatting import parse_bytes
 
 logger = logging.getLogger("egop")
 

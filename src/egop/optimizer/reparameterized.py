@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
 from egop.optimizer.restoring import Restored, parsed, rebound
 from egop.optimizer.stacks import Stacks
 from egop.optimizer.states import Entry, Published, exported
-from egop.runs import text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -209,12 +209,9 @@ class ReparameterizedOptimizer(Optimizer):
 
     @in_normal_mode
     def plot_spectra(self) -> Figure:
-        """The spectra of all blocks as a figure of matplotlib: of their basis, or of the gradients it follows."""
+        """Plot the spectra of all blocks: of their basis, or of the gradients that it follows."""
         self._engine.settle()
-        picture = showing.picture(self._engine)
-        from egop.runs import plotting  # needs matplotlib
-
-        return plotting.draw(picture)
+        return showing.plot(self._engine)
 
     def __repr__(self) -> str:
         """In a line: what runs inside, how many blocks, the refresh, the learning rate."""
@@ -229,7 +226,7 @@ class ReparameterizedOptimizer(Optimizer):
     @in_normal_mode
     def _repr_html_(self) -> str:
         """The same for a notebook."""
-        return showing.as_html(type(self).__name__, self._engine) if self._engine.is_built else text(repr(self))
+        return showing.as_html(type(self).__name__, self._engine) if self._engine.is_built else escape(repr(self))
 
     @property
     def stacks(self) -> Stacks:

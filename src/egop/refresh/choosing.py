@@ -20,9 +20,9 @@ from egop.basis import (
     partition_parameters,
     plain_name,
 )
+from egop.formatting import parse_bytes
 from egop.numerics import identity
 from egop.optimizer import Rebasable, level_of_user
-from egop.runs import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.runs import Curve, train
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.training.context import over_processes
+from egop_lab.training.loop import Curve, train
 from egop_lab.training.networks import ImageTrials
 
 _BATCH = 300

@@ -17,12 +17,12 @@ from torch import nn
 
 import egop
 from egop.estimation import sample_gradients
-from egop.runs import train
 from egop_lab.data.batches import Batches
 from egop_lab.data.fashion import fashion_folder, fashion_mnist
 from egop_lab.models.small import cross_entropy, fashion_network, normal_, scores
 from egop_lab.training import batched
 from egop_lab.training.context import Context
+from egop_lab.training.loop import train
 from egop_lab.training.networks import ImageTrials
 from egop_lab.training.spectra import subsampled
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import egop
-from egop.runs import train
+from egop_lab.training.loop import train
 from egop_lab.training.problems import PROBLEMS, Task
 
 __all__ = ["FORMS", "ORIGINAL", "Start", "one_step", "optimizer", "probed", "started", "step_times", "trained"]
