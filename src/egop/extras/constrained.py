@@ -272,7 +272,7 @@ def _check_hyperparameters(group: dict[str, Any]) -> None:
 def _check_parameter(parameter: Tensor, eps: float) -> None:
     if parameter.is_complex():
         raise TypeError("BallConstrainedAdagrad works with real floating-point parameters, got a complex one.")
-    if torch.tensor(eps**2, dtype=parameter.dtype) == 0:
+    if torch.tensor(eps**2, dtype=parameter.dtype, device="cpu") == 0:
         least = math.sqrt(torch.finfo(parameter.dtype).tiny)
         raise ValueError(
             f"Invalid eps value: {eps}. Its square is zero in {parameter.dtype}. Must be at least {least:.1e}."

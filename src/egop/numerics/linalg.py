@@ -42,7 +42,7 @@ def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:
         try:
-            values, vectors = torch.linalg.eigh(matrix + shift * torch.eye(len(matrix)).to(matrix))
+            values, vectors = torch.linalg.eigh(matrix + shift * matrix.new_ones(len(matrix)).diag())
             values = values - shift
         except torch.linalg.LinAlgError:
             vectors, values, _ = torch.linalg.svd(matrix)
@@ -84,7 +84,7 @@ def leading_eigenbasis(matrix: Tensor, rank: int) -> Tensor:
     """
     matrix = _finite(matrix.double())
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(len(matrix), rank, generator=generator, dtype=torch.float64).to(matrix.device)
+    vectors = torch.randn(len(matrix), rank, generator=generator, dtype=torch.float64, device="cpu").to(matrix.device)
     for _ in range(3):
         vectors = torch.linalg.qr(matrix @ vectors).Q
     leading = vectors @ torch.linalg.eigh(vectors.mT @ matrix @ vectors).eigenvectors.flip(-1)
@@ -224,7 +224,7 @@ def random_orthonormal(rows: int, columns: int, generator: torch.Generator, stac
     return signed
 
 
-def identity(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def identity(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Unit matrices, a stack of them where there are more than two dimensions."""
     return torch.eye(*shape[-2:], dtype=dtype, device=device).expand(*shape).clone()
 
@@ -244,7 +244,7 @@ def _finite(matrix: Tensor) -> Tensor:
 def _orthonormal(vectors: Tensor) -> Tensor:
     # A few random vectors there and back: all inner products would cost more than many a decomposition. An entry of
     # VᵀV − I that is too large shows in its row of (VᵀV − I) x, whose signs x leave a small chance of cancelling.
-    signs = torch.randint(2, (vectors.shape[1], 8), generator=torch.Generator().manual_seed(0))
+    signs = torch.randint(2, (vectors.shape[1], 8), generator=torch.Generator().manual_seed(0), device="cpu")
     probes = (2 * signs - 1).to(vectors)
     error = float((vectors.mT @ (vectors @ probes) - probes).abs().max())
     if not error < 1e-8:

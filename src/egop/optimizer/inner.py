@@ -146,7 +146,8 @@ def defaults_of(
         group: one of its groups: some classes need settings there.
         hyperparameters: its arguments.
     """
-    number = torch.zeros(1, 1, requires_grad=True)  # thrown away; a matrix, since some classes take nothing else
+    # Thrown away. It is a matrix because some classes take nothing else.
+    number = torch.zeros(1, 1, requires_grad=True, device="cpu")
     try:
         return dict(optimizer_class([{**settings_of(group), "params": [number]}], **hyperparameters).defaults)
     except (TypeError, ValueError):  # in its own words

@@ -141,7 +141,7 @@ def hessian_upper_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> Te
     positive(scale=scale)
     not_negative(gamma=gamma)
     matrix = symmetric(egop, "egop")
-    return square_root(matrix + gamma * torch.eye(len(matrix)).to(matrix)) / scale
+    return square_root(matrix + gamma * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)) / scale
 
 
 def reparameterized_constants(

@@ -184,7 +184,7 @@ class ChangeOfBasis(abc.ABC):
     def round_trip_error(self) -> float:
         """How far ``decode(encode(x))`` is from a random ``x`` of length one: a cheap test of orthonormality."""
         generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(self.block.size, generator=generator, dtype=torch.float64)
+        vector = torch.randn(self.block.size, generator=generator, dtype=torch.float64, device="cpu")
         vector = (vector / torch.linalg.vector_norm(vector)).to(self.device, self.block.dtype)
         back = flatten(self.decode(self.encode(unflatten(vector, self.block))), self.block)
         return float(torch.linalg.vector_norm(back - vector))
