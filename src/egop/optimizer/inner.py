@@ -35,6 +35,11 @@ def check_optimizer(optimizer_class: Any) -> None:
         )
 
 
+def is_own_or_torch(optimizer_class: type[Optimizer]) -> bool:
+    """Return True for the classes of torch and egop, of which it is known what they keep and accept."""
+    return optimizer_class.__module__.startswith(("torch.optim", "egop.optim"))
+
+
 def check_class(
     optimizer_class: type[Optimizer],
     groups: Sequence[Mapping[str, Any]],
