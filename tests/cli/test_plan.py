@@ -50,6 +50,9 @@ def triple():
 def number():
     return 3
 
+def empty():
+    return nn.Sequential(nn.Tanh())
+
 def reading():
     return nn.Linear(2, int(torch.ones(1).sum()))
 """
@@ -121,6 +124,7 @@ def test_no_weights_are_allocated(shown):
         ("number", [], "must return a torch.nn.Module"),
         ("reading", [], "called on the meta device"),
         ("missing", [], "has no 'missing'"),
+        ("empty", [], "The model has no parameters (Sequential): there is nothing to plan."),
         ("model", ["--structure", "square"], "Invalid structure 'square'"),
         ("model", ["--memory", "lots"], "Invalid memory value"),
     ],
@@ -134,7 +138,7 @@ def test_what_is_wrong_is_said_in_one_line(shown, target, options, words):
 
 def test_only_what_can_be_called_without_arguments_is_offered(shown):
     assert shown("missing").stderr == (
-        "'factories.py' has no 'missing'. It has: Small, large, model, objective, triple, number, reading.\n"
+        "'factories.py' has no 'missing'. It has: Small, large, model, objective, triple, number, empty, reading.\n"
     )
     built_in = CliRunner().invoke(app.app, ["plan", "egop.diagnostics.scaling:missing"])
     assert sorted(built_in.stderr.rstrip(".\n").partition("It has: ")[2].split(", ")) == sorted(MODELS)

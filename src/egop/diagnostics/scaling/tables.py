@@ -131,6 +131,8 @@ def report(
         if value is not None and value < 1:
             raise ValueError(f"Invalid {name} value: {value}. Must be at least 1.")
     every = dict(model.named_parameters())
+    if not any(tensor.numel() for tensor in every.values()):
+        raise ValueError(f"The model has no parameters ({type(model).__name__}): there is nothing to plan.")
     parameters = {name: tensor for name, tensor in every.items() if tensor.requires_grad}
     layers = layers_of(parameters, model)
     rest = [frozen(tensor) for tensor in every.values() if not tensor.requires_grad]
