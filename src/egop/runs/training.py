@@ -34,7 +34,7 @@ def train(
     bar says so. Nothing is raised, because a learning rate that is too large is a result like any other.
 
     Args:
-        model: Trained in place; left in the mode it was in.
+        model: Trained in place, and left, in the mode that each of its modules is in.
         optimizer: Steps the model's parameters.
         loss_fn: ``loss_fn(model, batch)``, a scalar.
         batches: One pass over it is one epoch.
@@ -52,12 +52,13 @@ def train(
     """
     if epochs < 0:
         raise ValueError(f"Invalid epochs value: {epochs}. Must not be negative.")
-    was_training = model.training
+    modes = [(part, part.training) for part in model.modules()]
     history = [_evaluate(model, evaluate)]
     seconds = 0.0
     try:
         with tqdm(total=epochs * length, desc=description, unit=unit, disable=not progress) as bar:
             while len(history) <= epochs and math.isfinite(history[-1]["loss"]):
+                _set_modes(modes)
                 seconds += _epoch(model, optimizer, loss_fn, batches, scheduler)
                 history.append(_evaluate(model, evaluate))
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2e}", refresh=False)
@@ -67,9 +68,14 @@ def train(
                 last = (len(history) - 1) * length
                 bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after {unit} {last}, stopped")
     finally:
-        model.train(was_training)
+        _set_modes(modes)
     by_name = {name: tuple(entry[name] for entry in history) for name in history[0]}
     return Curve(loss=by_name.pop("loss"), metrics=by_name, seconds=seconds, diverged=diverged)
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
 
 
 def _epoch(
@@ -80,7 +86,6 @@ def _epoch(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> float:
     """One pass over the batches; returns its seconds."""
-    model.train()
     start = time.perf_counter()
     for batch in batches:
         optimizer.zero_grad()
