@@ -297,9 +297,13 @@ class Structure(abc.ABC):
     def check(self, block: Block) -> None:  # noqa: B027 - most structures fit every block
         """Raise ``ValueError`` when the structure cannot be had on this block."""
 
-    def cost(self, block: Block) -> Cost:
-        """What it costs on a block, without building it."""
+    def empty_change(self, block: Block) -> ChangeOfBasis:
+        """Return a change of basis of a block without values, on the meta device."""
         shapes = self.basis_shapes(block)
         tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
-        change = self.change(block, tensors)
+        return self.change(block, tensors)
+
+    def cost(self, block: Block) -> Cost:
+        """What it costs on a block, without building it."""
+        change = self.empty_change(block)
         return Cost(bytes=change.nbytes, flops=change.cost_per_step)
