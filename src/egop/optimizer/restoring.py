@@ -16,7 +16,6 @@ from egop.basis import ChangeOfBasis, Reparameterization, orthonormality_error, 
 from egop.distributed import Pieces, part_of, whole
 from egop.optimizer.binding import UNKNOWN, BoundBlock
 from egop.optimizer.engine import Engine
-from egop.optimizer.groups import check_real
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.states import (
     ABOUT,
@@ -129,7 +128,6 @@ def rebound(engine: Engine) -> Restored:
         names = iter(engine.bound.names_in(groups))
         for group in groups:
             group["param_names"] = [next(names) for _ in group["params"]]
-        check_real(groups)
         ordered = [entries[name] for group in groups for name in group["param_names"]]
         check_about([about_of(entry) for entry in ordered], groups, engine.base.name)
         parts = restored(engine, ordered, states)
