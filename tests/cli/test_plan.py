@@ -43,6 +43,9 @@ def triple():
 def number():
     return 3
 
+def empty():
+    return nn.Sequential(nn.Tanh())
+
 def reading():
     return nn.Linear(2, int(torch.ones(1).sum()))
 """
@@ -85,7 +88,8 @@ def test_no_weights_are_allocated(shown):
     [
         ("number", [], "must return a torch.nn.Module"),
         ("reading", [], "called on the meta device"),
-        ("missing", [], "It has: Small, large, model, objective, triple, number, reading.\n"),
+        ("missing", [], "It has: Small, large, model, objective, triple, number, empty, reading.\n"),
+        ("empty", [], "The model has no parameters (Sequential): there is nothing to plan."),
         ("model", ["--structure", "square"], "Invalid structure 'square'"),
         ("model", ["--structure", "auxiliary:2"], "Online cannot renew the structure auxiliary:2"),
         ("model", ["--memory", "lots"], "Invalid memory value"),

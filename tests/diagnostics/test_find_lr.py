@@ -333,6 +333,38 @@ def test_a_loss_that_is_not_finite_at_the_start_is_an_error():
         found(objective(lambda model, batch: squares(model, batch) * math.nan))
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda loss: loss.repeat(3), ValueError, r"must return a scalar, got a tensor of shape \(3,\)"),
+        (lambda loss: (loss, 1), TypeError, "must return a scalar tensor, got tuple"),
+        (float, TypeError, "must return a scalar tensor, got float"),
+        (lambda loss: None, TypeError, "must return a scalar tensor, got NoneType"),
+    ],
+)
+def test_a_loss_that_is_not_a_scalar_is_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        found(objective(lambda model, batch: change(squares(model, batch))))
+
+
+def test_a_loss_of_one_entry_will_do():
+    assert found(objective(lambda model, batch: squares(model, batch).reshape(1))).lr == found().lr
+
+
+def test_the_runs_train_in_the_modes_that_the_model_is_in():
+    modes = set()
+
+    def loss(model, batch):
+        modes.add((torch.is_grad_enabled(), *(part.training for part in model)))
+        return squares(model, batch)
+
+    given = objective(loss)
+    given.module.train()
+    given.module[1].eval()  # a batch norm that is not to be trained
+    found(given, rates=(1e-2,))
+    assert modes == {(True, True, False, True, True), (False, True, False, True, True), (False, *[False] * 4)}
+
+
 def test_a_loss_that_reads_another_model_is_refused():
     given = objective()
     captured = given.module

@@ -159,6 +159,13 @@ def test_settings_out_of_range_are_refused(options, message):
         egop.optim.Sinkhorn([nn.Parameter(torch.zeros(2, 2))], **options)
 
 
+@pytest.mark.parametrize("make", [egop.optim.PolarAdam, lambda weights, eps: egop.EGOP([("w", weights[0])], eps=eps)])
+@pytest.mark.parametrize("eps", [-1, -1e-8, float("nan"), float("inf")])
+def test_eps_out_of_range_is_refused(make, eps):
+    with pytest.raises(ValueError, match=f"Invalid eps value: {eps}. Must be zero or a positive number"):
+        make([nn.Parameter(torch.zeros(2, 2))], eps=eps)
+
+
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
 def test_vectors_are_refused_and_the_group_is_not_added(kind):
     optimizer = kind([nn.Parameter(torch.zeros(2, 2))])

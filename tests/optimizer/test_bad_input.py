@@ -83,10 +83,15 @@ REFUSED = {
         ValueError,
         "some parameters appear in more than one parameter group",
     ),
-    "complex parameters": (
-        over(lambda m: Complex()),
+    "a basis of complex parameters": (
+        lambda m: egop.ReparameterizedOptimizer(
+            Complex(), torch.optim.AdamW, egop.Reparameterization([block("weight", (2, 2))])
+        ),
         TypeError,
-        "Parameter 'weight' is complex; egop works with real floating-point parameters",
+        (
+            r"Block 'weight' of the basis is for the parameter 'weight', which is complex \(torch\.complex64\)\. Only "
+            "real parameters can be rotated"
+        ),
     ),
     "a basis of another model": (
         in_basis(egop.Reparameterization([block("encoder.weight")])),

@@ -321,3 +321,58 @@ def test_a_weight_decay_of_its_own_is_seen_in_the_groups_and_in_the_state():
     resumed = made(network(), outside=torch.optim.AdamW)
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.param_groups[0]["outside/weight_decay"] == 0.0
+
+
+class Spectral(nn.Module):
+    """A complex weight between two real ones, as of a spectral convolution."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
+        self.complex = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64, generator=generator))
+
+    def forward(self, inputs):
+        spectrum = torch.fft.rfft(self.first(inputs))
+        return self.last(torch.fft.irfft(spectrum * self.complex.mean(0)[: spectrum.shape[-1]], n=6))
+
+
+MAKE_WITH_COMPLEX = {
+    "EGOP": lambda model: egop.EGOP(model, lr=0.01, every=2),
+    "outside": lambda model: egop.ReparameterizedOptimizer(
+        model, egop.optim.Sinkhorn, refresh=egop.Aligned(), outside=torch.optim.AdamW, lr=0.01
+    ),
+    "one class": lambda model: egop.ReparameterizedOptimizer(
+        model, torch.optim.AdamW, refresh=egop.Online(every=2, structure=egop.Shared()), lr=0.01
+    ),
+    "no basis": lambda model: egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", MAKE_WITH_COMPLEX)
+def test_complex_parameters_are_stepped_outside_every_block(name):
+    torch.manual_seed(0)
+    model = Spectral()
+    resumed = copy.deepcopy(model)
+    optimizer, other = MAKE_WITH_COMPLEX[name](model), MAKE_WITH_COMPLEX[name](resumed)
+    group, weight = optimizer.param_groups[0], model.complex.detach().clone().requires_grad_()
+    settings = {"lr": group["lr"], "weight_decay": group["weight_decay"], "betas": group.get("betas", (0.9, 0.999))}
+    plain = torch.optim.AdamW([weight], **settings)
+
+    def step(model, optimizer, inputs, labels):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs.float()), labels).backward()
+        optimizer.step()
+
+    for batch in batches():
+        step(model, optimizer, *batch)
+        weight.grad = model.complex.grad
+        plain.step()
+    assert torch.equal(model.complex, weight)
+    assert optimizer.basis.unrotated.get("complex") == (None if name == "no basis" else "complex numbers")
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(model.state_dict())
+    for batch in batches():
+        step(model, optimizer, *batch)
+        step(resumed, other, *batch)
+    assert identical(*(cases.parameters_of(each) for each in (model, resumed)))

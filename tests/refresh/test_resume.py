@@ -201,6 +201,12 @@ def saved_by(kind, structure=None, after=4):
     return optimizer.state_dict()
 
 
+def after_steps(case):
+    model, optimizer = case.start(given=False)
+    case.train(model, optimizer, 0, 2)
+    return optimizer
+
+
 def plain():
     return egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, lr=0.01)
 
@@ -216,6 +222,16 @@ WARNED = {
         lambda: saved_by("Online"),
         lambda: Resume("Online", egop.Shared()).start(given=False)[1],
         GO_ON.format("Kronecker", "Online", "Shared"),
+    ),
+    "another side": (
+        lambda: saved_by("Online", egop.Shared()),
+        lambda: Resume("Online", egop.Shared(side="output")).start(given=False)[1],
+        GO_ON.format("Shared(side='input')", "Online", "Shared(side='output')"),
+    ),
+    "another side, for an optimizer that has stepped": (
+        lambda: saved_by("Online", egop.Shared()),
+        lambda: after_steps(Resume("Online", egop.Shared(side="output"))),
+        GO_ON.format("Shared(side='input')", "Online", "Shared(side='output')"),
     ),
     "another structure by name": (
         lambda: saved_by(None, egop.Full()),
@@ -251,13 +267,20 @@ FITTING = {
         ),
     ),
     "Every": ("Online", lambda: Resume("Every").start(given=False)[1]),
+    "the same side by another name": (
+        "smaller",
+        lambda: Resume("Online", {"0.*": egop.Shared(side="output"), "2.*": egop.Shared(side="output")}).start(
+            given=False
+        )[1],
+    ),
 }
 
 
 @pytest.mark.parametrize("what", FITTING)
 def test_what_is_done_as_asked_is_not_warned_of(what):
     kind, empty = FITTING[what]
-    state, optimizer = saved_by(kind), empty()
+    state = saved_by("Online", egop.Shared(side="smaller")) if kind == "smaller" else saved_by(kind)
+    optimizer = empty()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.load_state_dict(state)

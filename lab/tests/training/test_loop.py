@@ -85,6 +85,20 @@ def test_evaluation_sees_eval_mode_and_no_gradients_and_the_mode_comes_back():
     assert model.training
 
 
+def test_each_part_trains_in_the_mode_that_it_was_in():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model[1].eval()
+    optimizer, modes = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+    def loss(model, batch):
+        modes.append([part.training for part in model])
+        return squared_error(model, batch)
+
+    _, _, batches, _ = regression()
+    train(model, optimizer, loss, batches[:1], 2, evaluate=lambda model: {"loss": 1.0}, progress=False)
+    assert [*modes, [part.training for part in model]] == [[True, False, True]] * 3
+
+
 def test_a_diverging_run_stops_with_a_flag_and_says_so(capsys):
     model, optimizer, batches, whole = regression(lr=1e4)
     curve = train(

@@ -163,7 +163,7 @@ def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[st
 def orthonormality_error(basis: Tensor) -> float:
     """How far Vᵀ V c is from a random c of length one. The room this takes is known from the file, not from a text."""
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(basis.shape[-1], 1, generator=generator, dtype=torch.float64)
+    vector = torch.randn(basis.shape[-1], 1, generator=generator, dtype=torch.float64, device="cpu")
     vector = (vector / torch.linalg.vector_norm(vector)).to(basis)
     return float(torch.linalg.vector_norm(basis.mT @ (basis @ vector) - vector, dim=(-2, -1)).max())
 

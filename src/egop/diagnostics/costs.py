@@ -130,8 +130,8 @@ def _by_entry(form: str, dtype: torch.dtype, device: str) -> float:
 def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> forms.Taken:
     """What the steps of a form take for linear layers of these widths."""
     with torch.random.fork_rng(devices=[]):
-        layers = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)]
-        model = nn.Sequential(*layers, nn.Linear(widths[-1], 2)).to(device, dtype)
+        layers = [nn.Linear(*pair, bias=False, device="cpu") for pair in itertools.pairwise(widths)]
+        model = nn.Sequential(*layers, nn.Linear(widths[-1], 2, device="cpu")).to(device, dtype)
     batch = torch.ones(2, widths[0], device=device, dtype=dtype)
     objective = Objective(model, lambda model, batch: model(batch).square().mean(), [batch])
     structure, place = forms.STRUCTURES[form], torch.device(device)
@@ -148,7 +148,7 @@ def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = tor
 
 def _made(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
 
 
 def _least(function: Callable[[], object]) -> float:

@@ -123,7 +123,7 @@ class _Hessian:
         return {name: each.detach() for name, each in zip(self.names, self.weights, strict=True)}
 
     def _signs(self, like: Tensor) -> Tensor:
-        return (torch.randint(0, 2, like.shape, generator=self.generator) * 2 - 1).to(like)
+        return (torch.randint(0, 2, like.shape, generator=self.generator, device="cpu") * 2 - 1).to(like)
 
 
 @contextlib.contextmanager

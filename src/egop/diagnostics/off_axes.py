@@ -162,7 +162,7 @@ def _off_axes(gram: Tensor, draws: int, generator: torch.Generator) -> tuple[flo
     count = min(draws, _MOST * width)
     noise = []
     for _ in range(_SIMULATED):
-        rows = torch.randn(count, width, generator=generator, dtype=gram.dtype) * diagonal.sqrt()
+        rows = torch.randn(count, width, generator=generator, dtype=gram.dtype, device="cpu") * diagonal.sqrt()
         noise.append(_roots(rows.mT @ rows))
     return _roots(gram) - statistics.mean(noise), statistics.stdev(noise)
 

@@ -83,10 +83,12 @@ def train(
         description: its title.
     """
     stream = itertools.cycle(batches)
+    modes = [(module, module.training) for module in model.modules()]
     losses, seconds = [_evaluate(model, evaluate)], 0.0
     with tqdm(total=steps, desc=description, unit="step", disable=not progress) as bar:
         while (done := every * (len(losses) - 1)) < steps and math.isfinite(losses[-1]):
-            model.train()
+            for module, training in modes:
+                module.training = training
             start = time.perf_counter()
             for batch in itertools.islice(stream, every):
                 optimizer.zero_grad()

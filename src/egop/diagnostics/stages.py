@@ -136,6 +136,8 @@ def describe_plan(target: str, structure: str | None, memory: str) -> str:
         memory: limit for all bases together.
     """
     model, limit = load_model(target), parse_bytes(memory)
+    if not any(tensor.numel() for tensor in model.parameters()):
+        raise ValueError(f"The model has no parameters ({type(model).__name__}): there is nothing to plan.")
     if structure is None:
         plan = EGOP(model, memory=limit).plan
     else:

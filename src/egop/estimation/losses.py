@@ -96,7 +96,7 @@ class ModuleLoss(Loss):
 
     def trainable_copy(self, values: Mapping[str, Tensor]) -> tuple[nn.Module, LossFunction]:
         """A copy of the module, as it is."""
-        return copy.deepcopy(self.module), self._loss_fn
+        return copy.deepcopy(self.module), lambda module, batch: _scalar(self._loss_fn(module, batch))
 
     def remember(self) -> Callable[[], None]:
         """What puts parameters, buffers, gradients and modes back."""

@@ -305,7 +305,7 @@ def random_orthonormal(rows: int, columns: int, generator: torch.Generator, stac
     return signed
 
 
-def identity(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def identity(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Unit matrices, a stack of them where there are more than two dimensions."""
     return torch.eye(*shape[-2:], dtype=dtype, device=device).expand(*shape).clone()
 
@@ -325,7 +325,7 @@ def _finite(matrix: Tensor) -> Tensor:
 def _orthonormal(vectors: Tensor) -> Tensor:
     # A few random vectors there and back: all inner products would cost more than many a decomposition. An entry of
     # VᵀV − I that is too large shows in its row of (VᵀV − I) x, whose signs x leave a small chance of cancelling.
-    signs = torch.randint(2, (vectors.shape[1], 8), generator=torch.Generator().manual_seed(0))
+    signs = torch.randint(2, (vectors.shape[1], 8), generator=torch.Generator().manual_seed(0), device="cpu")
     probes = (2 * signs - 1).to(vectors)
     error = float((vectors.mT @ (vectors @ probes) - probes).abs().max())
     if not error < 1e-8:

@@ -104,7 +104,8 @@ def leading_directions(
         left, values = _left_singular(rows, rank)
         vectors = _adjoint(rows, left, rank)
     else:
-        start = torch.randn(count, width, generator=generator, dtype=rows[0].dtype).to(rows[0].device)
+        start = torch.randn(count, width, generator=generator, dtype=rows[0].dtype, device=generator.device)
+        start = start.to(rows[0].device)
         basis = orthonormal_columns(_adjoint(rows, start, width), overwrite=True)
         for _ in range(power_iterations):
             image, _ = torch.linalg.qr(_product(rows, basis).double())
@@ -165,7 +166,9 @@ def _filled(values: Tensor, vectors: Tensor, generator: torch.Generator) -> tupl
     kept = int((values > _NOISE**2 * values[0]).sum())
     filled = torch.zeros(rank, dtype=torch.float64, device=values.device)
     filled[:kept] = values[:kept]
-    vectors[:, kept:] = torch.randn(dimension, rank - kept, generator=generator, dtype=vectors.dtype).to(vectors.device)
+    vectors[:, kept:] = torch.randn(
+        dimension, rank - kept, generator=generator, dtype=vectors.dtype, device=generator.device
+    ).to(vectors.device)
     vectors /= torch.linalg.vector_norm(vectors, dim=0)
     vectors = orthonormal_columns(vectors, overwrite=True)
     for part in vectors.split(max(1, _SLICE_BYTES // (8 * dimension)), dim=1):

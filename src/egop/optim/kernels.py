@@ -127,7 +127,8 @@ def check(device: torch.device) -> None:
 
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
     """Where these are, for a kernel."""
-    return torch.tensor([tensor.data_ptr() for tensor in tensors]).to(tensors[0].device, non_blocking=True)
+    pointers = torch.tensor([tensor.data_ptr() for tensor in tensors], device="cpu")
+    return pointers.to(tensors[0].device, non_blocking=True)
 
 
 def _grid(count: int, size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from egop.distributed import Pieces
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import OUTSIDE, Divided, Make
-from egop.optimizer.inner import defaults_of
+from egop.optimizer.inner import defaults_of, is_own_or_torch
 from egop.optimizer.trial import tried
 
 # A setting of optimizers that see matrices: those are the last two dimensions, which holds for coordinates.
@@ -59,12 +59,24 @@ class Base:
     @property
     def keeps_gradients(self) -> bool:
         """Whether it may keep a gradient for its next step: torch's and egop's do not, of others nobody knows."""
-        return not self.optimizer_class.__module__.startswith(("torch.optim", "egop.optim"))
+        return not is_own_or_torch(self.optimizer_class)
 
     @property
     def sees_matrices(self) -> bool:
         """Whether its step of an entry depends on the whole matrix."""
         return bool(getattr(self.optimizer_class, "works_on_matrices", False))
+
+    def class_of(self, group: Mapping[str, Any]) -> tuple[type[Optimizer], Mapping[str, Any]]:
+        """Return the class that steps an inner group, and the options that it was given."""
+        if self.outside is not None and OUTSIDE in group:
+            return self.outside
+        return self.optimizer_class, self.hyperparameters
+
+    def owner_of(self, key: str) -> tuple[type[Optimizer], str]:
+        """Return the class that a key of a user's group is a setting of, and its name there."""
+        if self.outside is not None and key.startswith(_PREFIX):
+            return self.outside[0], key.removeprefix(_PREFIX)
+        return self.optimizer_class, key
 
     def make(self, groups: list[Group]) -> Optimizer:
         """An inner optimizer, or one and another for what is outside, from groups."""

@@ -202,6 +202,12 @@ class BoundBlock:
             with torch.no_grad():
                 coordinate.copy_(here)
         if self.rest is not None and rest is not None:
+            for tensor, saved in zip(self.rest, rest, strict=True):
+                if tensor.shape != saved.shape:
+                    raise ValueError(
+                        f"Block '{self.change.block.name}' has a rest of shape {tuple(saved.shape)} in the state dict, "
+                        f"but {tuple(tensor.shape)} here."
+                    )
             self.rest = [saved.to(tensor, copy=True) for tensor, saved in zip(self.rest, rest, strict=True)]
         digests = stand_for or [UNKNOWN] * len(self.parameters)
         self._seen = [_LOADED if digest == UNKNOWN else digest for digest in digests]

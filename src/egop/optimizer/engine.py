@@ -144,9 +144,17 @@ class Engine:
         self.base.show_outside(self.param_groups, inner)
         self.note_bound()
 
-    def inner_over(self, blocks: list[BoundBlock], pieces: Pieces) -> Optimizer:
-        """A new inner optimizer over the coordinates of blocks and the parameters outside."""
-        base, groups = self.base, self.param_groups
+    def inner_over(
+        self, blocks: list[BoundBlock], pieces: Pieces, groups: Sequence[dict[str, Any]] | None = None
+    ) -> Optimizer:
+        """Make an inner optimizer over the coordinates of blocks and the parameters outside.
+
+        Args:
+            blocks: the blocks.
+            pieces: what stands for sharded parameters outside of them.
+            groups: parameter groups with other hyper-parameters than the optimizer's own.
+        """
+        base, groups = self.base, self.param_groups if groups is None else groups
         return base.make([inner for group in groups for inner in base.groups(group, blocks, pieces)])
 
     def add_group(self, blocks: list[BoundBlock]) -> None:

@@ -48,7 +48,6 @@ def named_groups(
             names.add(plain_name(name))
         params, param_names = [parameter for _, parameter in members], [name for name, _ in members]
         checked.append({**group, "params": params, "param_names": param_names})
-    check_real(checked)
     return checked if known is not None else _without_wrapper(checked)
 
 
@@ -77,14 +76,6 @@ def _checked(given: str, parameter: Any, known: Known) -> str:
         f"The parameter given as '{given}' {told} ({type(known.module).__name__}). Give as model= the module whose "
         "named_parameters() these are, or give the parameters without names."
     )
-
-
-def check_real(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise an error for parameters that are complex."""
-    for group in groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            if isinstance(parameter, Tensor) and parameter.is_complex():
-                raise TypeError(f"Parameter '{name}' is complex; egop works with real floating-point parameters.")
 
 
 def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

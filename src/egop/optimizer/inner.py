@@ -36,6 +36,11 @@ def check_optimizer(optimizer_class: Any) -> None:
         )
 
 
+def is_own_or_torch(optimizer_class: type[Optimizer]) -> bool:
+    """Return True for the classes of torch and egop, of which it is known what they keep and accept."""
+    return optimizer_class.__module__.startswith(("torch.optim", "egop.optim"))
+
+
 def check_class(
     optimizer_class: type[Optimizer],
     groups: Sequence[Mapping[str, Any]],
@@ -147,7 +152,8 @@ def defaults_of(
         group: one of its groups: some classes need settings there.
         hyperparameters: its arguments.
     """
-    number = torch.zeros(1, 1, requires_grad=True)  # thrown away; a matrix, since some classes take nothing else
+    # Thrown away. It is a matrix because some classes take nothing else.
+    number = torch.zeros(1, 1, requires_grad=True, device="cpu")
     try:
         return dict(optimizer_class([{**settings_of(group), "params": [number]}], **hyperparameters).defaults)
     except (TypeError, ValueError):  # in its own words

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from egop.basis import ChangeOfBasis, Structure
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.refreshing import Refresher
 
@@ -21,11 +22,11 @@ def warn_of_loaded(
     Args:
         with_refresh: whether the state was saved with a refresh.
         blocks: the blocks that were loaded.
-        before: those of the optimizer before that; if it had some, no structure was wanted.
+        before: those of the optimizer before that; if it was given others than the refresh names, these are not wanted.
         refresher: the optimizer's own, if it has one.
     """
     kinds = {block.change.kind for block in blocks}
-    told = ", ".join(sorted(kinds))
+    told = _listed(kinds)
     text = None
     if refresher is None:
         if with_refresh:
@@ -38,11 +39,19 @@ def warn_of_loaded(
             f"The state has bases of structure {told}, which {_name(refresher)} cannot renew, so they stay as they "
             "are. Use egop.Every(...), which can renew every structure."
         )
-    elif not before and (wanted := _wanted(refresher)) and not kinds <= wanted:
-        text = (
-            f"The state has bases of structure {told}, and training goes on in these. The structure= of "
-            f"{_name(refresher)}, {', '.join(sorted(wanted))}, is for an optimizer that has no basis."
-        )
+    elif (wanted := _wanted(refresher)) and all(_is_of(block.change, wanted) for block in before):
+        others = [block.change.structure() for block in blocks if not _is_of(block.change, wanted)]
+        same_kind = {type(structure) for structure in others} <= {type(structure) for structure in wanted}
+        if others and same_kind:  # then it is their settings that differ
+            told, asked = _listed(map(repr, others)), _listed(map(repr, wanted))
+        else:
+            asked = _listed(structure.change_type.kind for structure in wanted)
+        if others:
+            text = (
+                f"The state has bases of structure {told}, and training goes on in these. The structure= of "
+                f"{_name(refresher)}, {asked}, is for an optimizer that has no basis. To use that, load the model's "
+                "weights alone and start with a new optimizer."
+            )
     if text is not None:
         warnings.warn(text, stacklevel=level_of_user())
 
@@ -51,12 +60,24 @@ def _name(refresher: Refresher) -> str:
     return f"egop.{type(refresher.refresh).__name__}"
 
 
-def _wanted(refresher: Refresher) -> set[str]:
-    """The kinds of bases that a refresh names; none where it leaves the choice open."""
+def _wanted(refresher: Refresher) -> list[Structure]:
+    """Return the structures that a refresh names; none where it leaves the choice open."""
     choice = getattr(refresher.refresh, "structure", "auto")
-    structures = choice.values() if isinstance(choice, Mapping) else [choice]
-    types = [getattr(structure, "change_type", None) for structure in structures]
-    return set() if None in types else {change_type.kind for change_type in types if change_type is not None}
+    named = list(choice.values()) if isinstance(choice, Mapping) else [choice]
+    structures = [each for each in named if isinstance(each, Structure) and hasattr(each, "change_type")]
+    return structures if len(structures) == len(named) else []
+
+
+def _is_of(change: ChangeOfBasis, structures: Iterable[Structure]) -> bool:
+    """Return True if one of the structures would give a block a change of basis of this kind and settings."""
+    return any(
+        isinstance(change, structure.change_type) and structure.empty_change(change.block).settings == change.settings
+        for structure in structures
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(sorted(set(words)))
 
 
 def level_of_user() -> int:

@@ -108,6 +108,11 @@ def bind(
                     f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
                     f"but the optimizer's has {tuple(member[1].shape)}."
                 )
+            if member[1].is_complex():
+                raise TypeError(
+                    f"Block '{name}' of the basis is for the parameter '{key}', which is complex ({member[1].dtype}). "
+                    "Only real parameters can be rotated: leave it out of the basis."
+                )
         if len({member[0] for member in members if member}) > 1:
             places = zip(change.block.parameters, members, strict=True)
             where = ", ".join(f"'{key}' in group {member[0]}" for key, member in places if member)

@@ -64,6 +64,11 @@ def keeps_only_vectors(state: Mapping[str, Any]) -> bool:
     )
 
 
+def is_known(name: str) -> bool:
+    """Return True for a name of the table above."""
+    return any(name in kind for kind in _KINDS)
+
+
 def check_moments(moments: str) -> None:
     """Raise an error for an unknown policy."""
     if moments not in ("rotate", "keep", "reset"):
@@ -87,7 +92,7 @@ def movable(state: Mapping[str, Any], shape: torch.Size, moments: Moments = "rot
                 continue  # a single number
             if moments == "keep" and key not in POINTS:
                 continue
-            if not isinstance(leaf, Tensor) or not any(key in kind for kind in _KINDS):
+            if not isinstance(leaf, Tensor) or not is_known(key):
                 raise ValueError(_unknown(where))
             if leaf.shape != shape or not leaf.is_floating_point():
                 kind = str(leaf.dtype).removeprefix("torch.")

@@ -181,7 +181,7 @@ class Refresher(abc.ABC):
             return
         if self._counted is None or self._arriving is None:
             self._counted = torch.full_like(bad, self._failures)
-            self._arriving = torch.full((), self._failures, dtype=bad.dtype, pin_memory=True)
+            self._arriving = torch.full((), self._failures, dtype=bad.dtype, device="cpu", pin_memory=True)
         self._counted += bad.to(self._counted.device)
         self._arriving.copy_(self._counted, non_blocking=True)
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Reparameterization, orthonormality_error, plain_name, rebuild
+from egop.basis import ChangeOfBasis, Reparameterization, orthonormality_error, plain_name, rebuild
 from egop.distributed import Pieces, part_of, whole
-from egop.optimizer.binding import BoundBlock
+from egop.optimizer.binding import UNKNOWN, BoundBlock
 from egop.optimizer.engine import Engine
-from egop.optimizer.groups import check_real
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.states import (
     ABOUT,
@@ -32,6 +31,10 @@ from egop.optimizer.states import (
     key_at,
     mapped,
 )
+from egop.optimizer.validation import StateCheck, check_settings
+
+_DAMAGED = "The state dict is incomplete or damaged"
+_ABOUT_KEYS = {"version", "optimizer", "name", "shape", "dtype", "refresh"}
 
 
 @dataclass
@@ -56,41 +59,59 @@ class _Parsed:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> _Parsed:
-        *counts, stepped = whole(entry[CLOCK]).tolist()
-        return cls(entry, about_of(entry), counts, bool(stepped))
+        about = about_of(entry)
+        name = about["name"]
+        for key, value in entry.items():
+            if str(key).startswith(OWN) and not (isinstance(value, Tensor) and value.layout == torch.strided):
+                raise ValueError(f"{_DAMAGED}: '{key}' of '{name}' is {value!r:.80}. Must be a dense tensor.")
+        clock = whole(entry[CLOCK]) if CLOCK in entry else torch.empty(0, device="cpu")
+        if clock.shape != (4,) or clock.is_floating_point() or clock.is_complex():
+            raise ValueError(f"{_DAMAGED}: '{CLOCK}' of '{name}' does not hold four counts.")
+        *counts, stepped = clock.tolist()
+        return cls(entry, about, counts, bool(stepped))
 
     def some(self, kind: str) -> dict[str, Any]:
         """What is there of one kind, by the rest of its name."""
         return {key.removeprefix(kind): value for key, value in self.entry.items() if str(key).startswith(kind)}
 
-    def inner(self, place: int) -> dict[Any, Any]:
-        """The inner optimizer's state of one of the coordinates."""
+    def inner(self, place: int) -> dict[Any, Any] | None:
+        """The inner optimizer's state of one of the coordinates; None before its first step."""
         if not self.stepped:
-            return {}
+            return None
         keys = {key: key_at(place, key) for key in self.entry if not str(key).startswith(OWN)}
         return {inner_key: self.entry[key] for key, inner_key in keys.items() if inner_key is not None}
 
 
-def about_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What the state of a parameter says that it is of."""
-    about: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
+def about_of(entry: Mapping[str, Any], name: str = "a parameter") -> dict[str, Any]:
+    """What the state of a parameter says that it is of; errors call it by ``name``."""
+    try:
+        about: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
+        whole_place = type(about.get("place", 0)) is int
+    except Exception as error:
+        raise ValueError(
+            f"{_DAMAGED}: the '{ABOUT}' of {name} cannot be read ({type(error).__name__}: {error})."
+        ) from error
+    if about.get("version") == STATE_VERSION and not (whole_place and about.keys() >= _ABOUT_KEYS):
+        raise ValueError(f"{_DAMAGED}: the '{ABOUT}' of {name} is not complete.")
     return about
 
 
 def parsed(engine: Engine, state_dict: dict[str, Any]) -> tuple[Restored, list[dict[str, Any]]]:
     """The working parts that a state dict stands for, and the parameter groups as it has them; nothing is changed."""
     try:
-        parts = restored(engine, entries_of(state_dict, engine), others_of(state_dict))
+        entries = entries_of(state_dict, engine)
         groups = [
-            group | {key: value for key, value in saved.items() if key != "param_names"}
+            group | {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             for group, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
         ]
+        parts = restored(engine, entries, others_of(state_dict), groups)
+        # Torch copies the groups and puts the parameters back.
+        groups = [group | {"params": list(range(len(group["params"])))} for group in groups]
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(
-            f"The state dict is incomplete or damaged ({type(error).__name__}: {error}). "
-            "Load one as optimizer.state_dict() gave it."
+            f"{_DAMAGED} ({type(error).__name__}: {error}). Load one as optimizer.state_dict() gave it."
         ) from error
     return parts, groups
 
@@ -107,7 +128,6 @@ def rebound(engine: Engine) -> Restored:
         names = iter(engine.bound.names_in(groups))
         for group in groups:
             group["param_names"] = [next(names) for _ in group["params"]]
-        check_real(groups)
         ordered = [entries[name] for group in groups for name in group["param_names"]]
         check_about([about_of(entry) for entry in ordered], groups, engine.base.name)
         parts = restored(engine, ordered, states)
@@ -151,7 +171,8 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
                 current = current or exported(engine, complete=True)
                 entry = current[parameter]
             entries.append(entry)
-    check_about([about_of(entry) for entry in entries], engine.param_groups, engine.base.name)
+    names = [f"'{plain_name(name)}'" for group in engine.param_groups for name in group["param_names"]]
+    check_about(list(map(about_of, entries, names)), engine.param_groups, engine.base.name)
     return entries
 
 
@@ -160,7 +181,7 @@ def others_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     members = {key for group in state_dict["param_groups"] for key in group["params"]}
     others = {key: value for key, value in state_dict["state"].items() if key not in members}
     if wrong := [key for key in others if not isinstance(key, str)]:
-        raise ValueError(f"The state dict is incomplete or damaged: it has state of {wrong}, which are no parameters.")
+        raise ValueError(f"{_DAMAGED}: it has state of {wrong}, which are no parameters.")
     return others
 
 
@@ -177,7 +198,7 @@ def _check_groups(saved: list[list[Any]], groups: list[dict[str, Any]]) -> None:
             )
         for name, parameter, entry in zip(group["param_names"], group["params"], members, strict=True):
             if entry is None and parameter.requires_grad:
-                raise ValueError(f"The state dict is incomplete or damaged: it has no state of '{plain_name(name)}'.")
+                raise ValueError(f"{_DAMAGED}: it has no state of '{plain_name(name)}'.")
 
 
 def check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], inner_name: str) -> None:
@@ -207,41 +228,57 @@ def check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[st
         )
 
 
-def restored(engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mapping[Any, Any]) -> Restored:
+def restored(
+    engine: Engine,
+    entries: Sequence[Mapping[str, Any]],
+    others: Mapping[Any, Any],
+    groups: Sequence[dict[str, Any]] | None = None,
+) -> Restored:
     """The working parts that states stand for, over the parameters that the groups have now; nothing is changed.
 
     Args:
         engine: of the optimizer.
         entries: the state of each parameter.
         others: what an inner optimizer keeps in its state that is of no parameter.
+        groups: the parameter groups with the hyper-parameters of a state dict, which is then checked.
     """
     parsed = [_Parsed.of(entry) for entry in entries]
     with_block = sorted((told for told in parsed if "block" in told.about), key=lambda told: int(told.about["place"]))
-    changes = [
-        rebuild(told.about["block"], {key: whole(tensor).clone() for key, tensor in told.some(BASIS).items()})
-        for told in with_block
-    ]
+    changes = [_rebuild_change(told) for told in with_block]
     for change in changes:
         for key, tensor in change.tensors.items():
             if not orthonormality_error(tensor) < 1e-3:
                 where = f"the {key} of block '{change.block.name}'"
-                raise ValueError(f"The state dict is incomplete or damaged: {where} is not orthonormal.")
-    blocks = engine.bind(Reparameterization(changes), engine.param_groups)
+                raise ValueError(f"{_DAMAGED}: {where} is not orthonormal.")
+    try:
+        blocks = engine.bind(Reparameterization(changes), engine.param_groups)
+    except ValueError as error:
+        raise ValueError(str(error) if groups is None else f"{_DAMAGED}: {error}") from error
     for bound, told in zip(blocks, with_block, strict=True):
         _restore_block(bound, told)
     pieces = Pieces()
-    inner = engine.inner_over(blocks, pieces)
+    inner = engine.inner_over(blocks, pieces, groups)
+    if groups is not None:
+        check_settings(engine.base, groups, engine.param_groups, inner)
     members = [parameter for group in engine.param_groups for parameter in group["params"]]
     inside: dict[int, BoundBlock] = {id(original): block for block in blocks for original in block.originals}
-    states: dict[Tensor, dict[Any, Any]] = {}
+    states: dict[Tensor, dict[Any, Any] | None] = {}
+    labels: dict[Tensor, str] = {}
     for parameter, told in zip(members, parsed, strict=True):
         if (block := inside.get(id(parameter))) is None:
-            states[pieces.of(parameter)] = _placed(told.inner(0), parameter, cut=True)
+            piece = pieces.of(parameter)
+            states[piece] = _placed(told.inner(0), parameter, cut=True)
+            labels[piece] = f"parameter '{told.about['name']}'"
         elif block.originals[0] is parameter:
             originals = block.originals if block.by_rows else [parameter] * len(block.coordinates)
             for place, (coordinate, original) in enumerate(zip(block.coordinates, originals, strict=True)):
                 states[coordinate] = _placed(told.inner(place), original, cut=block.by_rows)
+                labels[coordinate] = f"block '{block.name}'"
     cast = any(str(parameter.dtype) != told.about["dtype"] for parameter, told in zip(members, parsed, strict=True))
+    if groups is not None:
+        check = StateCheck(engine.base, inner, cast=cast)
+        for tensor, state in states.items():
+            states[tensor] = check.adapt(state, tensor, labels[tensor])
     _load_inner_state(inner, states, cast=cast)
     inner.state.update(copy.deepcopy(dict(others)))
     memories = {block.name: told.some(REFRESH) for block, told in zip(blocks, with_block, strict=True)}
@@ -254,21 +291,39 @@ def restored(engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mappi
     return Restored(blocks, pieces, inner, refresher, with_refresh)
 
 
+def _rebuild_change(parsed: _Parsed) -> ChangeOfBasis:
+    tensors = {key: whole(tensor).clone() for key, tensor in parsed.some(BASIS).items()}
+    try:
+        return rebuild(parsed.about["block"], tensors)
+    except Exception as error:
+        where = f"the basis of '{parsed.about['name']}'"
+        raise ValueError(f"{_DAMAGED}: {where} cannot be built ({type(error).__name__}: {error}).") from error
+
+
 def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
-    coordinates = parsed.some(COORDINATES)
-    rest = parsed.some(REST)
     digests = None
     if STANDS_FOR in parsed.entry and not block.by_rows:
-        digests = [bytes(row).hex() for row in whole(parsed.entry[STANDS_FOR]).tolist()]
-    block.restore(
-        [coordinates[str(place)] for place in range(len(block.coordinates))],
-        [whole(rest[str(place)]) for place in range(len(rest))] if rest else None,
-        digests,
-    )
+        rows = whole(parsed.entry[STANDS_FOR])
+        if rows.shape != (len(block.originals), len(UNKNOWN) // 2) or rows.dtype != torch.uint8:
+            raise ValueError(f"{_DAMAGED}: '{STANDS_FOR}' of block '{block.name}' does not hold digests.")
+        digests = [bytes(row).hex() for row in rows.tolist()]
+    rest = _in_order(parsed, REST, len(block.rest or ()), block.name)
+    coordinates = _in_order(parsed, COORDINATES, len(block.coordinates), block.name)
+    block.restore(coordinates, [whole(tensor) for tensor in rest] or None, digests)
 
 
-def _placed(state: Mapping[Any, Any], original: Tensor, *, cut: bool) -> dict[Any, Any]:
+def _in_order(parsed: _Parsed, kind: str, count: int, block: str) -> list[Any]:
+    """The tensors of one kind that a block has several of."""
+    tensors = parsed.some(kind)
+    if missing := [f"{kind}{place}" for place in range(count) if str(place) not in tensors]:
+        raise ValueError(f"{_DAMAGED}: it has no '{missing[0]}' of block '{block}'.")
+    return [tensors[str(place)] for place in range(count)]
+
+
+def _placed(state: Mapping[Any, Any] | None, original: Tensor, *, cut: bool) -> dict[Any, Any] | None:
     """Copies of a state's tensors, as this process has them: of a parameter that is cut by rows, its rows."""
+    if state is None:
+        return None
 
     def placed(value: Tensor) -> Tensor:
         if value.dim() == 0:
@@ -278,10 +333,10 @@ def _placed(state: Mapping[Any, Any], original: Tensor, *, cut: bool) -> dict[An
     return {key: mapped(value, placed) for key, value in state.items()}
 
 
-def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any]], *, cast: bool) -> None:
+def _load_inner_state(inner: Optimizer, states: Mapping[Tensor, Mapping[Any, Any] | None], *, cast: bool) -> None:
     """Give an inner optimizer its state; of parameters that were cast since, torch casts it too."""
     tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
-    here = {index: dict(states[tensor]) for index, tensor in enumerate(tensors) if states.get(tensor)}
+    here = {index: dict(state) for index, tensor in enumerate(tensors) if (state := states.get(tensor))}
     if not here:
         return
     fresh = dict(inner.state)  # some optimizers make states when they are made themselves

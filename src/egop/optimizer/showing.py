@@ -119,7 +119,7 @@ def _followed(engine: Engine) -> dict[str, dict[str, Tensor]]:
 def _with_followed(shown: Shown, sides: Mapping[str, Tensor]) -> Shown:
     """The stable rank of what a refresh follows; of two sides that of their Kronecker product."""
     roots = [values.sqrt() for values in sides.values()]
-    sums, tops = torch.ones((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    sums = tops = torch.ones((), dtype=torch.float64, device="cpu")
     for root in roots:
         sums, tops = sums * root.sum(-1).cpu(), tops * root.amax(-1).cpu()
     if len(roots) > 1:  # each side has the trace of the whole; of experts each its own

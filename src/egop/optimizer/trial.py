@@ -63,8 +63,8 @@ def _tried(
     def build(parameter: Tensor) -> Optimizer:
         return optimizer_class([{**settings, "params": [parameter]}], **hyperparameters)
 
-    # Compiled parts would be compiled for these few numbers alone.
-    with warnings.catch_warnings(), RandomStream(0), torch.compiler.set_stance("force_eager"):
+    # Compiled parts would be compiled for these few numbers alone. The default device may be another one than theirs.
+    with warnings.catch_warnings(), RandomStream(0), torch.compiler.set_stance("force_eager"), torch.device("cpu"):
         warnings.simplefilter("ignore")
         matrix = _outcome(build, _MATRIX)
         if matrix is None:

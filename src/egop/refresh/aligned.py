@@ -124,7 +124,7 @@ class _Aligning(Refresher):
 
     def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         made = self.beginnings.made_of(optimizer)
-        return {block.name: {_MADE: torch.tensor([block.name in made])} for block in optimizer.blocks}
+        return {block.name: {_MADE: torch.tensor([block.name in made], device="cpu")} for block in optimizer.blocks}
 
     def load(
         self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]

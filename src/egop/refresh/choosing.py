@@ -24,6 +24,8 @@ from egop.formatting import parse_bytes
 from egop.numerics import identity
 from egop.optimizer import Rebasable, level_of_user
 
+_COMPLEX = "complex numbers"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -59,22 +61,26 @@ class Choice:
             for group in optimizer.param_groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
-        named = {
+        trained = {
             name: parameter
             for name, parameter in everything.items()
             if parameter.requires_grad and (names is None or name in names)
         }
+        named = {name: parameter for name, parameter in trained.items() if not parameter.is_complex()}
+        others = {name: optimizer.layers[name] for name in trained if name not in named}
+        left = dict.fromkeys(_weights(others), _COMPLEX)
         layers = {name: optimizer.layers[name] for name in named}
         partition = _partition_for(self.partition, list(everything), list(named))
         if not (partition if isinstance(partition, Mapping) else _weights(layers)):
-            return Plan({}, {}, {})
+            return Plan({}, {}, left)
         blocks = partition_parameters(named, layers, partition)
         known = [*everything, *(self.partition if isinstance(self.partition, Mapping) else ())]
         structure = _structure_for(self.structure, known, [block.name for block in blocks])
         taken = 0 if names is None else sum(block.change.nbytes for block in optimizer.blocks)
         every = optimizer.outside is None
         memory = max(0, parse_bytes(self.memory) - taken)
-        return make_plan(blocks, layers, structure, memory, self.candidates, all_weights=every)
+        plan = make_plan(blocks, layers, structure, memory, self.candidates, all_weights=every)
+        return Plan(plan.chosen, plan.why, plan.unrotated | left)
 
     def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
         """The original coordinates, in the structures that the basis is to have; arguments as of :meth:`plan`."""

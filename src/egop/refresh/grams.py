@@ -127,6 +127,9 @@ class GramMatrices:
         """
         grams = {}
         for block in blocks:
+            if missing := [key for key in block.change.tensors if f"{_GRAM}{key}" not in memories[block.name]]:
+                where = f"Gram matrix '{missing[0]}' of block '{block.name}'"
+                raise ValueError(f"The state dict is incomplete or damaged: it has no {where}.")
             matrices = {key: whole(memories[block.name][f"{_GRAM}{key}"]) for key in block.change.tensors}
             shapes = {key: gram.shape for key, gram in zeros_for(block.change).items()}
             if {key: gram.shape for key, gram in matrices.items()} != shapes:

@@ -158,6 +158,8 @@ class Streaming(Refresher):
                 f"{', '.join(missing[:3])}."
             )
         phases = {block.name: whole(memories[block.name][_PHASE]).tolist() for block in wanted}
+        if wrong := [name for name, phase in phases.items() if not (isinstance(phase, list) and len(phase) == 4)]:
+            raise ValueError(f"The state dict is incomplete or damaged: the phase of '{wrong[0]}' is not four numbers.")
         seen, waiting, made = ({name for name, phase in phases.items() if phase[place]} for place in range(3))
         statistic = self.statistic.loaded(memories, wanted, seen)
         super().load(counts, memories, blocks)

@@ -161,8 +161,7 @@ def _describe_block(
     parameters: Mapping[str, Tensor], block: Block, structure: Structure, *, online: bool, polar: bool, on_cpu: bool
 ) -> Part:
     shapes, cost, item = structure.basis_shapes(block), structure.cost(block), block.dtype.itemsize
-    tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
-    change = structure.change(block, tensors)
+    change = structure.empty_change(block)
     nbytes = sum(parameters[name].nbytes for name in block.parameters)
     coordinates = item * sum(math.prod(shape) for shape in change.coordinate_shapes())
     sides = [shape[-2] for shape in shapes.values()] if online else []

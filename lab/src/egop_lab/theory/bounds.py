@@ -140,7 +140,7 @@ def hessian_upper_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> Te
     check_positive(scale=scale)
     check_nonnegative(gamma=gamma)
     matrix = symmetrize(egop, "egop")
-    return square_root(matrix + gamma * torch.eye(len(matrix)).to(matrix)) / scale
+    return square_root(matrix + gamma * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)) / scale
 
 
 def reparameterized_constants(

@@ -221,7 +221,7 @@ def matrix_factorization_blocks(
             "Must be matrices for which data @ left @ right.mT exists."
         )
     A, L, R = (part.detach().double() for part in (data, left, right))
-    return (A.mT @ A, R.mT @ R), (torch.eye(len(R)).to(R), (A @ L).mT @ (A @ L))
+    return (A.mT @ A, R.mT @ R), (torch.eye(len(R), dtype=R.dtype, device=R.device), (A @ L).mT @ (A @ L))
 
 
 def _check_data(data: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,9 +111,9 @@ def rotation_beyond_kronecker(rows: int, columns: int) -> Tensor:
             f"Invalid shape: {rows} x {columns}. Both sides must be at least 2, and the number of entries even."
         )
     size = rows * columns
-    half = torch.ones(size // 2, dtype=torch.float64)
+    half = torch.ones(size // 2, dtype=torch.float64, device="cpu")
     start = torch.stack([torch.cat([half, half]), torch.cat([half, -half])], 1) / size**0.5
-    V: Tensor = torch.linalg.qr(torch.cat([start, torch.eye(size, dtype=torch.float64)], 1)).Q
+    V: Tensor = torch.linalg.qr(torch.cat([start, torch.eye(size, dtype=start.dtype, device=start.device)], 1)).Q
     V[:, :2] = start  # QR returns them up to sign and rounding
     return V
 
@@ -140,4 +140,6 @@ def _parse_shape(shape: Shape, name: str) -> tuple[int, int]:
 
 def _is_orthogonal(matrix: Tensor) -> bool:
     double = matrix.detach().double()
-    return bool((double.mT @ double - torch.eye(len(double)).to(double)).abs().max() < 1e-6)
+    return bool(
+        (double.mT @ double - torch.eye(len(double), dtype=double.dtype, device=double.device)).abs().max() < 1e-6
+    )

@@ -101,7 +101,7 @@ def smoothness_sum_bounds(hessian: Tensor, *, tolerance: float = 1e-6, iteration
     shift = max(0.0, -float(torch.linalg.eigvalsh(scaled).min()))  # a convex form ascends in every step
     rank = min(size, math.isqrt(2 * size) + 2)
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(len(scaled), size, rank, generator=generator, dtype=torch.float64).to(scaled)
+    vectors = torch.randn(len(scaled), size, rank, generator=generator, dtype=torch.float64, device="cpu").to(scaled)
     lower, upper, constants = 0.0, math.inf, scaled.new_zeros(size)
     for step in range(1, iterations + 1):
         vectors = scaled @ vectors + shift * vectors

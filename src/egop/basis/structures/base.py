@@ -184,7 +184,7 @@ class ChangeOfBasis(abc.ABC):
     def round_trip_error(self) -> float:
         """How far ``decode(encode(x))`` is from a random ``x`` of length one: a cheap test of orthonormality."""
         generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(self.block.size, generator=generator, dtype=torch.float64)
+        vector = torch.randn(self.block.size, generator=generator, dtype=torch.float64, device="cpu")
         vector = (vector / torch.linalg.vector_norm(vector)).to(self.device, self.block.dtype)
         back = flatten(self.decode(self.encode(unflatten(vector, self.block))), self.block)
         return float(torch.linalg.vector_norm(back - vector))
@@ -299,15 +299,15 @@ class Structure(abc.ABC):
 
     def cost(self, block: Block) -> Cost:
         """What it costs on a block, without building it."""
-        change = self._empty_change(block)
+        change = self.empty_change(block)
         return Cost(bytes=change.nbytes, flops=change.cost_per_step)
 
     def mixes_rows(self, block: Block) -> bool:
         """Return True if a change of basis of this structure mixes the rows of a block's tensors."""
-        return not self._empty_change(block).rowwise
+        return not self.empty_change(block).rowwise
 
-    def _empty_change(self, block: Block) -> ChangeOfBasis:
-        """Build a change of basis without memory."""
+    def empty_change(self, block: Block) -> ChangeOfBasis:
+        """Return a change of basis of a block without values, on the meta device."""
         shapes = self.basis_shapes(block)
         tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
         return self.change(block, tensors)
