@@ -248,7 +248,7 @@ import egop
 
 model = torch.nn.Linear(4, 2)
 objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
-basis: egop.Reparameterization = egop.estimate(objective, rho=egop.Initialization(), structure=egop.Shared())
+basis: egop.Basis = egop.estimate(objective, rho=egop.Initialization(), structure=egop.Shared())
 change: egop.ChangeOfBasis = basis["weight"]
 optimizer: torch.optim.Optimizer = egop.ReparameterizedOptimizer(
     model.named_parameters(), torch.optim.AdamW, basis, refresh=egop.Online(every=10), lr=1e-3

@@ -115,7 +115,7 @@ FILES = {
                     block.change.replaced({key: tensor.flip(-1) for key, tensor in block.change.tensors.items()})
                     for block in optimizer.blocks
                 ]
-                optimizer.rebase(egop.Reparameterization(changes))
+                optimizer.rebase(egop.Basis(changes))
                 self.renewals += 1
     ''',
     "signed": '''
@@ -170,7 +170,7 @@ def test_all_four_train_save_load_and_resume(own, tmp_path):
             objective, rho=corners.Corners(), structure=reversing.Reversed(), samples=3, progress=False
         )
         basis.save(tmp_path / "basis.safetensors")
-        basis = egop.Reparameterization.load(tmp_path / "basis.safetensors")
+        basis = egop.Basis.load(tmp_path / "basis.safetensors")
         assert {change.kind for change in basis.values()} == {"Reversed"}
         return model, egop.ReparameterizedOptimizer(model, signed.Signed, basis, refresh=opposite.Opposite(), lr=0.01)
 
@@ -285,11 +285,11 @@ def test_a_basis_of_many_small_matrices_is_no_stack_of_weights(rows):
     layer = torch.nn.Linear(4, rows, bias=False).double()
     block = Block.of("weight", {"weight": layer.weight})
     start = PairsChange(block, {"basis": torch.eye(2, dtype=torch.float64).repeat(2, 1, 1)})
-    optimizer = egop.ReparameterizedOptimizer(layer, torch.optim.Adam, egop.Reparameterization([start]), lr=0.0)
+    optimizer = egop.ReparameterizedOptimizer(layer, torch.optim.Adam, egop.Basis([start]), lr=0.0)
     layer.weight.grad = torch.randn_like(layer.weight)
     optimizer.step()
     before = layer.weight.detach().clone()
     rotated = torch.tensor([[[1, 0], [0, 1]], [[0.6, -0.8], [0.8, 0.6]]], dtype=torch.float64)
-    optimizer.rebase(egop.Reparameterization([start.replaced({"basis": rotated})]))
+    optimizer.rebase(egop.Basis([start.replaced({"basis": rotated})]))
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), before, rtol=1e-12, atol=1e-12)

@@ -3,7 +3,7 @@
 from importlib import metadata
 
 from egop import optim
-from egop.basis.reparameterization import Reparameterization
+from egop.basis.basis import Basis
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import (
     Auxiliary,
@@ -36,6 +36,7 @@ __all__ = [
     "Aligned",
     "Auxiliary",
     "Ball",
+    "Basis",
     "BlockDiagnosis",
     "ChangeOfBasis",
     "Diagnosis",
@@ -53,7 +54,6 @@ __all__ = [
     "Recentered",
     "Reduced",
     "Refresh",
-    "Reparameterization",
     "ReparameterizedOptimizer",
     "Shared",
     "Spectrum",

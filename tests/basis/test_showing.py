@@ -32,25 +32,23 @@ def shared(name, *shape):
 
 def test_a_basis_is_short_in_a_line():
     changes = [shared("a", 3, 4), shared("b", 5, 2)]
-    basis = egop.Reparameterization(changes, unrotated={"c": "an embedding"})
-    assert repr(basis) == "Reparameterization(2 blocks: 2 Shared, 1 left as they are, 160 B)"
-    assert repr(egop.Reparameterization([])) == "Reparameterization(0 blocks, 0 B)"
+    basis = egop.Basis(changes, unrotated={"c": "an embedding"})
+    assert repr(basis) == "Basis(2 blocks: 2 Shared, 1 left as they are, 160 B)"
+    assert repr(egop.Basis([])) == "Basis(0 blocks, 0 B)"
 
 
 def test_cost_is_that_of_the_basis_products_beside_the_weights_own():
-    basis = egop.Reparameterization([shared("a", 3, 4)])
+    basis = egop.Basis([shared("a", 3, 4)])
     # 4 operations for each entry and column of the basis; a pass has 6 for each entry and row
     assert basis.cost(rows=8) == pytest.approx(4 * 12 * 4 / (6 * 12 * 8))
     assert basis.cost(rows=16) == pytest.approx(basis.cost(rows=8) / 2)
-    assert egop.Reparameterization([]).cost() == 0
+    assert egop.Basis([]).cost() == 0
     with pytest.raises(ValueError, match="Invalid rows value: 0"):
         basis.cost(rows=0)
 
 
 def test_every_name_is_escaped_in_a_notebook():
-    basis = egop.Reparameterization(
-        [shared(HOSTILE, 3, 4)], {HOSTILE: spectrum(4.0, 2.0, 1.0)}, unrotated={f"{HOSTILE}2": HOSTILE}
-    )
+    basis = egop.Basis([shared(HOSTILE, 3, 4)], {HOSTILE: spectrum(4.0, 2.0, 1.0)}, unrotated={f"{HOSTILE}2": HOSTILE})
     shown = basis._repr_html_()
     assert "<script" not in shown
     page = Page(shown)
@@ -106,11 +104,11 @@ def test_plot_of_many_spectra_groups_layers():
 
 def test_a_basis_and_a_spectrum_are_plotted():
     known = spectrum(4.0, 1.0)
-    for figure in (known.plot(), egop.Reparameterization([shared("a", 3, 4)], {"a": known}).plot()):
+    for figure in (known.plot(), egop.Basis([shared("a", 3, 4)], {"a": known}).plot()):
         (axes,) = figure.axes
         assert axes.lines[0].get_ydata().tolist() == [1.0, 0.25]
     with pytest.raises(ValueError, match="no spectra"):
-        egop.Reparameterization([shared("a", 3, 4)]).plot()
+        egop.Basis([shared("a", 3, 4)]).plot()
 
 
 def test_without_matplotlib_a_plot_says_what_to_install():

@@ -48,7 +48,7 @@ def basis(seed=0, dtype=torch.float64, structure=None):
 
 
 def part_of(basis, names):
-    return egop.Reparameterization([basis[name] for name in basis if name in names])
+    return egop.Basis([basis[name] for name in basis if name in names])
 
 
 def optimizer_of(model, kind, **more):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
 import runs
+import torch
 
 peft = pytest.importorskip("peft", reason=runs.MISSING)
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)

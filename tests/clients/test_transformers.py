@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
-
 import runs
+import torch
 
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)
 ScheduleFreeAdamW = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW

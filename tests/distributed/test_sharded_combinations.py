@@ -96,7 +96,7 @@ def draw_basis(structure, refresh):
             continue
         draws = {key: torch.randn(shape, generator=generator, dtype=torch.float64) for key, shape in shapes.items()}
         changes.append(structure.change(block, {key: torch.linalg.qr(draw).Q for key, draw in draws.items()}))
-    return egop.Reparameterization(changes)
+    return egop.Basis(changes)
 
 
 def train(model, base, refresh, structure, rank=0, world=1):

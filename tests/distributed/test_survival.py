@@ -193,7 +193,7 @@ def stops_early(rank, world):
 
 def on_another_number(rank, world, place):
     """A basis from a file, which one process has estimated."""
-    found = egop.Reparameterization.load(place)
+    found = egop.Basis.load(place)
     model = sharded(network())
     optimizer = optimizer_of(model, torch.optim.AdamW, None, None, found)
     steps(model, optimizer, rank=rank, world=world)

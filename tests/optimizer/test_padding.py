@@ -149,7 +149,7 @@ def make_kronecker_basis(model):
         progress=False,
     )
     block = dataclasses.replace(basis["tensor"].block, name="embedding.weight", parameters=("embedding.weight",))
-    return egop.Reparameterization([egop.Kronecker().change(block, basis["tensor"].tensors)])
+    return egop.Basis([egop.Kronecker().change(block, basis["tensor"].tensors)])
 
 
 def test_a_given_basis_that_would_move_the_padding_is_refused():
@@ -160,7 +160,7 @@ def test_a_given_basis_that_would_move_the_padding_is_refused():
     )
     with pytest.raises(ValueError, match=message):
         egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=0.01)
-    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, egop.Reparameterization([]), lr=0.01)
+    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, egop.Basis([]), lr=0.01)
     with pytest.raises(ValueError, match=message):
         optimizer.rebase(basis)
     optimizer = egop.ReparameterizedOptimizer(model.layers, torch.optim.AdamW, lr=0.01, model=model)

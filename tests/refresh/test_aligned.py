@@ -61,7 +61,7 @@ def test_with_sinkhorn_it_is_aro():
     model, plain = network(), network()
     refresh = egop.Aligned()
     names = {"0.weight": egop.Shared(side="smaller"), "2.weight": egop.Shared(side="smaller")}
-    basis = egop.Reparameterization(
+    basis = egop.Basis(
         [
             structure.change(block, {"basis": torch.eye(min(block.shapes[0]), dtype=torch.float64)})
             for (name, structure), block in zip(names.items(), blocks_of(model), strict=True)
@@ -183,7 +183,7 @@ def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
         egop.Shared(side="smaller").change(block, {"basis": torch.eye(min(block.shapes[0]), dtype=torch.float64)})
         for block in blocks_of(model)
     ]
-    basis = egop.Reparameterization(changes)
+    basis = egop.Basis(changes)
     optimizer = egop.ReparameterizedOptimizer(model, base, basis, refresh=Watch(), lr=0.01, **options)
     for step in range(3):
         optimizer.zero_grad()
@@ -197,7 +197,7 @@ def test_bases_that_it_cannot_rotate_are_refused_or_said():
     sides = [{"left": torch.eye(block.shapes[0][0]), "right": torch.eye(block.shapes[0][1])} for block in blocks]
     pairs = [{key: side.double() for key, side in tensors.items()} for tensors in sides]
     kronecker = [egop.Kronecker().change(*pair) for pair in zip(blocks, pairs, strict=True)]
-    basis = egop.Reparameterization(kronecker)
+    basis = egop.Basis(kronecker)
     with pytest.raises(ValueError, match="a basis of structure Shared, not Kronecker"):
         egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, refresh=egop.Aligned(), lr=0.01)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Aligned(), lr=0.01)

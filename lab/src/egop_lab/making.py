@@ -63,7 +63,7 @@ class Start:
     seed: int = 0
     inside: str | Sequence[str] | None = None
     memory: str = "2GiB"
-    bases: MutableMapping[egop.Structure, egop.Reparameterization] | None = None
+    bases: MutableMapping[egop.Structure, egop.Basis] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -177,7 +177,7 @@ class Together(Optimizer):
             part.step(closure)
 
 
-def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Reparameterization | None = None) -> Optimizer:
+def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Basis | None = None) -> Optimizer:
     """One of :data:`TORCH`, in original coordinates or in those of a basis."""
     kind, options = TORCH[name]
     if basis is None:

@@ -25,7 +25,7 @@ def test_both_start_alike_and_learn(found):
 def test_the_text_is_egops_own_source(found):
     text = demo_language.own_source()
     assert found.characters == len(text.train) + len(text.validation)
-    assert b"class Reparameterization(" in bytes(text.train.tolist())
+    assert b"class Basis(" in bytes(text.train.tolist())
 
 
 def test_the_learning_rate_warms_up_stays_and_ends():

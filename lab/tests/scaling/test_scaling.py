@@ -233,7 +233,7 @@ def measured(rank, world):
         else:
             plan = make_plan(model, STRUCTURES[name])
             parts = split_model(parameters, plan, online=online, on_cpu=True)
-            basis = egop.Reparameterization([_identity(*pair) for pair in plan.chosen.items()])
+            basis = egop.Basis([_identity(*pair) for pair in plan.chosen.items()])
         said = add_up(part.sharded(world) if wrapper == "FSDP2" else part.memory for part in parts)
         del parameters
         if wrapper == "FSDP2":

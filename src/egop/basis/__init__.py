@@ -3,10 +3,10 @@
 A new structure is a file in ``structures/``, or one of your own: it is registered by being defined.
 """
 
+from egop.basis.basis import Basis
 from egop.basis.files import orthonormality_error
 from egop.basis.partition import Block, Partition, check_disjoint, partition_parameters
 from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
-from egop.basis.reparameterization import Reparameterization
 from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
 from egop.basis.showing import Shown
 from egop.basis.showing import as_html as blocks_as_html
@@ -42,6 +42,7 @@ __all__ = [
     "WRAPPER",
     "Accumulator",
     "Auxiliary",
+    "Basis",
     "Block",
     "ChangeOfBasis",
     "Cost",
@@ -55,7 +56,6 @@ __all__ = [
     "Plan",
     "RandomRotation",
     "Reduced",
-    "Reparameterization",
     "Shared",
     "Shown",
     "Side",

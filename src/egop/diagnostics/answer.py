@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from egop.basis import Reparameterization
+from egop.basis import Basis
 from egop.diagnostics.curvature import Curvature
 from egop.diagnostics.evidence import evidence
 from egop.diagnostics.expected import FORM_COLUMNS, TITLES, FormDiagnosis, middle_half, share
@@ -56,7 +56,7 @@ class Diagnosis:
     """
 
     blocks: tuple[BlockDiagnosis, ...]
-    basis: Reparameterization | None
+    basis: Basis | None
     draws: int
     wanted: int
     pass_seconds: float | None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from egop.basis import Block, ChangeOfBasis, Reparameterization, Structure
+from egop.basis import Basis, Block, ChangeOfBasis, Structure
 from egop.diagnostics import forms
 from egop.diagnostics.short_runs import clock
 from egop.estimation import Objective, blocks_of
@@ -140,7 +140,7 @@ def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = tor
     for block in blocks[:-1]:  # the last one is the head
         shapes = structure.basis_shapes(block).items()
         changes.append(structure.change(block, {name: identity(shape, dtype, place) for name, shape in shapes}))
-    basis = Reparameterization(changes) if form == forms.FIXED else None
+    basis = Basis(changes) if form == forms.FIXED else None
     # Twice, since all that is predicted rests on it.
     taken = [forms.measured(objective, form, basis, 0, lambda: None) for _ in range(2)]
     return min(taken, key=lambda each: each.seconds - each.plain)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from egop.basis import Reparameterization
+from egop.basis import Basis
 from egop.diagnostics.expected import TITLES
 from egop.diagnostics.forms import FIXED, maker
 from egop.diagnostics.short_runs import Curve, check_gradient, held_batches, mean_loss, train
@@ -118,7 +118,7 @@ def end(run: Run) -> float:
 
 def race(
     objective: Objective,
-    basis: Reparameterization | None,
+    basis: Basis | None,
     *,
     form: str = FIXED,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,

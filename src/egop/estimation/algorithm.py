@@ -13,13 +13,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.basis import (
+    Basis,
     Block,
     ChangeOfBasis,
     Halves,
     Layer,
     Partition,
     Plan,
-    Reparameterization,
     Spectrum,
     StructureChoice,
     Summary,
@@ -182,10 +182,10 @@ def estimate_plan(
     spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
     changes = [change for _, change in finished.values()]
     if processes.world_size() == 1:
-        return Reparameterization(changes, spectra, plan.unrotated)
+        return Basis(changes, spectra, plan.unrotated)
     elsewhere = {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in blocks}
     kept_by = {block.name: owner for block, owner in owners.items()}
-    basis = Reparameterization(changes, spectra, plan.unrotated | elsewhere, kept_by)
+    basis = Basis(changes, spectra, plan.unrotated | elsewhere, kept_by)
     return basis if shard_bases else basis.gathered()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Reparameterization, check_disjoint
+from egop.basis import Basis, Known, Layer, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock
@@ -112,7 +112,7 @@ class Engine:
 
     def bind(
         self,
-        basis: Reparameterization | None,
+        basis: Basis | None,
         groups: Sequence[Mapping[str, Any]],
         first_group: int = 0,
         layers: Mapping[str, Layer] | None = None,
@@ -305,7 +305,7 @@ class Engine:
             self.refresher.settle(self)
 
     @torch.no_grad()
-    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+    def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
         """Go on in another basis, from the same point; see ``ReparameterizedOptimizer.rebase``."""
         check_moments(moments)
         self.settle()
@@ -323,7 +323,7 @@ class Engine:
             blocks[name].spectrum = basis.spectrum.get(name)
 
     @torch.no_grad()
-    def add_blocks(self, basis: Reparameterization) -> None:
+    def add_blocks(self, basis: Basis) -> None:
         """Give parameters outside every block a basis; all other blocks go on as they are.
 
         Args:

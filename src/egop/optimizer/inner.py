@@ -119,7 +119,7 @@ def warn_of_no_basis(optimizer_class: type[Optimizer]) -> None:
     name = optimizer_class.__name__
     warnings.warn(
         f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(); "
-        f"if plain {name} is meant, basis=egop.Reparameterization([]).",
+        f"if plain {name} is meant, basis=egop.Basis([]).",
         stacklevel=level_of_user(),
     )
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop.basis import WRAPPER, Layer, Reparameterization, Structure, plain_name
+from egop.basis import WRAPPER, Basis, Layer, Structure, plain_name
 from egop.optimizer.binding import BoundBlock
 
 Groups = Sequence[dict[str, Any]]
@@ -75,15 +75,15 @@ def _members(groups: Groups) -> list[Tensor]:
 
 
 def bind(
-    basis: Reparameterization | None,
+    basis: Basis | None,
     groups: Sequence[Mapping[str, Any]],
     first_group: int = 0,
     *,
     whole_matrices: bool = False,
 ) -> list[BoundBlock]:
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
-    if basis is not None and not isinstance(basis, Reparameterization):
-        raise TypeError(f"basis must be an egop.Reparameterization, got {_named(basis)}")
+    if basis is not None and not isinstance(basis, Basis):
+        raise TypeError(f"basis must be an egop.Basis, got {_named(basis)}")
     if basis is not None and basis.owners is not None:
         raise ValueError(
             "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "

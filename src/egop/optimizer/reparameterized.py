@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Plan, Reparameterization, check_disjoint, layers_of, plain_name
+from egop.basis import Basis, Known, Layer, Plan, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
 from egop.numerics import check_not_text, in_normal_mode, without_autocast
 from egop.optimizer import showing
@@ -61,7 +61,7 @@ class ReparameterizedOptimizer(Optimizer):
         optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
         basis: the change of basis of each block; without one (and without ``refresh``) the optimizer does what
             ``optimizer_class`` does, until a state dict with a basis is loaded, and the first step warns of that. A
-            basis without blocks, ``egop.Reparameterization([])``, says that it is meant so.
+            basis without blocks, ``egop.Basis([])``, says that it is meant so.
         model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
@@ -90,7 +90,7 @@ class ReparameterizedOptimizer(Optimizer):
         self,
         params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_class: type[Optimizer],
-        basis: Reparameterization | None = None,
+        basis: Basis | None = None,
         *,
         model: nn.Module | None = None,
         refresh: Refresh | None = None,
@@ -193,7 +193,7 @@ class ReparameterizedOptimizer(Optimizer):
         """A copy of the change of basis of each block as it is now, and why other weights have none."""
         self._engine.settle()
         blocks = self._engine.blocks
-        return Reparameterization(
+        return Basis(
             [
                 block.whole_change({name: tensor.clone() for name, tensor in block.change.tensors.items()})
                 for block in blocks
@@ -250,7 +250,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @in_normal_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis.
+        """Add a group of named parameters; with ``"basis": egop.Basis`` in it, in that basis.
 
         Parameters of the model that the optimizer was given need no names.
         """
@@ -295,7 +295,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @in_normal_mode
     @torch.no_grad()
-    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+    def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
         """Go on in another basis, from the same point.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import ChangeOfBasis, Reparameterization, orthonormality_error, plain_name, rebuild
+from egop.basis import Basis, ChangeOfBasis, orthonormality_error, plain_name, rebuild
 from egop.distributed import Pieces, part_of, whole
 from egop.optimizer.binding import UNKNOWN, BoundBlock
 from egop.optimizer.engine import Engine
@@ -251,7 +251,7 @@ def restored(
                 where = f"the {key} of block '{change.block.name}'"
                 raise ValueError(f"{_DAMAGED}: {where} is not orthonormal.")
     try:
-        blocks = engine.bind(Reparameterization(changes), engine.param_groups)
+        blocks = engine.bind(Basis(changes), engine.param_groups)
     except ValueError as error:
         raise ValueError(str(error) if groups is None else f"{_DAMAGED}: {error}") from error
     for bound, told in zip(blocks, with_block, strict=True):

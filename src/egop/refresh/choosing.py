@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from egop.basis import (
     CHANGES,
     ONLINE,
+    Basis,
     Layer,
     Partition,
     Plan,
-    Reparameterization,
     Structure,
     StructureChoice,
     make_plan,
@@ -91,7 +91,7 @@ class Choice:
             changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
             if not changes[-1].is_renewable():
                 raise ValueError(self._not_renewable(changes[-1].kind))
-        return Reparameterization(changes, unrotated=plan.unrotated)
+        return Basis(changes, unrotated=plan.unrotated)
 
     def check(self, optimizer: Rebasable) -> None:
         """Raise an error for bases that cannot be renewed; warn where weights are chosen by what was guessed."""

@@ -47,7 +47,7 @@ def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Reparameteri
     objective = egop.Objective(model, lambda model, batch: batch, [None])  # nothing is sampled for the identity
     identity = egop.estimate(objective, partition="parameter", structure=egop.Identity(), progress=False)
     device = next(model.parameters()).device
-    return egop.Reparameterization(
+    return egop.Basis(
         [
             structure.change(
                 change.block,

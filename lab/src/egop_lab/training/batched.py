@@ -65,7 +65,7 @@ class Basis:
     reduced: bool = False
 
     @classmethod
-    def stack(cls, bases: Sequence[egop.Reparameterization]) -> Basis:
+    def stack(cls, bases: Sequence[egop.Basis]) -> Basis:
         """From one basis a trial, of ``Full`` blocks and either ``Auxiliary`` or ``Reduced`` ones."""
         kinds = {change.kind for change in bases[0].values()} - {"Full"}
         if kinds not in (set(), {"Auxiliary"}, {"Reduced"}):

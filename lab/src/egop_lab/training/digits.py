@@ -33,7 +33,7 @@ class DigitsProblem(ImageTrials):
         super().__init__(seeds, network, _source, digits().on(device), _BATCH)
         self.device, self.workers = device, workers
 
-    def bases(self) -> list[egop.Reparameterization]:
+    def bases(self) -> list[egop.Basis]:
         """One basis a trial."""
         return [basis.to(self.device) for basis in over_processes(estimate, self.seeds, self.workers)]
 
@@ -63,7 +63,7 @@ def train_alone(
     rate: float,
     epochs: int,
     device: torch.device | str = "cpu",
-    basis: egop.Reparameterization | None = None,
+    basis: egop.Basis | None = None,
 ) -> Curve:
     """One run of the sweep by itself: the network, torch's optimizer or the library's, the training loop.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Finished = tuple[Spectrum | None, ChangeOfBasis]
 
 
-class Reparameterization(Mapping[str, ChangeOfBasis]):
+class Basis(Mapping[str, ChangeOfBasis]):
     """One change of basis per block, by block name.
 
     Args:
@@ -42,7 +42,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         >>> list(basis), basis.spectrum["theta"].samples
         (['theta'], 3)
         >>> basis.save(folder / "basis.safetensors")
-        >>> coordinates = egop.Reparameterization.load(folder / "basis.safetensors").encode({"theta": torch.ones(3)})
+        >>> coordinates = egop.Basis.load(folder / "basis.safetensors").encode({"theta": torch.ones(3)})
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
     def to(self, device: torch.device | str) -> Reparameterization:
         """The same on another device."""
         changes = [change.to(device) for change in self.values()]
-        return Reparameterization(changes, self.spectrum, self.unrotated, self.owners)
+        return Basis(changes, self.spectrum, self.unrotated, self.owners)
 
     def gathered(self) -> Reparameterization:
         """All blocks, from a basis of which each process has some (``shard_bases=True``); the same bits everywhere.
@@ -122,7 +122,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
                 processes.broadcast(tensor, owner)
         spectra = {name: spectrum for name, (spectrum, _) in finished.items() if spectrum is not None}
         unrotated = {name: why for name, why in self.unrotated.items() if name not in self.owners}
-        return Reparameterization([change for _, change in finished.values()], spectra, unrotated)
+        return Basis([change for _, change in finished.values()], spectra, unrotated)
 
     def _finished(self, name: str) -> Finished | None:
         return (self.spectrum.get(name), self[name]) if name in self else None
@@ -163,7 +163,7 @@ class Reparameterization(Mapping[str, ChangeOfBasis]):
         blocks = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         taken = format_bytes(sum(change.nbytes for change in self.values()))
         left = f", {len(self.unrotated)} left as they are" if self.unrotated else ""
-        return f"Reparameterization({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{left}, {taken})"
+        return f"Basis({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{left}, {taken})"
 
     def __str__(self) -> str:
         """A table of the blocks: what they are, what they cost, what their spectra say."""

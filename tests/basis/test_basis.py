@@ -28,7 +28,7 @@ def orthogonal(size, seed=0):
 def by_hand(*blocks, spectrum=None, unrotated=None):
     """A basis of random rotations."""
     changes = [FullChange(block, {"basis": orthogonal(block.size, seed)}) for seed, block in enumerate(blocks)]
-    return egop.Reparameterization(changes, spectrum, unrotated)
+    return egop.Basis(changes, spectrum, unrotated)
 
 
 def random_tensors(basis, seed=3):
@@ -145,7 +145,7 @@ def test_an_estimated_basis_prints_every_block(basis):
 
 
 def test_a_basis_without_blocks_prints_too():
-    assert "total" in str(egop.Reparameterization([]))
+    assert "total" in str(egop.Basis([]))
 
 
 # --- files ---
@@ -174,10 +174,10 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, structure):
     basis = cases.estimate(cases.DEEP.objective(), structure={"[02].*": structure})
     path = tmp_path / "basis.safetensors"
     basis.save(path)
-    loaded = egop.Reparameterization.load(path)
+    loaded = egop.Basis.load(path)
     assert_same_basis(loaded, basis)
     loaded.save(path)  # over the file it was read from
-    assert_same_basis(egop.Reparameterization.load(str(path)), basis)
+    assert_same_basis(egop.Basis.load(str(path)), basis)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -187,15 +187,15 @@ def test_block_names_may_be_anything(tmp_path_factory, names):
     basis = by_hand(*(cases.block(name, **{f"{name}w": (2,), f"{name}v": (1,)}) for name in names))
     path = tmp_path_factory.mktemp("names") / "basis.safetensors"
     basis.save(path)
-    assert_same_basis(egop.Reparameterization.load(path), basis)
+    assert_same_basis(egop.Basis.load(path), basis)
 
 
 def test_blocks_may_share_the_memory_of_their_bases(tmp_path):
     shared, stack = orthogonal(3).contiguous(), torch.stack([orthogonal(3, 1), orthogonal(3, 2)])
     bases = {"a": shared, "b": shared, "c": stack[0], "d": stack[1], "e": orthogonal(3).mT}
     changes = [FullChange(cases.block(name, **{name: (3,)}), {"basis": V}) for name, V in bases.items()]
-    egop.Reparameterization(changes).save(tmp_path / "basis.safetensors")
-    loaded = egop.Reparameterization.load(tmp_path / "basis.safetensors")
+    egop.Basis(changes).save(tmp_path / "basis.safetensors")
+    loaded = egop.Basis.load(tmp_path / "basis.safetensors")
     assert all(torch.equal(loaded[name].tensors["basis"], V) for name, V in bases.items())
 
 
@@ -238,12 +238,12 @@ def test_readers_see_the_old_file_or_the_new_one_never_a_part(tmp_path, monkeypa
 
     def watched(tensors, target, metadata):
         save_file(tensors, target, metadata=metadata)
-        seen.append(list(egop.Reparameterization.load(path)))
+        seen.append(list(egop.Basis.load(path)))
 
     monkeypatch.setattr(files, "save_file", watched)
     by_hand(cases.block("other", w=(3,), v=(2,))).save(path)
     assert seen == [["rnn", "head.weight"]]
-    assert list(egop.Reparameterization.load(path)) == ["other"]
+    assert list(egop.Basis.load(path)) == ["other"]
 
 
 def altered(path, basis, content=lambda content: content, tensors=lambda tensors: tensors):
@@ -258,9 +258,9 @@ def altered(path, basis, content=lambda content: content, tensors=lambda tensors
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no file '.*nothing\.safetensors'"):
-        egop.Reparameterization.load(tmp_path / "nothing.safetensors")
+        egop.Basis.load(tmp_path / "nothing.safetensors")
     with pytest.raises(FileNotFoundError, match="There is no file"):
-        egop.Reparameterization.load(tmp_path)
+        egop.Basis.load(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
@@ -269,27 +269,27 @@ def test_a_truncated_file_is_refused(tmp_path, basis, keep):
     basis.save(path)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ValueError, match=r"'.*basis.safetensors' is not a whole safetensors file"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "basis.safetensors"
     path.write_text("Dear diary, today I trained a network.")
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="is a safetensors file, but not one that egop saved"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
     save_file({"weight": torch.zeros(2)}, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="but not one that egop saved"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
 
 
 def test_a_file_of_another_version_names_both_versions(tmp_path, basis):
     path = tmp_path / "basis.safetensors"
     altered(path, basis, content=lambda content: content | {"version": 99})
     with pytest.raises(ValueError, match="has format version 99; this egop reads 1 and 2"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
 
 
 @pytest.mark.parametrize(
@@ -301,21 +301,21 @@ def test_a_basis_that_is_not_orthonormal_is_refused(tmp_path, basis, damage):
     with pytest.raises(
         ValueError, match=r"'.*basis.safetensors' cannot be read: the basis of block 'rnn' is not ortho"
     ):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
 
 
 def test_a_basis_of_another_size_is_refused(tmp_path, basis):
     path = tmp_path / "basis.safetensors"
     altered(path, basis, tensors=lambda tensors: tensors | {"rnn/basis": torch.eye(3).double()})
     with pytest.raises(ValueError, match=r"Block 'rnn' .*needs a basis of shape \(84, 84\), got \(3, 3\)"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
 
 
 def test_a_missing_tensor_and_an_unknown_structure_are_named(tmp_path, basis):
     path = tmp_path / "basis.safetensors"
     altered(path, basis, tensors=lambda tensors: {k: v for k, v in tensors.items() if k != "rnn/basis"})
     with pytest.raises(ValueError, match=r"lacks \['basis'\] of block 'rnn'"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
 
     def rename(content):
         content["blocks"][0]["structure"] = "Spiral"
@@ -323,7 +323,7 @@ def test_a_missing_tensor_and_an_unknown_structure_are_named(tmp_path, basis):
 
     altered(path, basis, content=rename)
     with pytest.raises(ValueError, match="Unknown structure 'Spiral'"):
-        egop.Reparameterization.load(path)
+        egop.Basis.load(path)
 
 
 # --- bad input ---
