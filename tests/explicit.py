@@ -28,7 +28,7 @@ def logistic(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, wanted.to(outputs.dtype))
 
 
-def basis_of(case: cases.ModelCase, **options: Any) -> egop.Reparameterization:
+def basis_of(case: cases.ModelCase, **options: Any) -> egop.Basis:
     """The basis of a model under the logistic loss."""
     objective = egop.Objective(case.build(), logistic, case.batches())
     return cases.estimate(objective, **{"sampling": "loop"} | options)

@@ -79,7 +79,7 @@ class Start:
         named = self.model.named_parameters()
         return [weight for name, weight in named if weight.dim() > 1 and any(map(_matching(name), self._patterns))]
 
-    def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
+    def upfront(self, structure: egop.Structure) -> egop.Basis:
         """A basis from gradients at fresh initialisations (a random one needs none)."""
         if self.bases is None:
             return self._estimated(structure)
@@ -87,7 +87,7 @@ class Start:
             self.bases[structure] = self._estimated(structure)
         return self.bases[structure]
 
-    def _estimated(self, structure: egop.Structure) -> egop.Reparameterization:
+    def _estimated(self, structure: egop.Structure) -> egop.Basis:
         assert self.objective is not None
         return egop.estimate(
             self.objective,

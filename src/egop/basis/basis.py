@@ -98,12 +98,12 @@ class Basis(Mapping[str, ChangeOfBasis]):
             decoded |= zip(change.block.parameters, change.decode(given), strict=True)
         return decoded
 
-    def to(self, device: torch.device | str) -> Reparameterization:
+    def to(self, device: torch.device | str) -> Basis:
         """The same on another device."""
         changes = [change.to(device) for change in self.values()]
         return Basis(changes, self.spectrum, self.unrotated, self.owners)
 
-    def gathered(self) -> Reparameterization:
+    def gathered(self) -> Basis:
         """All blocks, from a basis of which each process has some (``shard_bases=True``); the same bits everywhere.
 
         All processes call this together. A basis that is not in parts is returned as it is.
@@ -183,7 +183,7 @@ class Basis(Mapping[str, ChangeOfBasis]):
         files.write(path, files.Content(list(self.values()), self.spectrum, self.unrotated))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Reparameterization:
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Basis:
         """Read what :meth:`save` wrote.
 
         Raises:

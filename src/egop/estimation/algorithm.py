@@ -55,7 +55,7 @@ def estimate(
     sampling: Sampling = "auto",
     stability: bool = False,
     shard_bases: bool = False,
-) -> Reparameterization:
+) -> Basis:
     r"""Estimate the EGOP eigenbasis of an objective, one basis per block.
 
     Draws :math:`\theta_1, \dots, \theta_M \sim \rho`, forms for each block
@@ -155,7 +155,7 @@ def estimate_plan(
     progress: bool,
     stability: bool = False,
     shard_bases: bool = False,
-) -> Reparameterization:
+) -> Basis:
     """The basis of each block of a plan; in a process group all processes have to call this."""
     count = samples_wanted(plan) and (samples or samples_wanted(plan))
     asked = {"samples": count, "rho": type(rho).__name__, "sampling": sampling, "stability": stability}

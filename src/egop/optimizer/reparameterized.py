@@ -189,7 +189,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     @in_normal_mode
-    def basis(self) -> Reparameterization:
+    def basis(self) -> Basis:
         """A copy of the change of basis of each block as it is now, and why other weights have none."""
         self._engine.settle()
         blocks = self._engine.blocks

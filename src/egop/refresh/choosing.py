@@ -82,7 +82,7 @@ class Choice:
         plan = make_plan(blocks, layers, structure, memory, self.candidates, all_weights=every)
         return Plan(plan.chosen, plan.why, plan.unrotated | left)
 
-    def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
+    def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Basis:
         """The original coordinates, in the structures that the basis is to have; arguments as of :meth:`plan`."""
         plan = self.plan(optimizer, names)
         changes = []

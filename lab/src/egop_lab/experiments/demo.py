@@ -123,7 +123,7 @@ def _generator(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(len(purposes) * seed + purposes.index(purpose))
 
 
-def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> egop.Reparameterization:
+def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> egop.Basis:
     batches = Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "sampling batches"))
     return egop.estimate(
         egop.Objective(model, cross_entropy, batches),

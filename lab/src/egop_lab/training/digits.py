@@ -43,7 +43,7 @@ def network(seed: int) -> nn.Module:
     return xavier_(digits_network(), torch.Generator().manual_seed(seed))
 
 
-def estimate(seed: int) -> egop.Reparameterization:
+def estimate(seed: int) -> egop.Basis:
     """A trial's basis: M = d gradients at fresh initialisations; on the CPU, faster for so small a network."""
     model = network(seed)
     batches = Batches(*digits().train.batch, size=_BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))

@@ -88,7 +88,7 @@ def _network(seed: int) -> nn.Module:
     return xavier_(linear_network(*WIDTHS), _generator(seed, 0))
 
 
-def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Reparameterization:
+def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
     """The basis of a trial: of its seed, samples, gradients, precision and partition."""
     seed, samples, gradients, dtype, partition = wanted
     inputs, target = (tensor.to(dtype) for tensor in _data(seed, samples))
