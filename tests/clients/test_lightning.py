@@ -11,9 +11,9 @@ import training
 lightning = pytest.importorskip("lightning", reason=runs.MISSING)
 
 from lightning.pytorch import callbacks
-from lightning_runs import ByHand, Module, fit, loader, schedule, trainer
 
 import egop
+from lightning_runs import ByHand, Module, fit, loader, schedule, trainer
 from processes import run
 
 SIX = 6
