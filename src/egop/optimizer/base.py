@@ -86,9 +86,14 @@ class Base:
         kind, options = self.outside
         return Divided(groups, inside, partial(kind, **options))
 
-    def groups(self, group: Mapping[str, Any], blocks: Sequence[BoundBlock], pieces: Pieces) -> list[Group]:
-        """What an inner optimizer has in the place of one of the user's: coordinates, and what is in no block."""
-        inside = {id(original): block for block in blocks for original in block.originals}
+    def groups(self, group: Mapping[str, Any], inside: Mapping[int, BoundBlock], pieces: Pieces) -> list[Group]:
+        """What an inner optimizer has in the place of one of the user's: coordinates, and what is in no block.
+
+        Args:
+            group: one of the user's.
+            inside: the block of each parameter that is in one, see :func:`egop.optimizer.binding.map_to_blocks`.
+            pieces: what stands for sharded parameters outside of them.
+        """
         members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter stands
         others: list[Tensor] = []
         for parameter in group["params"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -238,6 +238,11 @@ class BoundBlock:
     def note(self) -> None:
         """The coordinates stand for the parameters as they are now."""
         self._seen = [_look(*pair) for pair in zip(self.parameters, self.originals, strict=True)]
+
+
+def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
+    """Map each parameter that is in a block, by its ``id``, to the block."""
+    return {id(original): block for block in blocks for original in block.originals}
 
 
 # What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from egop.basis import Basis, Known, Layer, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
-from egop.optimizer.binding import BoundBlock
+from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.hooks import step_inner
 from egop.optimizer.inner import (
     check_blocks,
@@ -57,6 +57,7 @@ class Engine:
         self._inner: Optimizer | None = None
         self._stacks: Stacks | None = None
         self.bound = Bound()
+        self._inside: tuple[list[BoundBlock], dict[int, BoundBlock]] | None = None  # what block_of looks up
 
     @property
     def is_built(self) -> bool:
@@ -155,11 +156,12 @@ class Engine:
             groups: parameter groups with other hyper-parameters than the optimizer's own.
         """
         base, groups = self.base, self.param_groups if groups is None else groups
-        return base.make([inner for group in groups for inner in base.groups(group, blocks, pieces)])
+        inside = map_to_blocks(blocks)
+        return base.make([inner for group in groups for inner in base.groups(group, inside, pieces)])
 
     def add_group(self, blocks: list[BoundBlock]) -> None:
         """Take in the last parameter group, which these blocks are of."""
-        groups = self.base.groups(self.param_groups[-1], blocks, self.pieces)
+        groups = self.base.groups(self.param_groups[-1], map_to_blocks(blocks), self.pieces)
         for group in groups:
             self.inner.add_param_group(group)
         self.base.show_outside(self.param_groups, self.inner)
@@ -177,9 +179,9 @@ class Engine:
 
     def block_of(self, parameter: Tensor) -> BoundBlock | None:
         """The block that a parameter is in."""
-        return next(
-            (block for block in self.blocks if any(original is parameter for original in block.originals)), None
-        )
+        if self._inside is None or self._inside[0] is not self.blocks:
+            self._inside = self.blocks, map_to_blocks(self.blocks)
+        return self._inside[1].get(id(parameter))
 
     # --- a step ---
 
@@ -337,12 +339,12 @@ class Engine:
             for original in block.originals:
                 self.inner.state.pop(self.pieces.of(original), None)
         self.blocks = self.blocks + new
+        inside = map_to_blocks(self.blocks)
         # In the same optimizer: it may keep more than its state.
         for group, targets in self.base.pairs(self.param_groups, self.inner):
-            for target, wanted in zip(targets, self.base.groups(group, self.blocks, self.pieces), strict=True):
+            for target, wanted in zip(targets, self.base.groups(group, inside, self.pieces), strict=True):
                 target["params"] = wanted["params"]
-        for block in new:
-            self.reset_moments(block)
+        self.reset_moments(new)
         self._stacks = None
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
@@ -358,13 +360,15 @@ class Engine:
         for block in stack.blocks[members]:
             block.spectrum = None  # of the basis that it had
         if moments == "reset":
-            for block in stack.blocks[members]:
-                self.reset_moments(block)
+            self.reset_moments(stack.blocks[members])
 
-    def reset_moments(self, block: BoundBlock) -> None:
-        """Let the inner optimizer begin anew with the coordinates of a block."""
-        fresh = fresh_states(self.inner, block.coordinates, self.base.make)
-        self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+    def reset_moments(self, blocks: Iterable[BoundBlock]) -> None:
+        """Let the inner optimizer begin anew with the coordinates of some blocks."""
+        wanted = {id(coordinate) for block in blocks for coordinate in block.coordinates}
+        for group in self.inner.param_groups:
+            if tensors := [tensor for tensor in group["params"] if id(tensor) in wanted]:
+                fresh = fresh_states(self.inner, tensors, self.base.make, group=group)
+                self.inner.state.update(zip(tensors, fresh, strict=True))
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
         if moments != "reset" and any(self.inner.state.values()):
@@ -382,7 +386,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks are views of memory that the blocks of a copy do not share, and its model is another."""
         self.settle()
-        return self.__dict__ | {"_stacks": None, "bound": Bound(), "known": None}
+        return self.__dict__ | {"_stacks": None, "bound": Bound(), "known": None, "_inside": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

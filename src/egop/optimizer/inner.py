@@ -241,7 +241,12 @@ def read_by_lookahead(inner: Optimizer, tensors: Sequence[Tensor]) -> tuple[list
 
 
 def fresh_states(
-    inner: Optimizer, tensors: Sequence[Tensor], make: Make, *, stepped: bool = False
+    inner: Optimizer,
+    tensors: Sequence[Tensor],
+    make: Make,
+    *,
+    stepped: bool = False,
+    group: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """The states that an optimizer has of its tensors before the first step, or (``stepped``) the form of later ones.
 
@@ -250,8 +255,10 @@ def fresh_states(
         tensors: some that it steps, of one group.
         make: makes another one from groups.
         stepped: whether a step without a gradient is taken first, with stand-ins for the tensors.
+        group: the parameter group that has them; searched for if not given.
     """
-    group = next(group for group in inner.param_groups if any(tensor is tensors[0] for tensor in group["params"]))
+    if group is None:
+        group = next(each for each in inner.param_groups if any(tensor is tensors[0] for tensor in each["params"]))
     others = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     stand_ins = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
     fresh = make([{**others, "params": stand_ins}])
