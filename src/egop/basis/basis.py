@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -17,14 +16,11 @@ from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.basis.structures.views import Coordinates, as_tuple
-from egop.distributed import processes
 from egop.formatting import format_bytes, pluralize
 from egop.plots import plot_spectra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Finished = tuple[Spectrum | None, ChangeOfBasis]
 
 
 class Basis(Mapping[str, ChangeOfBasis]):
@@ -34,7 +30,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
         changes: the changes of basis; each knows its block.
         spectrum: the spectra of the blocks that have one, by block name.
         unrotated: why weights were left in original coordinates, by name.
-        owners: of a basis that is kept in parts, the process that has each block, by block name.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
@@ -50,13 +45,11 @@ class Basis(Mapping[str, ChangeOfBasis]):
         changes: Sequence[ChangeOfBasis],
         spectrum: Mapping[str, Spectrum] | None = None,
         unrotated: Mapping[str, str] | None = None,
-        owners: Mapping[str, int] | None = None,
     ) -> None:
         check_disjoint([change.block for change in changes])
         self._changes = {change.block.name: change for change in changes}
         self.spectrum = dict(spectrum or {})
         self.unrotated = dict(unrotated or {})
-        self.owners = None if owners is None else dict(owners)
 
     def __getitem__(self, block: str) -> ChangeOfBasis:
         """The change of basis of one block."""
@@ -101,40 +94,7 @@ class Basis(Mapping[str, ChangeOfBasis]):
     def to(self, device: torch.device | str) -> Basis:
         """The same on another device."""
         changes = [change.to(device) for change in self.values()]
-        return Basis(changes, self.spectrum, self.unrotated, self.owners)
-
-    def gathered(self) -> Basis:
-        """All blocks, from a basis of which each process has some (``shard_bases=True``); the same bits everywhere.
-
-        All processes call this together. A basis that is not in parts is returned as it is.
-        """
-        if self.owners is None:
-            return self
-        outlines = processes.exchanged(lambda: {name: self._outline(name) for name in self})
-        owners = self.owners.items()
-        finished = processes.agreed(
-            lambda: {name: self._finished(name) or _room(*outlines[owner][name]) for name, owner in owners}
-        )
-        for name, owner in owners:
-            spectrum, change = finished[name]
-            described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
-            for tensor in [*change.tensors.values(), *described]:
-                processes.broadcast(tensor, owner)
-        spectra = {name: spectrum for name, (spectrum, _) in finished.items() if spectrum is not None}
-        unrotated = {name: why for name, why in self.unrotated.items() if name not in self.owners}
-        return Basis([change for _, change in finished.values()], spectra, unrotated)
-
-    def _finished(self, name: str) -> Finished | None:
-        return (self.spectrum.get(name), self[name]) if name in self else None
-
-    def _outline(self, name: str) -> tuple[Spectrum | None, ChangeOfBasis, str]:
-        """All of a block but the values, and on which kind of device they are."""
-        spectrum, change = self.spectrum.get(name), self[name]
-        if spectrum is not None:
-            spectrum = replace(
-                spectrum, eigenvalues=spectrum.eigenvalues.to("meta"), density=spectrum.density.to("meta")
-            )
-        return spectrum, change.to("meta"), change.device.type
+        return Basis(changes, self.spectrum, self.unrotated)
 
     def cost(self, rows: int = showing.ROWS) -> float:
         """The work of the basis products of a step, over that of a forward and backward pass of the same weights.
@@ -178,8 +138,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one safetensors file; written beside and renamed, so never half. A link stays one."""
-        if self.owners is not None:
-            raise ValueError("This process has only some blocks of the basis. Save basis.gathered() in one process.")
         files.write(path, files.Content(list(self.values()), self.spectrum, self.unrotated))
 
     @classmethod
@@ -192,14 +150,3 @@ class Basis(Mapping[str, ChangeOfBasis]):
         """
         changes, spectra, unrotated = files.read(path, device)
         return cls(changes, spectra, unrotated)
-
-
-def _room(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:
-    """Room for the values of what another process has outlined."""
-    if spectrum is not None:
-        eigenvalues, density = (
-            torch.empty_like(tensor, device=device) for tensor in (spectrum.eigenvalues, spectrum.density)
-        )
-        spectrum = replace(spectrum, eigenvalues=eigenvalues, density=density)
-    tensors = {name: torch.empty_like(tensor, device=device) for name, tensor in change.tensors.items()}
-    return spectrum, change.replaced(tensors)

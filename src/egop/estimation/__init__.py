@@ -1,42 +1,37 @@
-"""The paper's Algorithm 1: an objective, points that rho draws, their gradients, and the basis they give.
+"""Estimation of a basis: draw points from rho, sample gradients there and decompose them (the paper's Algorithm 1).
 
 The model is left exactly as it was. A new rho is a subclass of ``Distribution``.
 """
 
-from egop.estimation.algorithm import (
-    MORE,
-    Gathering,
+from egop.estimation.estimate import (
     NoGradientError,
-    blocks_of,
-    check_reached,
-    checked,
+    count_draws,
     estimate,
     estimate_plan,
-    gradients_for,
-    samples_wanted,
+    partition_objective,
+    require_gradient,
+    resolve_arguments,
+    warn_if_identical,
 )
-from egop.estimation.chunks import Sampling
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
-from egop.estimation.sampling import sample_gradients
+from egop.estimation.sampling import SamplingMethod, sample_gradients
 
 __all__ = [
-    "MORE",
     "Ball",
     "Distribution",
-    "Gathering",
     "Gaussian",
     "Initialization",
     "NoGradientError",
     "Objective",
     "Recentered",
-    "Sampling",
-    "blocks_of",
-    "check_reached",
-    "checked",
+    "SamplingMethod",
+    "count_draws",
     "estimate",
     "estimate_plan",
-    "gradients_for",
+    "partition_objective",
+    "require_gradient",
+    "resolve_arguments",
     "sample_gradients",
-    "samples_wanted",
+    "warn_if_identical",
 ]

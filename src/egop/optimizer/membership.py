@@ -84,11 +84,6 @@ def bind(
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
     if basis is not None and not isinstance(basis, Basis):
         raise TypeError(f"basis must be an egop.Basis, got {_named(basis)}")
-    if basis is not None and basis.owners is not None:
-        raise ValueError(
-            "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
-            "together first, in all processes: basis = basis.gathered()."
-        )
     given = {
         plain_name(name): (index, parameter)
         for index, group in enumerate(groups, first_group)

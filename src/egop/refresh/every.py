@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, make_plan, plain_name
-from egop.estimation import Distribution, NoGradientError, Objective, Recentered, blocks_of, estimate, estimate_plan
+from egop.estimation import (
+    Distribution,
+    NoGradientError,
+    Objective,
+    Recentered,
+    estimate,
+    estimate_plan,
+    partition_objective,
+)
 from egop.formatting import parse_bytes
 from egop.numerics import check_positive
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
@@ -87,7 +95,9 @@ class _Periodic(Refresher):
         config = self.config
         if optimizer.blocks:
             return None
-        return make_plan(*blocks_of(self.objective, config.partition), config.structure, parse_bytes(config.memory))
+        return make_plan(
+            *partition_objective(self.objective, config.partition), config.structure, parse_bytes(config.memory)
+        )
 
     def check(self, optimizer: Rebasable) -> None:
         _check_trained(self.objective, optimizer)
@@ -133,7 +143,7 @@ class _Periodic(Refresher):
 
 def _check_trained(objective: Objective, optimizer: Rebasable) -> None:
     """Raise an error for an objective whose parameters stay where they are while others of their names are trained."""
-    objective.check_whole()
+    objective.check_unsharded()
     trained = {
         plain_name(name): parameter
         for group in optimizer.param_groups

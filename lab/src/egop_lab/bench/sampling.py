@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import egop
-from egop.estimation import Sampling, sample_gradients
+from egop.estimation import SamplingMethod, sample_gradients
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
@@ -49,7 +49,7 @@ def run(setting: Setting) -> Iterator[Row]:
 
 def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting: Setting) -> Row:
     objective = egop.Objective(network.make(setting.device), network.loss, _batches(network, setting.device))
-    counts: dict[Sampling, int] = {"loop": few, "vmap": many}
+    counts: dict[SamplingMethod, int] = {"loop": few, "vmap": many}
     turns: dict[str, Callable[..., float]] = {
         method: functools.partial(_per_second, objective, rho, count, method, setting.device)
         for method, count in counts.items()
@@ -71,7 +71,7 @@ def _batches(network: Network, device: torch.device) -> Iterable[Any]:
 
 
 def _per_second(
-    objective: egop.Objective, rho: egop.Distribution, samples: int, method: Sampling, device: torch.device
+    objective: egop.Objective, rho: egop.Distribution, samples: int, method: SamplingMethod, device: torch.device
 ) -> float:
     def sample() -> None:
         generator = torch.Generator().manual_seed(0)
