@@ -17,7 +17,7 @@ from egop.basis.structures import (
     Structure,
 )
 from egop.diagnostics import BlockDiagnosis, Diagnosis, FoundRate, diagnose, find_lr
-from egop.estimation.estimate import estimate
+from egop.estimation.estimator import estimate
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.extras.inputs import rotate_inputs

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import egop
 from egop.basis.structures import low_rank
 from egop.distributed import processes
-from egop.estimation import sampling
-from egop.estimation.algorithm import Gathering
+from egop.estimation import partition_objective, sampling
 from processes import run
 from training import batch, loss_of, network, sharded, steps, weights
 
@@ -45,7 +44,7 @@ def values(basis):
     found = {f"{name}/{key}": tensor for name, change in basis.items() for key, tensor in change.tensors.items()}
     for name, spectrum in basis.spectrum.items():
         found |= {f"{name}/values": spectrum.eigenvalues, f"{name}/density": spectrum.density}
-        found[f"{name}/counts"] = torch.tensor([spectrum.samples, spectrum.stability or 0.0], dtype=torch.float64)
+        found[f"{name}/counts"] = torch.tensor(spectrum.samples, dtype=torch.float64)
     return found
 
 
@@ -105,9 +104,8 @@ def all_cases(rank, world):
     found = {name: values(estimated(objective(), *case)) for name, case in STRUCTURES.items()}
     found |= {f"from {name}": values(estimated(objective(), egop.Shared(), 93, rho)) for name, rho in RHOS.items()}
     found["loop"] = values(estimated(objective(), egop.Shared(), 10, sampling="loop"))
-    found["stability"] = values(estimated(objective(), egop.Kronecker(), 31, stability=True))
-    found["three draws"] = values(estimated(objective(), egop.Full(), 3, stability=True))
-    found["one draw"] = values(estimated(objective(), egop.Full(), 1, stability=True))
+    found["three draws"] = values(estimated(objective(), egop.Full(), 3))
+    found["one draw"] = values(estimated(objective(), egop.Full(), 1))
     # Another state, and another generator, on every process: the first one's count.
     generator = torch.Generator().manual_seed(5 + rank)
     model = normed(rank)
@@ -136,14 +134,10 @@ def periodic(rank, world):
     return weights(model), values(optimizer.basis)
 
 
-def all_of_two(rank, world):
-    return {"kept": kept(rank, world), "errors": errors(rank, world)}
-
-
 @pytest.fixture(scope="module")
 def two():
-    """What two processes found; at most a minute, so that a hang is seen."""
-    return run(all_of_two, 2, timeout=60)
+    """What two processes say when something goes wrong; at most a minute, so that a hang is seen."""
+    return run(errors, 2, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -163,35 +157,6 @@ def test_the_basis_is_that_of_one_process_and_the_same_bits_everywhere(alone):
             for found in ranks:
                 assert torch.equal(found[case][name], ranks[0][case][name]), f"{case}: {name} differs between processes"
             torch.testing.assert_close(ranks[0][case][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
-
-
-def kept(rank, world):
-    """The blocks that a process keeps, and what it says of the others."""
-    basis = estimated(objective(), egop.Full(), 20, shard_bases=True)
-    everything = estimated(objective(), egop.Full(), 20)
-    assert all(change.equal(everything[name]) for name, change in basis.items())
-    assert set(basis.spectrum) == set(basis)
-    assert "kept by process" in str(basis)
-    # What would train the processes apart is refused; brought together it is as if it had never been in parts.
-    with pytest.raises(ValueError, match=r"only some of its blocks\. Bring it together first.*basis\.gathered"):
-        egop.ReparameterizedOptimizer(network(), torch.optim.SGD, basis)
-    with pytest.raises(ValueError, match="only some blocks"):
-        basis.save("basis.safetensors")
-    together = basis.gathered()
-    assert list(together) == list(everything)
-    assert all(change.equal(everything[name]) for name, change in together.items())
-    spectra = [(each.spectrum[name].eigenvalues for name in each) for each in (together, everything)]
-    assert all(torch.equal(one, other) for one, other in zip(*spectra, strict=True))
-    assert together.unrotated == everything.unrotated
-    egop.ReparameterizedOptimizer(network(), torch.optim.SGD, together)
-    return {"names": list(basis), "left": basis.unrotated}
-
-
-def test_bases_can_stay_where_they_were_found(two):
-    ranks = [found["kept"] for found in two]
-    assert [found["names"] for found in ranks] == [["0.weight", "2.weight"], ["4.weight", "6.weight"]]
-    for found, other in zip(ranks, (1, 0), strict=True):
-        assert found["left"] == dict.fromkeys(ranks[other]["names"], f"kept by process {other}")
 
 
 class OddError(Exception):
@@ -228,6 +193,7 @@ def refused(function):
 def errors(rank, world):
     """What each process says when something goes wrong in one of them."""
     shared = egop.Shared()
+    block = partition_objective(objective(), "parameter")[0][0]
     found = {
         "not finite": refused(lambda: estimated(failing(1), shared, 16, sampling="loop")),
         "loss": refused(lambda: estimated(failing(0, ValueError("of mine")), shared, 16, sampling="loop")),
@@ -241,7 +207,7 @@ def errors(rank, world):
     }
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Gathering, "finish", not_converged)
+            patch.setattr(type(shared.accumulator(block)), "finish", not_converged)
         found["decomposition"] = refused(lambda: estimated(objective(), shared, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(low_rank, "_ROWS_BYTES", 0)  # sketches of 20 rows: full only when they are merged
@@ -263,7 +229,7 @@ def errors(rank, world):
 
 
 def test_an_error_in_one_process_reaches_all_of_them(two):
-    first, second = (found["errors"] for found in two)
+    first, second = two
     finite = "FloatingPointError: {}The loss is not finite at draw 9. The points may lie too far out"
     assert second["not finite"].startswith(finite.format(""))
     assert first["not finite"].startswith(finite.format("Process 1 failed. FloatingPointError: "))
@@ -272,13 +238,13 @@ def test_an_error_in_one_process_reaches_all_of_them(two):
     assert second["odd"] == "OddError: strange"
     assert first["odd"] == "RuntimeError: Process 1 failed. OddError: strange"
     for name, text in {
-        "samples": "samples is 8 in process 0, and 9 in process 1",
+        "samples": "samples is 8 in process 0 and 9 in process 1",
         "structure": "the structures is [('0.weight', Shared(side='input')",
-        "rho": "rho is 'Gaussian' in process 0, and 'Zigzag' in process 1",
+        "rho": "rho is 'Gaussian' in process 0 and 'Zigzag' in process 1",
         "model": "the model is [('0.weight', (7, 5), torch.float64)",
     }.items():
         assert first[name] == second[name]
-        assert f"The processes do not want the same estimate: {text}" in first[name]
+        assert f"The processes want different estimates: {text}" in first[name]
     assert second["argument"].startswith("TypeError: Invalid structure value: 'fast'")
     assert first["argument"].startswith("TypeError: Process 1 failed. TypeError: Invalid structure value: 'fast'")
     assert second["batches"].startswith("ValueError: The batches are empty")
@@ -303,7 +269,7 @@ def group_of_one(tmp_path):
 def test_a_process_group_of_one_makes_no_difference(request):
     alone = values(estimated(objective(), egop.Full(), 20))
     request.getfixturevalue("group_of_one")
-    found = values(estimated(objective(), egop.Full(), 20, shard_bases=True))
+    found = values(estimated(objective(), egop.Full(), 20))
     assert set(found) == set(alone)
     assert all(torch.equal(value, alone[name]) for name, value in found.items())
 

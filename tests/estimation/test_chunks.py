@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop.estimation import chunks, gradients, sampling
+from egop.estimation import gradients, sampling
 from egop.estimation.sampling import sample_gradients
 from sampled import GAUSSIAN, METHODS, Recorder, assert_same, dropping, sample_both
 
@@ -81,16 +81,16 @@ def test_what_rho_and_the_loss_draw_does_not_change_the_batches():
 def full_above(points, monkeypatch):
     """A device whose memory is enough for so many points at once; the numbers that were tried."""
     tried = []
-    real = sampling.vmapped
+    real = sampling.vmap_gradients
 
-    def vmapped(objective, names, taken):
+    def vmap_gradients(objective, names, taken):
         tried.append(len(taken))
         if len(taken) > points:
             raise torch.OutOfMemoryError
         return real(objective, names, taken)
 
-    for module in (chunks, sampling):  # where it is tried, and where it is used
-        monkeypatch.setattr(module, "vmapped", vmapped)
+    for module in (gradients, sampling):  # where it is tried, and where it is used
+        monkeypatch.setattr(module, "vmap_gradients", vmap_gradients)
     return tried
 
 
@@ -139,8 +139,8 @@ def test_loop_and_vmap_agree_on_a_gpu_too(rho):
 def test_large_convolutions_go_one_at_a_time_on_the_cpu(images, expected, monkeypatch):
     """Where that is faster; unless the caller says otherwise."""
     used = []
-    monkeypatch.setattr(chunks, "vmapped", lambda *args: used.append(args) or vmapped(*args))
-    vmapped = gradients.vmapped
+    vmap_gradients = gradients.vmap_gradients
+    monkeypatch.setattr(gradients, "vmap_gradients", lambda *args: used.append(args) or vmap_gradients(*args))
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 10 * 10, 3))
     batch = torch.randn(images, 1, 12, 12), torch.randint(3, (images,))
     objective = egop.Objective(model, cases.cross_entropy, [batch])
@@ -178,7 +178,7 @@ def test_chunks_are_as_small_as_the_memory_asks(method):
     limited = chunk_lengths(objective, 50, method=method, chunk_bytes=50 * held)
     assert sum(limited) == 50
     assert 1 < max(limited) <= 25  # values and gradients are both held
-    assert max(chunk_lengths(objective, 600, method=method)) <= chunks.CHUNK_POINTS
+    assert max(chunk_lengths(objective, 600, method=method)) <= sampling.CHUNK_POINTS
 
 
 def test_chunks_make_room_for_what_the_backward_pass_keeps():

@@ -3,7 +3,7 @@
 The model is left exactly as it was. A new rho is a subclass of ``Distribution``.
 """
 
-from egop.estimation.estimate import (
+from egop.estimation.estimator import (
     NoGradientError,
     count_draws,
     estimate,

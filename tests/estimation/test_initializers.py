@@ -21,8 +21,8 @@ def drawn(model, count=40, **options):
     before = cases.state_of(model)
     rho = egop.Initialization(**options)
     rho.check(objective)
-    drawer = rho.drawer(objective)
-    points = [drawer(torch.Generator().manual_seed(seed), many) for seed, many in ((1, 1), (2, count))]
+    sampler = rho.sampler(objective)
+    points = [sampler(torch.Generator().manual_seed(seed), many) for seed, many in ((1, 1), (2, count))]
     assert cases.state_of(model) == before
     return {name: torch.cat([point[name] for point in points]) for name in points[0]}
 
@@ -274,9 +274,9 @@ def constant(model):
 
 @pytest.mark.parametrize("counts", [(2,), (1, 1), (100,)])
 def test_points_that_come_out_the_same_are_refused(counts):
-    drawer = egop.Initialization(init_fn=constant).drawer(cases.MLP.objective())
+    sampler = egop.Initialization(init_fn=constant).sampler(cases.MLP.objective())
     with pytest.raises(ValueError, match=r"draws the same point every time.*init_fn=.*Recentered\(scale\)"):
-        [drawer(torch.Generator().manual_seed(1), count) for count in counts]
+        [sampler(torch.Generator().manual_seed(1), count) for count in counts]
 
 
 def test_a_single_point_may_be_any():
