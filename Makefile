@@ -13,7 +13,12 @@ DOCS := $(VENV)/.docs
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
   $(BIN)/python -m pip install --quiet -c constraints.txt
 # Compiled files are written whatever the environment says: else every process that a test starts compiles egop anew.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+OMP_NUM_THREADS ?= 1
+MKL_NUM_THREADS ?= 1
+export OMP_NUM_THREADS MKL_NUM_THREADS
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
+# What must come out the same on every CPU.
+NUMERICAL := tests/numerics tests/basis tests/optim tests/refresh tests/test_rounding.py tests/test_reference.py
 ARGS ?=
 
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
@@ -21,10 +26,10 @@ $(shell rm -f $(STAMP))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench docs test slow lint clean
+.PHONY: help demo bench docs test numerical slow lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## the digits network in both coordinates and a small language model: tables and a picture in egop-demo/ (options: ARGS="--epochs 20")
 	@echo "Starting the demo (about a minute on two cores)"  # importing torch alone takes two seconds
@@ -36,11 +41,14 @@ bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (option
 docs: $(DOCS) ## the site, in build/docs/index.html; a warning fails
 	rm -rf build/docs build/gallery.json docs/gallery-pages
 	mkdir -p build
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/docs
 	@echo "The site is $(CURDIR)/build/docs/index.html"
 
 test: lint $(CLIENTS) ## lint, then all tests but the slow ones, on two processes (options: ARGS="-k optimizer")
 	$(PYTEST) -m "not slow" $(ARGS)
+
+numerical: $(CLIENTS) ## the numerical tests alone, as CI runs them with other CPU settings (MKL_CBWR, ATEN_CPU_CAPABILITY, threads)
+	$(PYTEST) -q -m "not slow" $(NUMERICAL) $(ARGS)
 
 slow: $(CLIENTS) ## the slow tests, which CI runs too: processes that are killed, whole races, times
 	$(PYTEST) -m slow $(ARGS)
@@ -63,7 +71,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	@rm -f $@
 	@echo "Making $(VENV) with $$($(PYTHON) --version) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e '.[dev]' -e lab
+	@$(PIP) -e '.[dev]' -e 'lab[theory]'
 	@echo '$(CURDIR)' > $@
 
 $(CLIENTS): $(STAMP)

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from sphinx_gallery.scrapers import figure_rst
 
-from egop.runs import plotting
+from egop_lab.plots.figures import STYLE, save_figure
 
 _SEEN: list[Figure] = []
 _BEGAN: dict[str, float] = {}
@@ -26,7 +26,7 @@ def scraped(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, A
     rst = ""
     for figure in figures:
         path = Path(next(block_vars["image_path_iterator"])).with_suffix(".svg")
-        plotting.save(figure, path)
+        save_figure(figure, path)
         titles = [axes.get_title(loc="left") for axes in figure.axes]
         rst += figure_rst([path], gallery_conf["src_dir"], ", ".join(filter(None, titles)))
     plt.close("all")
@@ -35,7 +35,7 @@ def scraped(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, A
 
 def styled(gallery_conf: dict[str, Any], name: str) -> None:
     """Give the pictures of a script the style of egop's own."""
-    matplotlib.rcParams.update(plotting.STYLE | {"savefig.bbox": "tight"})
+    matplotlib.rcParams.update(STYLE | {"savefig.bbox": "tight"})
 
 
 def clocked(gallery_conf: dict[str, Any], name: str, when: str) -> None:

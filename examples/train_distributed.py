@@ -1,4 +1,4 @@
-"""A language model on bytes, trained on 1 to N processes, that goes on by itself after a crash.
+"""Train a language model on bytes, on one or many processes, and resume after a crash.
 
 Two processes:   torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py --out run
 Your own text:   ... --data book.txt           (a file, or a folder with train.txt and valid.txt)
@@ -6,28 +6,29 @@ Sharded weights: ... --parallel fsdp           (FSDP2; otherwise DDP)
 Plain AdamW:     ... --optimizer adamw
 One process:     python examples/train_distributed.py --out run
 
-It runs on GPUs (nccl) where there are some, else on CPUs (gloo). A checkpoint in --out is resumed from, on as many
-processes as there are then. Every batch is a function of the step, so a resumed run equals an undisturbed one. The
-model and what reads a text come from egop-lab.
+It uses GPUs (nccl) if there are any, else CPUs (gloo). It resumes from the newest complete checkpoint in --out, on any
+number of processes. Each batch depends only on the step, so a resumed run equals an uninterrupted one. The model and
+the text reader come from egop-lab.
 """
 
 import argparse
 import gc
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import egop
-from egop import checkpoint
 from egop_lab.data.missing import MissingDataError
 from egop_lab.data.text import Text, load
 from egop_lab.models.gpt import GPT
@@ -35,14 +36,14 @@ from egop_lab.models.gpt import GPT
 WARM_UP = 50  # steps
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoints and the TensorBoard logs")
-    parser.add_argument("--data", help="a text; by default egop's own source")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--data", help="the text to train on (default: egop's own source)")
     parser.add_argument("--optimizer", choices=["egop", "adamw"], default="egop")
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp")
-    parser.add_argument("--bf16", action="store_true", help="forward and backward in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="run forward and backward in bfloat16")
     sizes = {"steps": 1000, "batch": 32, "layers": 4, "width": 128, "heads": 4, "context": 128, "seed": 0}
     for name, default in (sizes | {"checkpoint-every": 100, "log-every": 10, "timeout": 300}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -50,28 +51,22 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def begin(timeout: int) -> tuple[torch.device, int, int]:
-    """Meet the other processes, if torchrun has started some; the device, the rank and the number of them."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
-        return device, 0, 1
-    # A process that waits longer than this for another gives up, so that torchrun can start all of them again.
-    patience = timedelta(seconds=timeout)
-    store, rank, world = next(dist.rendezvous("env://", timeout=patience))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun's store still holds the addresses of processes that died
-        store = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+def join_group(device: torch.device, timeout: int) -> None:
+    """Join the process group that torchrun has set up, or make a group of one."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
-    return device, rank, world
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    # A process that waits longer than this for another one fails, so that torchrun can restart all of them.
+    limit = timedelta(seconds=timeout)
+    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun's store still holds the addresses of dead processes
+        store = dist.PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
 
 
-def wrapped(model: GPT, parallel: str, bf16: bool, device: torch.device) -> nn.Module:
-    """The model on all processes: copies of it whose gradients are averaged, or shards."""
-    if not dist.is_initialized():
-        return model
+def parallelize(model: GPT, parallel: str, bf16: bool, device: torch.device) -> nn.Module:
+    """Replicate the model with DDP, or shard it with FSDP2."""
     if parallel == "ddp":
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -81,8 +76,41 @@ def wrapped(model: GPT, parallel: str, bf16: bool, device: torch.device) -> nn.M
     return model
 
 
-def text_of(place: str | None, context: int, device: torch.device) -> Text:
-    """What to train on; by default egop's own source, which is there wherever egop is. The last tenth validates."""
+def make_optimizer(model: nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
+    """Make AdamW, in a basis that follows the gradients or in the original coordinates."""
+    settings = {"lr": lr, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), **settings)
+    # Shared rotates each row on its own, so a process can rotate the rows it has without asking the others.
+    refresh = egop.Online(structure={"blocks.*": egop.Shared()})
+    return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, **settings)
+
+
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 3) -> None:
+    """Save to a folder of its own, and delete all but the newest ones."""
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / f"step-{step:06d}")
+    if dist.get_rank() == 0:
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+
+
+def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest complete checkpoint, if there is one, and return its step."""
+    # torch writes .metadata last: a folder without it is what a killed process has left.
+    newest = max((path.parent for path in folder.glob("step-*/.metadata")), default=None)
+    dist.barrier()  # nobody may delete or write a checkpoint before all have looked
+    if newest is None:
+        return 0
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state}
+    dcp.load(saved, checkpoint_id=newest)
+    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    return int(newest.name.removeprefix("step-"))
+
+
+def load_text(place: str | None, context: int, device: torch.device) -> Text:
+    """Load the text, by default the source of egop. The last tenth is for validation."""
     if place is not None:
         try:
             return load(place, device, smallest=max(10_000, 100 * (context + 1)))
@@ -93,99 +121,70 @@ def text_of(place: str | None, context: int, device: torch.device) -> Text:
     return Text(*whole.split([len(whole) - len(whole) // 10, len(whole) // 10]))
 
 
-def newest_of(run: dict[str, Any], out: Path) -> Path | None:
-    """The checkpoint to go on from, which must be of a run like this one."""
-    newest = checkpoint.latest(out)
-    saved = checkpoint.extra(newest).get("run", run) if newest else run
-    if others := [f"--{name} {value}" for name, value in saved.items() if value != run.get(name)]:
-        raise SystemExit(f"{newest} is of {' '.join(others)}: use another --out.")
-    return newest
-
-
-def windows(text: Tensor, step: int, options: argparse.Namespace, rank: int, world: int) -> Tensor:
-    """This process's share of the batch of a step: the places are drawn from the step, alike on all processes."""
+def draw_batch(text: Tensor, step: int, options: argparse.Namespace) -> Tensor:
+    """Draw the batch of a step and return this process's share. All processes draw the same positions."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-    places = torch.randint(len(text) - options.context, (options.batch, 1), generator=generator)
-    share = places[rank * options.batch // world : (rank + 1) * options.batch // world]
+    starts = torch.randint(len(text) - options.context, (options.batch, 1), generator=generator)
+    share = starts[rank * options.batch // world : (rank + 1) * options.batch // world]
     return text[share.to(text.device) + torch.arange(options.context + 1, device=text.device)].long()
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The cross-entropy of every next byte, in nats."""
+def compute_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Compute the cross-entropy of every next byte, in nats."""
     return F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def averaged(loss: Tensor) -> float:
-    """The mean over all processes."""
+def average(loss: Tensor) -> float:
+    """Average a loss over all processes."""
     total = loss.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-    return total.item()
-
-
-def board(folder: Path, step: int) -> Any:
-    """Where TensorBoard reads, or None where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        print("No TensorBoard logs: `pip install tensorboard` for them.", flush=True)
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)  # what was logged beyond the checkpoint is logged again
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train."""
-    options = parsed(arguments)
-    device, rank, world = begin(options.timeout)
+    options = parse_options(arguments)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    text = load_text(options.data, options.context, device)
+    join_group(device, options.timeout)
+    rank, world = dist.get_rank(), dist.get_world_size()
     if options.batch % world:
         raise SystemExit(f"--batch {options.batch} must be a multiple of the number of processes, {world}.")
-    text = text_of(options.data, options.context, device)
-    sizes = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
-    run = {"optimizer": options.optimizer} | sizes
-    newest = newest_of(run, options.out)
     torch.manual_seed(options.seed)
-    model = wrapped(GPT(**sizes).to(device), options.parallel, options.bf16, device)
-    # Without blocks it is plain AdamW. One side only: sharded rows can be turned without asking other processes.
-    one_sided = egop.Online(structure={"blocks.*": egop.Shared()})
-    form = {"refresh": one_sided} if options.optimizer == "egop" else {"basis": egop.Reparameterization([])}
-    optimizer = egop.ReparameterizedOptimizer(
-        model, torch.optim.AdamW, lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95), **form
-    )
-    first = checkpoint.load(newest, model, optimizer)["step"] if newest else 0
+    sizes = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
+    model = GPT(**sizes).to(device)
+    model = parallelize(model, options.parallel, options.bf16, device)
+    optimizer = make_optimizer(model, options.optimizer, options.lr)
+    first = resume(options.out, model, optimizer)
     if rank == 0:
-        start = f"step {first} of {options.steps} on {world} process(es), {device.type}"
-        print(start if first <= options.steps else f"{newest} is beyond --steps {options.steps}.", flush=True)
-    log = board(options.out, first) if rank == 0 else None
+        print(f"step {first} of {options.steps} on {world} process(es), {device.type}", flush=True)
     for step in range(first, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / WARM_UP)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-            loss = loss_of(model, windows(text.train, step, options, rank, world))
+            loss = compute_loss(model, draw_batch(text.train, step, options))
         loss.backward()
         optimizer.step()
         done = step + 1
         if done % options.log_every == 0:
-            mean = averaged(loss)
+            mean = average(loss)
             if rank == 0:
                 print(f"step {done}: loss {mean:.4f}", flush=True)
-            if log is not None:
-                log.add_scalar("loss", mean, done)
         if done % options.checkpoint_every == 0 or done == options.steps:
-            checkpoint.save(options.out / f"step-{done:06d}", model, optimizer, keep=3, step=done, run=run)
+            save_checkpoint(options.out, done, model, optimizer)
     with torch.no_grad():
-        loss = loss_of(model, text.windows(options.context + 1, 64).long())
+        loss = compute_loss(model, text.windows(options.context + 1, 64).long())
     if rank == 0:
         print(f"validation loss {loss.item():.4f} after {max(first, options.steps)} steps", flush=True)
-    if log is not None:
-        log.add_scalar("validation loss", loss.item(), max(first, options.steps))
-        log.close()
-    if dist.is_initialized():
-        dist.barrier()
-        del model, optimizer, loss  # they hold on to the group, whose threads must have ended before Python does
-        gc.collect()
-        dist.destroy_process_group()
+    dist.barrier()
+    del model, optimizer, loss  # they hold on to the group, whose threads must end before Python does
+    gc.collect()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ BLOCKS: list[Block] = [
 PARTITIONS: list[Any] = ["layer", "parameter", "global", {"everything": ["*"]}]
 
 
-def estimate(objective: egop.Objective, **options: Any) -> egop.Reparameterization:
+def estimate(objective: egop.Objective, **options: Any) -> egop.Basis:
     """A basis from few samples, without a progress bar."""
     return egop.estimate(objective, **{"structure": egop.Full(), "samples": 40, "progress": False} | options)
 

@@ -28,7 +28,7 @@ def logistic(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, wanted.to(outputs.dtype))
 
 
-def basis_of(case: cases.ModelCase, **options: Any) -> egop.Reparameterization:
+def basis_of(case: cases.ModelCase, **options: Any) -> egop.Basis:
     """The basis of a model under the logistic loss."""
     objective = egop.Objective(case.build(), logistic, case.batches())
     return cases.estimate(objective, **{"sampling": "loop"} | options)
@@ -56,7 +56,7 @@ over_layouts_and_optimizers = pytest.mark.parametrize(
 
 
 @cache
-def case_and_basis(layout: str) -> tuple[cases.ModelCase, egop.Reparameterization]:
+def case_and_basis(layout: str) -> tuple[cases.ModelCase, egop.Basis]:
     """The model of a layout, and its basis."""
     case, partition, structure = LAYOUTS[layout]
     return case, basis_of(case, partition=partition, structure=structure)
@@ -68,7 +68,7 @@ class Wrapped:
     def __init__(
         self,
         model: nn.Module,
-        basis: egop.Reparameterization | None,
+        basis: egop.Basis | None,
         optimizer: cases.OptimizerCase,
         groups: Sequence[Mapping[str, Any]] = ({"names": ["*"]},),
     ) -> None:
@@ -107,7 +107,7 @@ class Explicit:
     def __init__(
         self,
         model: nn.Module,
-        basis: egop.Reparameterization | None,
+        basis: egop.Basis | None,
         optimizer: cases.OptimizerCase,
         groups: Sequence[Mapping[str, Any]] = ({"names": ["*"]},),
     ) -> None:

@@ -1,4 +1,4 @@
-"""Diagnoses and races made up for the tests of pages, and what a page consists of."""
+"""Made-up diagnoses and races, and a parser for HTML."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import egop
 from egop.diagnostics.curvature import Curvature
 from egop.diagnostics.expected import FormDiagnosis
 from egop.diagnostics.off_axes import OffAxes
-from egop.diagnostics.racing import Race
-from egop.runs.records import Curve, Run
+from egop.diagnostics.racing import Race, Run
+from egop.diagnostics.short_runs import Curve
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -67,7 +67,7 @@ def race(runs=4):
 
 @dataclass
 class Page(HTMLParser):
-    """A page taken apart; a tag that is not closed, or closed twice, is an error."""
+    """A parsed page. A tag that is not closed, or closed twice, is an error."""
 
     source: str
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)

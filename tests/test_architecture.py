@@ -6,7 +6,6 @@ import ast
 import doctest
 import importlib
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -22,20 +21,20 @@ import egop
 PACKAGE = Path(egop.__file__).parent
 TESTS = Path(__file__).parent
 
-# The rooms, from the ground up: each may use what the ones before it offer. ``recipes`` is a single file.
+# The rooms, from the ground up: each may use what the ones before it offer. Some are single files.
 ROOMS = [
     "distributed",
+    "formatting",
+    "plots",
     "numerics",
-    "runs",
     "optim",
     "basis",
     "estimation",
     "optimizer",
     "refresh",
     "recipes",
-    "checkpoint",
+    "reference",
     "extras",
-    "theory",
     "diagnostics",
     "cli",
 ]
@@ -80,6 +79,7 @@ def test_the_tests_are_laid_out_as_the_rooms_are():
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
     assert folders == {*(room for room in ROOMS if (PACKAGE / room).is_dir()), "clients"}
     assert (TESTS / "test_recipes.py").exists()
+    assert (TESTS / "test_reference.py").exists()
 
 
 def test_imports_go_one_way_and_take_what_is_offered():
@@ -165,53 +165,33 @@ def test_the_wheel_has_no_experiment_data_set_or_bench(tmp_path):
     (wheel,) = tmp_path.glob("egop-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     own = {Path(*Path(name).parts[1:]) for name in names if name.startswith("egop/")}
-    others = ("__init__.py", "py.typed", "runs/pages.css", "diagnostics/evidence.json")
+    others = ("__init__.py", "py.typed", "diagnostics/evidence.json")
     assert set(FILES) | set(map(Path, others)) == own
     assert {Path(name).parts[0].partition("-")[0] for name in names} == {"egop", "egop_entry.py"}
 
 
-def test_there_is_nothing_but_code_a_style_sheet_and_what_diagnose_compares_with():
+def test_there_is_nothing_but_code_and_what_diagnose_compares_with():
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.suffix for path in files} == {".py", ".css", ".json", ".typed"}
+    assert {path.suffix for path in files} == {".py", ".json", ".typed"}
     (evidence,) = [path for path in files if path.suffix == ".json"]
     assert evidence.stat().st_size < 10_000
     assert {"experiments", "bench", "data"} & {path.parts[0] for path in FILES} == set()
 
 
-# What has been imported after each of these, all in one new process: starting one takes seconds.
+# In a new process: what is imported with the library, then with a plot.
 IMPORTED = """
-import json, sys
-imported = {}
-for name in ("egop", "egop.theory", "egop.extras.constrained", "egop.runs.plotting"):
-    __import__(name)
-    imported[name] = list(sys.modules)
-json.dump(imported, open(sys.argv[1], "w"))
+import sys, egop, torch
+assert "egop" in sys.modules
+assert not {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "egop_lab"} & set(sys.modules)
+values = torch.ones(2).double()
+egop.Spectrum(values, values, 1).plot()
+assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
 """
 
 
-@pytest.fixture(scope="module")
-def imports(tmp_path_factory):
-    """What the imports say, and the names of all modules after each."""
-    file = tmp_path_factory.mktemp("imports") / "imported.json"
-    done = subprocess.run([sys.executable, "-c", IMPORTED, file], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done, {name: set(modules) for name, modules in json.loads(file.read_text()).items()}
-
-
-def test_importing_the_library_does_not_import_what_only_command_line_and_lab_need(imports):
-    shown = {name.partition(".")[0] for name in imports[1]["egop"]}
-    assert "egop" in shown
-    assert {"matplotlib", "typer", "rich", "pytest", "pytorch_optimizer", "cvxpy", "egop_lab"} & shown == set()
-
-
-def test_the_solver_and_pyplot_are_only_imported_when_they_are_needed(imports):
-    assert "cvxpy" not in imports[1]["egop.extras.constrained"]
-    assert "matplotlib" in imports[1]["egop.runs.plotting"]
-    assert "matplotlib.pyplot" not in imports[1]["egop.runs.plotting"]
-
-
-def test_importing_the_library_says_nothing(imports):
-    assert (imports[0].stdout, imports[0].stderr) == ("", "")
+def test_importing_the_library_is_silent_and_imports_neither_matplotlib_nor_what_the_lab_needs():
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_every_public_name_exists_and_is_documented():
@@ -228,12 +208,12 @@ def test_every_public_name_exists_and_is_documented():
 def test_the_public_names_are_in_order_and_complete():
     assert sorted(egop.__all__, key=lambda name: (not name.isupper(), name)) == egop.__all__  # as ruff wants them
     shown = {name for name in vars(egop) if not name.startswith("_") and not inspect.ismodule(getattr(egop, name))}
-    assert shown | {"checkpoint", "optim", "theory"} == set(egop.__all__)  # modules that are public names themselves
+    assert shown | {"optim"} == set(egop.__all__)  # modules that are public names themselves
 
 
 def public_objects():
     """Every public class and function, by name: those of ``egop``, and those of its public modules."""
-    modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("checkpoint", "extras", "theory"))]
+    modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("extras",))]
     named = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
     return {name: public for name, public in named.items() if not inspect.ismodule(public)}
 
@@ -241,8 +221,6 @@ def public_objects():
 @pytest.mark.parametrize("name", public_objects())
 def test_every_public_name_has_an_example_that_runs(name, tmp_path):
     public = public_objects()[name]
-    if name.endswith("smoothness_constants"):
-        pytest.importorskip("cvxpy", reason="its solver is not installed")
     globals_given = {"torch": torch, "egop": egop, "folder": tmp_path}
     tests = doctest.DocTestFinder().find(public, name, globs=globals_given)
     (own,) = [test for test in tests if test.name == name]
@@ -270,7 +248,7 @@ import egop
 
 model = torch.nn.Linear(4, 2)
 objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
-basis: egop.Reparameterization = egop.estimate(objective, rho=egop.Initialization(), structure=egop.Shared())
+basis: egop.Basis = egop.estimate(objective, rho=egop.Initialization(), structure=egop.Shared())
 change: egop.ChangeOfBasis = basis["weight"]
 optimizer: torch.optim.Optimizer = egop.ReparameterizedOptimizer(
     model.named_parameters(), torch.optim.AdamW, basis, refresh=egop.Online(every=10), lr=1e-3

@@ -139,7 +139,7 @@ def analyze(objective, default, folder):
     """Estimate, save and load a basis, and look for a learning rate, under a default device."""
     with default():
         cases.estimate(objective, structure=egop.Shared()).save(folder / "basis.safetensors")
-        basis = egop.Reparameterization.load(folder / "basis.safetensors")
+        basis = egop.Basis.load(folder / "basis.safetensors")
         found = egop.find_lr(
             objective, lambda model: egop.EGOP(model, fused=True), steps=4, rates=[0.001, 0.01], progress=False
         )

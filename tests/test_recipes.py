@@ -130,16 +130,13 @@ def test_one_setting_is_for_all_parameters():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR / 8)
 
 
-@pytest.mark.parametrize("way", ["state", "to its parts", "from its parts", "checkpoint", "deepcopy", "pickle", "copy"])
+@pytest.mark.parametrize("way", ["state", "to its parts", "from its parts", "deepcopy", "pickle", "copy"])
 def test_it_goes_on_exactly(way, tmp_path):
     model, other = network(), network()
     optimizer = (written_out if way == "from its parts" else one_line)(model)
     train(model, optimizer, 0, 3)
     again = (written_out if way == "to its parts" else one_line)(other)
-    if way == "checkpoint":
-        egop.checkpoint.save(tmp_path / "here", model, optimizer)
-        egop.checkpoint.load(tmp_path / "here", other, again)
-    elif way == "deepcopy":
+    if way == "deepcopy":
         other, again = copy.deepcopy((model, optimizer))
     elif way == "pickle":
         other, again = pickle.loads(pickle.dumps((model, optimizer)))

@@ -183,7 +183,7 @@ OF_EACH_KIND = [
     "why",
     "howto/form",
     "recipes/fsdp2",
-    "reference/theory",
+    "theory",
     "gallery-pages/plot_9_find_lr",
     "search",
 ]

@@ -61,4 +61,5 @@ def test_after_pip_install_the_line_of_the_readme_ends_lower_than_adamw_with_the
 def test_after_pip_install_the_command_is_there(installed, tmp_path):
     pytest.importorskip("typer", reason="the command line's extra is not installed")
     assert done([installed / "egop", "--version"], cwd=tmp_path) == f"egop {VERSION}\n"
-    assert "FSDP2 over 8 devices" in done([installed / "egop", "plan", "egop.diagnostics.scaling:gpt2"], cwd=tmp_path)
+    (tmp_path / "models.py").write_text("from torch import nn\ndef make(): return nn.Linear(8, 6), None, None\n")
+    assert "54 parameters in 2 tensors" in done([installed / "egop", "plan", "models:make"], cwd=tmp_path)

@@ -40,8 +40,7 @@ for (name, inputs), color in zip(kinds.items(), ("#999999", "#009e73", "#d55e00"
     objective = egop.Objective(model, loss_fn, [(inputs, targets)])
     basis = egop.estimate(objective, structure={"0.weight": egop.Shared()}, samples=300, progress=False)
     spectrum = basis.spectrum["0.weight"]
-    density = egop.theory.densities(basis["0.weight"].tensors["basis"])[0]
-    print(f"{name}: stable rank {spectrum.stable_rank:.1f} of 32, density {density:.2f}")
+    print(f"{name}: stable rank {spectrum.stable_rank:.1f} of 32, density {spectrum.density[0]:.2f}")
     axes.semilogy(range(1, 33), spectrum.decay, color=color, label=name, linewidth=6 if "along" in name else 2)
 axes.set(
     title="The spectrum of the first layer, for three kinds of inputs", xlabel="k", ylabel="eigenvalue k over the first"

@@ -2,8 +2,8 @@
 
 from importlib import metadata
 
-from egop import checkpoint, optim, theory
-from egop.basis.reparameterization import Reparameterization
+from egop import optim
+from egop.basis.basis import Basis
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import (
     Auxiliary,
@@ -20,7 +20,6 @@ from egop.diagnostics import BlockDiagnosis, Diagnosis, FoundRate, diagnose, fin
 from egop.estimation.algorithm import estimate
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
-from egop.extras.constrained import BallConstrainedAdagrad
 from egop.extras.inputs import rotate_inputs
 from egop.extras.parametrization import merge, parametrize
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
@@ -37,7 +36,7 @@ __all__ = [
     "Aligned",
     "Auxiliary",
     "Ball",
-    "BallConstrainedAdagrad",
+    "Basis",
     "BlockDiagnosis",
     "ChangeOfBasis",
     "Diagnosis",
@@ -55,13 +54,11 @@ __all__ = [
     "Recentered",
     "Reduced",
     "Refresh",
-    "Reparameterization",
     "ReparameterizedOptimizer",
     "Shared",
     "Spectrum",
     "Structure",
     "WhenDrifted",
-    "checkpoint",
     "diagnose",
     "estimate",
     "find_lr",
@@ -69,5 +66,4 @@ __all__ = [
     "optim",
     "parametrize",
     "rotate_inputs",
-    "theory",
 ]

@@ -25,10 +25,12 @@ KINDS = ["none", "fixed", "online", "EGOP"]
 # For runs that are divided differently, and so rounded differently: the first gradient alone leaves directions open,
 # which rounding would fill, so there is a basis to start from.
 DIVIDED = ["none", "fixed", "online from a basis"]
+# Sharded by FSDP2. By rows: each process rotates its own rows. The last two see whole matrices.
+SHARDED = [*DIVIDED, "online by rows", "EGOP from a basis", "aligned from a basis"]
 
 
 @functools.cache
-def basis(seed=0, dtype=torch.float64):
+def basis(seed=0, dtype=torch.float64, structure=None):
     objective = egop.Objective(
         training.network().to(dtype),
         lambda model, pair: training.loss_of(model, *pair),
@@ -37,7 +39,7 @@ def basis(seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     return egop.estimate(
         objective,
-        structure=egop.Kronecker(),
+        structure=structure or egop.Kronecker(),
         partition="parameter",
         samples=12,
         generator=generator,
@@ -46,7 +48,7 @@ def basis(seed=0, dtype=torch.float64):
 
 
 def part_of(basis, names):
-    return egop.Reparameterization([basis[name] for name in basis if name in names])
+    return egop.Basis([basis[name] for name in basis if name in names])
 
 
 def optimizer_of(model, kind, **more):
@@ -54,6 +56,17 @@ def optimizer_of(model, kind, **more):
     settings = {"lr": 0.02, "weight_decay": 0.1} | more
     if kind == "EGOP":
         return egop.EGOP(model, every=3, **settings)
+    if kind == "EGOP from a basis":
+        start = basis(structure=egop.Shared(side="smaller"))
+        groups = [{"params": list(model.named_parameters()), "basis": start}]
+        return egop.EGOP(groups, every=3, model=model, **settings)
+    if kind == "aligned from a basis":
+        start, refresh = basis(structure=egop.Shared(side="smaller")), egop.Aligned()
+        return egop.ReparameterizedOptimizer(
+            model, egop.optim.Sinkhorn, start, refresh=refresh, outside=torch.optim.AdamW, **settings
+        )
+    if kind == "online by rows":
+        settings |= {"basis": basis(structure=egop.Shared()), "refresh": egop.Online(every=3)}
     if kind in ("fixed", "online from a basis"):
         double = next(model.parameters()).dtype == torch.float64
         settings["basis"] = basis(dtype=torch.float64 if double else torch.float32)
@@ -158,15 +171,6 @@ def distance(model, other):
     left, right = (each if isinstance(each, dict) else weights(each) for each in (model, other))
     assert left.keys() == right.keys()
     return max((left[name] - right[name]).abs().max().item() for name in left)
-
-
-def resumed(kind, model, other):
-    """Whether a run that was resumed by torch's tools is the same: bit for bit, or up to rounding.
-
-    Torch's tools carry the sum of what processes know of their rows, not the parts, so that any number of processes can
-    go on with it. (``egop.checkpoint`` carries the parts.)
-    """
-    return distance(model, other) < 1e-10 if kind.startswith("online") else same(model, other)
 
 
 def launched(rank, world):

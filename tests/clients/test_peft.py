@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
-
 import runs
+import torch
 
 peft = pytest.importorskip("peft", reason=runs.MISSING)
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)
 
-from language import gpt2, sentences
-
 import egop
 from egop.extras.frameworks import trainer_optimizer
+from language import gpt2, sentences
 
 STEPS = 6
 

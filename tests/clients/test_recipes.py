@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import itertools
 import math
 import os
 import re
 import runpy
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-
 import runs
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-RECIPES = sorted((Path(__file__).parents[2] / "docs" / "recipes").glob("with_*.py"))
+from processes import run
+
+FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
+RECIPES = sorted(FOLDER.glob("with_*.py"))
 NEEDS = {
     "with_accelerate": ["accelerate"],
+    "with_checkpoints": [],
     "with_fsdp2": [],
     "with_lightning": ["lightning"],
     "with_peft": ["peft", "transformers"],
     "with_trainer": ["accelerate", "transformers"],
 }
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def test_every_recipe_is_on_a_page_of_its_own():
@@ -64,14 +70,74 @@ def test_a_recipe_runs(path, capsys):
     check_loss(capsys.readouterr().out)
 
 
+def run_sharded(rank, world, folder):
+    """Run the sharded recipe as torchrun would."""
+    dist.destroy_process_group()  # the recipe makes its own
+    runs.launched(rank, world)
+    runpy.run_path(str(FOLDER / "with_fsdp2.py"))["main"](Path(folder))
+
+
+def read_weights(folder):
+    dcp_to_torch_save(folder, folder / "whole.pt")
+    return torch.load(folder / "whole.pt", weights_only=True)["model"]
+
+
 @pytest.mark.slow
-def test_the_sharded_recipe_runs_on_two_processes():
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # two processes could not share one GPU
-    recipe = str(RECIPES[0].with_name("with_fsdp2.py"))
-    for _ in range(2):
-        done = subprocess.run([*TORCHRUN, recipe], capture_output=True, text=True, timeout=300, env=hidden)
-        # Seen once: probably a thread of gloo that asks for Python while that is ending (pytorch/pytorch#179291).
-        if "terminate called without an active exception" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr
-    check_loss(done.stdout)
+def test_the_sharded_recipe_is_saved_by_four_processes_and_resumed_by_two(tmp_path):
+    run(run_sharded, 4, str(tmp_path))
+    expected = read_weights(tmp_path / "step-000020")
+    (tmp_path / "step-000020" / ".metadata").unlink()  # as if killed before the save was complete
+    run(run_sharded, 2, str(tmp_path))
+    assert runs.distance(read_weights(tmp_path / "step-000010"), expected) > 1e-3
+    assert runs.distance(read_weights(tmp_path / "step-000020"), expected) < 1e-4
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_half(state, file):
+    buffer = io.BytesIO()
+    torch_save(state, buffer)
+    file.write(buffer.getvalue()[: buffer.tell() // 2])
+    file.flush()
+    kill()
+
+
+torch_save = torch.save
+MOMENTS = {"in torch.save": (torch, "save", save_half), "before the rename": (Path, "replace", kill)}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_save_leaves_the_last_checkpoint(moment, tmp_path):
+    recipe = runpy.run_path(str(FOLDER / "with_checkpoints.py"))
+    recipe["main"](tmp_path / "whole")
+    child = os.fork()
+    if child == 0:
+        try:
+            saves = itertools.count(1)
+            owner, name, killing = MOMENTS[moment]
+            own = getattr(owner, name)
+            setattr(owner, name, lambda *given: killing(*given) if next(saves) == 3 else own(*given))
+            recipe["main"](tmp_path / "killed")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert torch.load(tmp_path / "killed" / "last.pt", weights_only=True)["step"] == 20
+    recipe["main"](tmp_path / "killed")
+    assert os.listdir(tmp_path / "killed") == ["last.pt"]
+    found, expected = (torch.load(tmp_path / run / "last.pt", weights_only=True) for run in ("killed", "whole"))
+    assert found["step"] == expected["step"] == 50
+    assert runs.same(found["model"], expected["model"])
+    for index, entry in expected["optimizer"]["state"].items():
+        assert runs.same(found["optimizer"]["state"][index], entry)
+
+
+def test_a_truncated_checkpoint_is_refused(tmp_path):
+    main = runpy.run_path(str(FOLDER / "with_checkpoints.py"))["main"]
+    main(tmp_path)
+    whole = (tmp_path / "last.pt").read_bytes()
+    for length in (0, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "last.pt").write_bytes(whole[:length])
+        with pytest.raises((EOFError, OSError, RuntimeError, ValueError)):
+            main(tmp_path)

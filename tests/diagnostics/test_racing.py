@@ -9,8 +9,8 @@ from torch import nn
 import cases
 import egop
 from egop.diagnostics import forms
-from egop.diagnostics.racing import Race, end, race
-from egop.runs.records import Curve, Run
+from egop.diagnostics.racing import Race, Run, end, race
+from egop.diagnostics.short_runs import Curve
 
 
 def objective(loss=None):

@@ -49,5 +49,5 @@ def test_a_diagnosis_is_plotted():
     (axes,) = pages.diagnosis().plot().axes
     (line,) = axes.lines[:1]
     assert line.get_ydata()[0] == 1.0
-    with pytest.raises(ValueError, match="no spectrum to draw"):
+    with pytest.raises(ValueError, match="no spectrum to plot"):
         pages.diagnosis(pages.left()).plot()

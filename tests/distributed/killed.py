@@ -1,7 +1,7 @@
-"""The example, killed as ``KILLS`` says: one word for each start, "step:RANK:COUNT" or "write:RANK:COUNT".
+"""Run the example and kill it as ``KILLS`` says: one word for each start, "step:RANK:COUNT" or "write:RANK:COUNT".
 
-The first kills a process after so many optimizer steps, the other at so-and-so many calls of ``os.fsync``, which makes
-the files and the folder of a checkpoint last before it gets its name.
+The first kills a process after so many optimizer steps, the second at the given call of ``os.fsync``: torch makes one
+for each file of a checkpoint.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_it_is_printed_where_it_is_known():
 def test_it_is_saved_and_loaded(tmp_path):
     basis = cases.estimate(cases.MLP.objective(), stability=True)
     basis.save(tmp_path / "basis.safetensors")
-    loaded = egop.Reparameterization.load(tmp_path / "basis.safetensors")
+    loaded = egop.Basis.load(tmp_path / "basis.safetensors")
     for name, spectrum in basis.spectrum.items():
         assert loaded.spectrum[name].stability == spectrum.stability is not None
 
@@ -101,4 +101,4 @@ def test_a_file_from_before_there_was_any_is_read(tmp_path):
         block["samples"] = block.pop("draws")
         block["stability"] = 0.5  # of another kind
     save_file(load_file(path), tmp_path / "old.safetensors", metadata={"egop": json.dumps(content)})
-    assert egop.Reparameterization.load(tmp_path / "old.safetensors").spectrum["0.weight"].stability is None
+    assert egop.Basis.load(tmp_path / "old.safetensors").spectrum["0.weight"].stability is None

@@ -149,14 +149,14 @@ def test_half_precision_weights_have_single_precision_coordinates():
 def test_what_others_have_parametrized_is_left_when_merging():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
     nn.utils.parametrizations.orthogonal(model[1])
-    egop.parametrize(model, egop.Reparameterization([basis_of(DEEP)["0.weight"]]))
+    egop.parametrize(model, egop.Basis([basis_of(DEEP)["0.weight"]]))
     egop.merge(model)
     assert not hasattr(model[0], "parametrizations")
     assert hasattr(model[1], "parametrizations")
 
 
 def foreign(name, shape):
-    return egop.Reparameterization(
+    return egop.Basis(
         [basis_of(MLP)["2.weight"], egop.Identity().accumulator(cases.block(name, **{name: shape})).finish()[1]]
     )
 

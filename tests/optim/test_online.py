@@ -127,7 +127,7 @@ def test_it_is_the_literal_method(case, side):
         pair = [descending_eigenvectors(gram @ gram.mT) for gram in torch.randn(2, 5, 5, dtype=torch.float64)]
         blocks = [Block.of(name, {name: weight}) for name, weight in plain.named_parameters()]
         tensors = dict(zip(("left", "right"), pair, strict=True))
-        basis = egop.Reparameterization([structure.change(block, tensors) for block in blocks])
+        basis = egop.Basis([structure.change(block, tensors) for block in blocks])
         bases = {"bases": pair}
     optimizer = egop.ReparameterizedOptimizer(model, kind, basis, refresh=refresh, lr=LR, weight_decay=WEIGHT_DECAY)
     settings = optimizer.param_groups[0]

@@ -84,9 +84,7 @@ REFUSED = {
         "some parameters appear in more than one parameter group",
     ),
     "a basis of complex parameters": (
-        lambda m: egop.ReparameterizedOptimizer(
-            Complex(), torch.optim.AdamW, egop.Reparameterization([block("weight", (2, 2))])
-        ),
+        lambda m: egop.ReparameterizedOptimizer(Complex(), torch.optim.AdamW, egop.Basis([block("weight", (2, 2))])),
         TypeError,
         (
             r"Block 'weight' of the basis is for the parameter 'weight', which is complex \(torch\.complex64\)\. Only "
@@ -94,7 +92,7 @@ REFUSED = {
         ),
     ),
     "a basis of another model": (
-        in_basis(egop.Reparameterization([block("encoder.weight")])),
+        in_basis(egop.Basis([block("encoder.weight")])),
         ValueError,
         (
             r"Block 'encoder\.weight' of the basis is for the parameter 'encoder\.weight', which the optimizer was not "
@@ -102,20 +100,20 @@ REFUSED = {
         ),
     ),
     "a basis of another shape": (
-        in_basis(egop.Reparameterization([block("0.weight", (6, 5))])),
+        in_basis(egop.Basis([block("0.weight", (6, 5))])),
         ValueError,
         r"Block '0\.weight' of the basis is for a parameter '0\.weight' of shape \(6, 5\), .* has \(5, 6\)",
     ),
     "a basis that is a matrix": (
         in_basis(torch.eye(3)),
         TypeError,
-        "basis must be an egop.Reparameterization, got Tensor",
+        "basis must be an egop.Basis, got Tensor",
     ),
     "a basis that is a refresh": (
         in_basis(egop.Online()),
         TypeError,
         (
-            r"basis must be an egop\.Reparameterization, got Online, which says when one is renewed\. Give it as "
+            r"basis must be an egop\.Basis, got Online, which says when one is renewed\. Give it as "
             r"refresh=egop\.Online\(\.\.\.\)\."
         ),
     ),
@@ -138,11 +136,9 @@ REFUSED = {
     ),
     "two blocks of one parameter": (
         lambda m: egop.ReparameterizedOptimizer(
-            [{"params": m.named_parameters(), "basis": egop.Reparameterization([block()])}],
+            [{"params": m.named_parameters(), "basis": egop.Basis([block()])}],
             AdamW,
-            egop.Reparameterization(
-                [block("both", parameters={"0.weight": torch.zeros(5, 6), "0.bias": torch.zeros(5)})]
-            ),
+            egop.Basis([block("both", parameters={"0.weight": torch.zeros(5, 6), "0.bias": torch.zeros(5)})]),
         ),
         ValueError,
         r"Parameter '0\.weight' is in two blocks, 'both' and '0\.weight'",
@@ -208,26 +204,24 @@ REFUSED_GROUPS = {
         "some parameters appear in more than one parameter group",
     ),
     "a basis of another parameter": (
-        lambda m: group(m, basis=egop.Reparameterization([block("0.weight")])),
+        lambda m: group(m, basis=egop.Basis([block("0.weight")])),
         ValueError,
         r"for the parameter '0\.weight', which the optimizer was not given\. It has: extra",
     ),
     "a basis of another shape": (
-        lambda m: group(m, basis=egop.Reparameterization([block("extra", (4, 4))])),
+        lambda m: group(m, basis=egop.Basis([block("extra", (4, 4))])),
         ValueError,
         r"of shape \(4, 4\), but the optimizer's has \(3, 5\)",
     ),
     "a block name that is taken": (
-        lambda m: group(
-            m, basis=egop.Reparameterization([block("0.weight", parameters={"extra": torch.zeros(3, 5).double()})])
-        ),
+        lambda m: group(m, basis=egop.Basis([block("0.weight", parameters={"extra": torch.zeros(3, 5).double()})])),
         ValueError,
         r"Two blocks have one name among \['0\.weight', '0\.weight'\]",
     ),
     "a basis that is none": (
         lambda m: group(m, basis={}),
         TypeError,
-        "basis must be an egop.Reparameterization, got dict",
+        "basis must be an egop.Basis, got dict",
     ),
 }
 
@@ -235,7 +229,7 @@ REFUSED_GROUPS = {
 @pytest.mark.parametrize("what", REFUSED_GROUPS)
 def test_add_param_group_refuses_and_training_goes_on(what):
     make, error, message = REFUSED_GROUPS[what]
-    basis = egop.Reparameterization([basis_of(MLP)["0.weight"]])
+    basis = egop.Basis([basis_of(MLP)["0.weight"]])
     groups = [{"names": ["0.weight", "0.bias"]}]
     side, straight = (Wrapped(MLP.build(), basis, ADAMW, groups) for _ in range(2))
     for each in (side, straight):

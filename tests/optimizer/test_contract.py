@@ -177,9 +177,7 @@ def test_groups_are_added_later(optimizer, in_basis):
     case, basis = case_and_basis("batched")
     names = list(dict(case.build().named_parameters()))
     early, late = names[:4], names[4:]
-    one, other = (
-        egop.Reparameterization([change for name, change in basis.items() if name in part]) for part in (early, late)
-    )
+    one, other = (egop.Basis([change for name, change in basis.items() if name in part]) for part in (early, late))
     wrapped = Wrapped(case.build(), one, optimizer, [{"names": early}])
     explicit = Explicit(case.build(), basis if in_basis else one, optimizer, [{"names": early}])
     for side in (wrapped, explicit):

@@ -196,7 +196,7 @@ def test_many_groups_that_are_added_are_stacked_once(monkeypatch):
     optimizer = egop.ReparameterizedOptimizer([layers[0].weight], torch.optim.SGD, model=layers, lr=0.1)
     for index, layer in enumerate(layers[1:], 1):
         block = egop.basis.partition.Block.of(f"{index}.weight", {f"{index}.weight": layer.weight})
-        basis = egop.Reparameterization([egop.Shared().change(block, {"basis": torch.eye(3)})])
+        basis = egop.Basis([egop.Shared().change(block, {"basis": torch.eye(3)})])
         optimizer.add_param_group({"params": [layer.weight], "basis": basis})
     sum(layer.weight.square().sum() for layer in layers).backward()
     optimizer.step()

@@ -104,5 +104,5 @@ def test_the_basis_in_use_can_be_read_and_saved(tmp_path):
     side = Wrapped(case.build(), basis, ADAMW)
     train(side, case.batches(), 2)
     side.optimizer.basis.save(tmp_path / "basis.safetensors")
-    loaded = egop.Reparameterization.load(tmp_path / "basis.safetensors")
+    loaded = egop.Basis.load(tmp_path / "basis.safetensors")
     assert all(torch.equal(loaded[name].dense(), basis[name].dense()) for name in basis)

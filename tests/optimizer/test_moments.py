@@ -206,7 +206,7 @@ class Quadratic(nn.Module):
 
 
 VECTOR = cases.block("theta", theta=(6,))
-BASES = [egop.Reparameterization([random_change(egop.Full(), seed, VECTOR)]) for seed in (0, 1)]
+BASES = [egop.Basis([random_change(egop.Full(), seed, VECTOR)]) for seed in (0, 1)]
 
 
 def run(steps, policy=None, kind=torch.optim.Adam):

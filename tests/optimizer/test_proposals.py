@@ -118,7 +118,7 @@ class Rebaser(Watcher):
             for block in [block.change.block for block in optimizer.blocks]:
                 width = block.shapes[0].numel() // block.shapes[0][0]
                 changes.append(egop.Shared().change(block, {"basis": torch.eye(width, dtype=block.dtype)}))
-            optimizer.rebase(egop.Reparameterization(changes), moments="reset")
+            optimizer.rebase(egop.Basis(changes), moments="reset")
         super().observe(optimizer)
 
 

@@ -226,9 +226,10 @@ def test_moments_lie_in_memory_as_their_parameters_do(tmp_path):
 
     model, optimizer = started()
     steps(model, optimizer, 3)
-    egop.checkpoint.save(tmp_path / "here", model, optimizer)
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "half")
     other, loaded = started()
-    egop.checkpoint.load(tmp_path / "here", other, loaded)
+    for each, state in zip((other, loaded), torch.load(tmp_path / "half", weights_only=True), strict=True):
+        each.load_state_dict(state)
     assert loaded.inner.state[other.weight]["exp_avg"].stride() == other.weight.stride()
     assert identical(steps(other, loaded, 3), steps(model, optimizer, 3))
 

@@ -258,7 +258,7 @@ def test_an_optimizer_that_was_given_a_basis_in_any_way_says_nothing():
     by_group = [{"params": list(model.named_parameters()), "basis": basis}]
     quiet(lambda: step(egop.ReparameterizedOptimizer(by_group, torch.optim.AdamW, lr=0.1)))
     quiet(lambda: step(egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, refresh=egop.Online(), lr=0.1)))
-    nothing = egop.Reparameterization([])
+    nothing = egop.Basis([])
     quiet(lambda: step(egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, nothing, lr=0.1)))
 
     trained_before = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=0.1)

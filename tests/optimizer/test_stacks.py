@@ -52,7 +52,7 @@ def one_at_a_time(model, found, kind, **arguments):
         egop.ReparameterizedOptimizer(
             [(f"{index}.{name}", parameter) for name, parameter in layer.named_parameters()],
             kind,
-            egop.Reparameterization([change for name, change in found.items() if name.startswith(f"{index}.")]),
+            egop.Basis([change for name, change in found.items() if name.startswith(f"{index}.")]),
             **arguments,
         )
         for index, layer in enumerate(model)

@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 import cases
-import egop
 from egop.optimizer.trial import Findings, tried
 
 TORCH = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
@@ -45,11 +44,7 @@ def test_torchs_own_optimizers_work_coordinate_by_coordinate(name):
     assert tried(getattr(torch.optim, name), {}, {}) == Findings()
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [*cases.OPTIMIZERS, cases.OptimizerCase("ball", egop.BallConstrainedAdagrad, {"center": "start"})],
-    ids=str,
-)
+@pytest.mark.parametrize("optimizer", cases.OPTIMIZERS, ids=str)
 def test_with_all_arguments_that_the_tests_use(optimizer):
     assert tried(optimizer.kind, {}, optimizer.arguments) == Findings()
 

@@ -100,7 +100,7 @@ def test_a_group_that_is_added_through_a_wrapper_with_a_basis_moves(kind):
         optimizer = egop.ReparameterizedOptimizer(first, torch.optim.AdamW, lr=0.01)
         wrapper = kind(optimizer) if wrapped else optimizer
         steps(model, wrapper, 2)
-        basis = egop.Reparameterization([case_and_basis("blocks")[1]["2.weight"]])
+        basis = egop.Basis([case_and_basis("blocks")[1]["2.weight"]])
         rest = [(name, each) for name, each in model.named_parameters() if name.startswith("2")]
         wrapper.add_param_group({"params": rest, "basis": basis, "lr": 0.02})
         before = model[2].weight.detach().clone()

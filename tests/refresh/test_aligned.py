@@ -30,7 +30,10 @@ def sinkhorn(matrix, iterations=5):
 
 
 class LiteralARO:
-    """R ← qf(M f(RᵀM)ᵀ), W ← W − lr (0.2 R f(RᵀN) / rms + λ W), weight by weight, on the smaller side."""
+    """R ← qf(A + 1e-6 R), A = M f(RᵀM)ᵀ with columns of length one, W ← W − lr (0.2 R f(RᵀN) / rms + λ W).
+
+    Weight by weight, on the smaller side. ARO as published has no 1e-6 R, which only decides where A is singular.
+    """
 
     def __init__(self, weights, function, lr, momentum=0.95, weight_decay=0.0):
         self.weights, self.function, self.lr, self.beta, self.decay = weights, function, lr, momentum, weight_decay
@@ -46,7 +49,8 @@ class LiteralARO:
             N = self.beta * M + (1 - self.beta) * G
             R = self.rotations[place]
             f = (lambda X: self.function(X.mT).mT) if tall else self.function
-            Q, T = torch.linalg.qr(M @ f(R.mT @ M).mT)
+            A = M @ f(R.mT @ M).mT
+            Q, T = torch.linalg.qr(A / A.norm(dim=0) + 1e-6 * R)
             R = self.rotations[place] = Q * T.diagonal().sign()
             update = R @ f(R.mT @ N)
             update = 0.2 * update / update.square().mean().sqrt()
@@ -57,7 +61,7 @@ def test_with_sinkhorn_it_is_aro():
     model, plain = network(), network()
     refresh = egop.Aligned()
     names = {"0.weight": egop.Shared(side="smaller"), "2.weight": egop.Shared(side="smaller")}
-    basis = egop.Reparameterization(
+    basis = egop.Basis(
         [
             structure.change(block, {"basis": torch.eye(min(block.shapes[0]), dtype=torch.float64)})
             for (name, structure), block in zip(names.items(), blocks_of(model), strict=True)
@@ -179,7 +183,7 @@ def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
         egop.Shared(side="smaller").change(block, {"basis": torch.eye(min(block.shapes[0]), dtype=torch.float64)})
         for block in blocks_of(model)
     ]
-    basis = egop.Reparameterization(changes)
+    basis = egop.Basis(changes)
     optimizer = egop.ReparameterizedOptimizer(model, base, basis, refresh=Watch(), lr=0.01, **options)
     for step in range(3):
         optimizer.zero_grad()
@@ -193,7 +197,7 @@ def test_bases_that_it_cannot_rotate_are_refused_or_said():
     sides = [{"left": torch.eye(block.shapes[0][0]), "right": torch.eye(block.shapes[0][1])} for block in blocks]
     pairs = [{key: side.double() for key, side in tensors.items()} for tensors in sides]
     kronecker = [egop.Kronecker().change(*pair) for pair in zip(blocks, pairs, strict=True)]
-    basis = egop.Reparameterization(kronecker)
+    basis = egop.Basis(kronecker)
     with pytest.raises(ValueError, match="a basis of structure Shared, not Kronecker"):
         egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, refresh=egop.Aligned(), lr=0.01)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Aligned(), lr=0.01)
@@ -203,3 +207,38 @@ def test_bases_that_it_cannot_rotate_are_refused_or_said():
     with pytest.warns(UserWarning, match="finds no basis that it can rotate, only of structure Kronecker"):
         optimizer.step()
     assert optimizer.refresher.renewals == 1
+
+
+class Experts(nn.Module):
+    """Experts beside an ordinary weight and a position table, as one parameter or one each."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = nn.Parameter(torch.randn(1, 4, 5))
+        weights = torch.randn(3, 9, 5)
+        self.experts = nn.Parameter(weights) if stacked else nn.ParameterList(weights.unbind())
+        self.layers = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Tanh(), nn.Linear(9, 4, bias=False))
+        self.double()
+
+    def forward(self, inputs):
+        inputs = (inputs.unsqueeze(1) + self.positions).flatten(0, 1)
+        return self.layers(sum(torch.tanh(inputs @ expert.mT) for expert in self.experts)).unflatten(0, (-1, 4)).mean(1)
+
+
+@pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW, egop.optim.Sign, egop.optim.Sinkhorn])
+def test_stacked_experts_train_like_separate_weights(base):
+    results = []
+    for stacked in (True, False):
+        model = Experts(stacked)
+        options = {"outside": torch.optim.AdamW} if base.__module__.startswith("egop") else {}
+        optimizer = egop.ReparameterizedOptimizer(model, base, refresh=egop.Aligned(), lr=0.01, **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert optimizer.refresher.failures == 0
+        assert {"positions", "layers.0.weight"} <= optimizer.basis.keys()
+        results.append([model.positions, torch.stack(list(model.experts)), *model.layers.parameters()])
+    for together, apart in zip(*results, strict=True):
+        torch.testing.assert_close(together, apart, rtol=0, atol=1e-10)

@@ -162,7 +162,7 @@ def test_a_basis_that_was_given_is_all_there_is():
     model = network()
     first = begin(model, egop.Online())
     step(model, first, 0)
-    given = egop.Reparameterization([first.basis["1.weight"]])
+    given = egop.Basis([first.basis["1.weight"]])
     model[0].requires_grad_(False)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, given, refresh=egop.Online(every=2), lr=0.01)
     step(model, optimizer, 1)
@@ -172,7 +172,7 @@ def test_a_basis_that_was_given_is_all_there_is():
     first.rebase(given, moments="keep")  # some blocks: the others stay
     step(model, first, 3)
     assert len(first.basis) == 4
-    first.rebase(egop.Reparameterization([changed_to_shared(first.basis["1.weight"])]), moments="reset")
+    first.rebase(egop.Basis([changed_to_shared(first.basis["1.weight"])]), moments="reset")
     step(model, first, 4)
     assert list(first.basis) == ["1.weight"]
 
@@ -314,7 +314,7 @@ def test_blocks_that_someone_has_put_in_the_place_of_others_are_all_there_are():
         step(model, optimizer, seed)
     blocks = [block.change.block for block in optimizer.blocks]
     given = [egop.Shared().change(block, {"basis": torch.eye(6, dtype=torch.float64)}) for block in blocks]
-    optimizer.rebase(egop.Reparameterization(given), moments="reset")
+    optimizer.rebase(egop.Basis(given), moments="reset")
     model[2].requires_grad_(True)
     for seed in range(3, 6):
         step(model, optimizer, seed)

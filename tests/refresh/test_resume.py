@@ -255,14 +255,6 @@ def test_bases_that_are_not_renewed_or_not_as_told_are_warned_of_where_they_are_
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_the_warning_names_the_place_where_a_checkpoint_is_loaded(tmp_path):
-    model, optimizer = Resume("Online").start(given=False)
-    egop.checkpoint.save(tmp_path / "here", model, optimizer)
-    with pytest.warns(UserWarning, match=STAY) as caught:
-        egop.checkpoint.load(tmp_path / "here", model, plain())
-    assert [warning.filename for warning in caught] == [__file__]
-
-
 FITTING = {
     "no refresh in either": (None, plain),
     "the first refresh": (None, lambda: Resume("Online", "auto").start(given=False)[1]),

@@ -44,9 +44,10 @@ def demo(
         import torch
         from rich.console import Console
 
-        from egop.runs import plotting, write_json
         from egop_lab.experiments import demo as experiment
         from egop_lab.experiments import demo_language
+        from egop_lab.files import write_json
+        from egop_lab.plots.figures import draw_picture, save_figure
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -64,7 +65,7 @@ def demo(
             console.print()
             console.print(_language_table(language))
             console.print(f"{demo_language.RATES} {words}", highlight=False)
-        plotting.save(plotting.draw(experiment.picture(result, language)), out / "demo.svg")
+        save_figure(draw_picture(experiment.picture(result, language)), out / "demo.svg")
         numbers = {**asdict(result), "summary": closing}
         if language is not None:
             numbers["language model"] = {**asdict(language), "summary": words}
@@ -98,9 +99,9 @@ def _language_table(language: Language) -> Table:
 def _table(result: Demo) -> Table:
     from rich.table import Table
 
-    from egop.runs import counted
+    from egop_lab.formatting import pluralize
 
-    table = Table(title=f"After {counted(result.epochs, 'epoch')}, from equivalent starts", title_justify="left")
+    table = Table(title=f"After {pluralize(result.epochs, 'epoch')}, from equivalent starts", title_justify="left")
     table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
     table.caption_justify = "left"
     table.add_column("optimizer")
@@ -224,8 +225,8 @@ def bench(
         typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
         import torch
 
-        from egop.runs import counted
         from egop_lab.bench.run import PARTS, failures, run
+        from egop_lab.formatting import pluralize
 
         if unknown := [part for part in only or [] if part not in PARTS]:
             fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)
@@ -233,7 +234,36 @@ def bench(
         kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
         typer.echo(f"\nSaved {out}.")
         if rows := failures(kept):
-            fail(f"{counted(len(rows), 'row')} failed, see above.")
+            fail(f"{pluralize(len(rows), 'row')} failed, see above.")
+
+
+@app.command()
+def scaling(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="resnet50, gpt2, llama_1b, llama_8b, or MODULE:FACTORY, a function without arguments that returns a "
+            "model. It is called on the meta device, where no weights are allocated.",
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
+    memory: Annotated[float | None, typer.Option(min=0, help="Limit for all bases together in GiB.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per device and step, for a language model.")] = None,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the numbers to this file.")] = None,
+) -> None:
+    """Compare the memory and communication of AdamW, Muon, SOAP, EGOP and each structure for a model."""
+    with one_line_errors(also=(AttributeError, ImportError, TypeError, ValueError)):
+        from egop_lab.files import write_json
+        from egop_lab.scaling.models import build_model
+        from egop_lab.scaling.tables import compare_methods
+
+        limit = None if memory is None else int(memory * 2**30)
+        report = compare_methods(build_model(target), ranks=ranks, memory=limit, tokens=tokens)
+        typer.echo(str(report))
+        if json is not None:
+            write_json(json, asdict(report))
+            typer.echo(f"\nSaved {json}.")
 
 
 if __name__ == "__main__":

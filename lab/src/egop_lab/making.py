@@ -63,7 +63,7 @@ class Start:
     seed: int = 0
     inside: str | Sequence[str] | None = None
     memory: str = "2GiB"
-    bases: MutableMapping[egop.Structure, egop.Reparameterization] | None = None
+    bases: MutableMapping[egop.Structure, egop.Basis] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -79,7 +79,7 @@ class Start:
         named = self.model.named_parameters()
         return [weight for name, weight in named if weight.dim() > 1 and any(map(_matching(name), self._patterns))]
 
-    def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
+    def upfront(self, structure: egop.Structure) -> egop.Basis:
         """A basis from gradients at fresh initialisations (a random one needs none)."""
         if self.bases is None:
             return self._estimated(structure)
@@ -87,7 +87,7 @@ class Start:
             self.bases[structure] = self._estimated(structure)
         return self.bases[structure]
 
-    def _estimated(self, structure: egop.Structure) -> egop.Reparameterization:
+    def _estimated(self, structure: egop.Structure) -> egop.Basis:
         assert self.objective is not None
         return egop.estimate(
             self.objective,
@@ -177,7 +177,7 @@ class Together(Optimizer):
             part.step(closure)
 
 
-def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Reparameterization | None = None) -> Optimizer:
+def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Basis | None = None) -> Optimizer:
     """One of :data:`TORCH`, in original coordinates or in those of a basis."""
     kind, options = TORCH[name]
     if basis is None:

@@ -3,8 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from egop.runs import Curve, Run
 from egop_lab.experiments import demo
+from egop_lab.experiments.demo import Run
+from egop_lab.training.loop import Curve
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_the_picture_says_how_much_of_the_training_is_saved():
     runs = pair((4.0, 2.0, 1.0), (4.0, 1.0, 0.25)) + pair((4.0, 2.0, 1.0), (4.0, 2.0, 1.0), "SGD")
     found = demo.Demo(epochs=2, seed=7, estimation_seconds=1.0, spectra={}, runs=runs)
     (panel,) = demo.picture(found, None).panels
-    assert [span.words for span in panel.spans] == ["the same loss after 1 of 2 epochs"]
+    assert [span.label for span in panel.spans] == ["the same loss after 1 of 2 epochs"]
     assert [series.label for series in panel.series] == ["Adam", "Adam, EGOP", "SGD", "SGD, EGOP"]
     never = replace(found, runs=pair((4.0, 2.0, 1.0), (4.0, 3.0, 2.0)))
     assert demo.panel(never).spans == []

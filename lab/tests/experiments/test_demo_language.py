@@ -25,7 +25,7 @@ def test_both_start_alike_and_learn(found):
 def test_the_text_is_egops_own_source(found):
     text = demo_language.own_source()
     assert found.characters == len(text.train) + len(text.validation)
-    assert b"class Reparameterization(" in bytes(text.train.tolist())
+    assert b"class Basis(" in bytes(text.train.tolist())
 
 
 def test_the_learning_rate_warms_up_stays_and_ends():
@@ -63,6 +63,6 @@ def test_words_and_picture_say_what_the_numbers_say(given, expected, spans):
     assert expected in demo_language.summary(given)
     assert "A step of EGOP takes 1.50 times AdamW's here." in demo_language.summary(given)
     panel = demo_language.panel(given)
-    assert [span.words for span in panel.spans] == spans
+    assert [span.label for span in panel.spans] == spans
     assert [series.label for series in panel.series] == ["AdamW, lr 0.1", "EGOP, lr 0.2"]
     assert panel.xlabel == "seconds of training"

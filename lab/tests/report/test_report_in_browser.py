@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Beside, Judged
 from egop_lab.experiments.registry import experiment
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.report import reproduction
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

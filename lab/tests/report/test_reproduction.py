@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.cli import app
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import registry, reproduce
 from egop_lab.experiments.base import Beside, Experiment, Judged, Table, compare
 from egop_lab.experiments.curves import quartiles
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.report import reproduction, words
 from egop_lab.training.context import Context, finished
 from egop_lab.training.records import Store

@@ -3,12 +3,12 @@
 A new structure is a file in ``structures/``, or one of your own: it is registered by being defined.
 """
 
+from egop.basis.basis import Basis
 from egop.basis.files import orthonormality_error
 from egop.basis.partition import Block, Partition, check_disjoint, partition_parameters
 from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
-from egop.basis.reparameterization import Reparameterization
 from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
-from egop.basis.showing import Shown, spectra_picture
+from egop.basis.showing import Shown
 from egop.basis.showing import as_html as blocks_as_html
 from egop.basis.showing import as_text as blocks_as_text
 from egop.basis.showing import of_change as shown_block
@@ -33,7 +33,6 @@ from egop.basis.structures import (
 )
 from egop.basis.structures.accumulators import density
 from egop.basis.structures.views import as_matrix
-from egop.basis.texts import read_json, record, whole_numbers, write_json
 
 __all__ = [
     "CHANGES",
@@ -43,6 +42,7 @@ __all__ = [
     "WRAPPER",
     "Accumulator",
     "Auxiliary",
+    "Basis",
     "Block",
     "ChangeOfBasis",
     "Cost",
@@ -56,7 +56,6 @@ __all__ = [
     "Plan",
     "RandomRotation",
     "Reduced",
-    "Reparameterization",
     "Shared",
     "Shown",
     "Side",
@@ -77,12 +76,7 @@ __all__ = [
     "orthonormality_error",
     "partition_parameters",
     "plain_name",
-    "read_json",
     "rebuild",
-    "record",
     "shown_block",
     "shown_plan",
-    "spectra_picture",
-    "whole_numbers",
-    "write_json",
 ]

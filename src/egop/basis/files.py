@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import shutil
+import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis, rebuild
 from egop.basis.texts import read_json, record, strings, whole_numbers, write_json
-from egop.distributed import claimed, new_name, remove_if_left_behind
 
 FORMAT_VERSION = (
     2  # the first one is read too: it counted samples in another way, and its "stability" was another number
@@ -40,7 +38,7 @@ class Content(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], content: Content) -> None:
-    """Write a file beside and rename it; a link stays one, and what it leads to is replaced."""
+    """Write a basis to a temporary file, then rename it. If the path is a symbolic link, replace its target."""
     tensors: dict[str, Tensor] = {}
     blocks = []
     for change in content.changes:
@@ -55,18 +53,12 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
     _unshare(tensors)
     text = write_json({"version": FORMAT_VERSION, "blocks": blocks, "left": dict(content.unrotated)})
     target = Path(os.path.realpath(path))
-    for forgotten in target.parent.glob(f".{glob.escape(target.name)}.*.unfinished"):
-        remove_if_left_behind(forgotten)
-    beside = target.with_name(f".{target.name}.{new_name()}.unfinished")
-    lock = claimed(beside)
-    try:
-        save_file(tensors, beside / "part", metadata={"egop": text, "crc32": str(_checksum(text, tensors))})
-        with (beside / "part").open("rb+") as file:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
+        partial = Path(beside) / "partial"
+        save_file(tensors, partial, metadata={"egop": text, "crc32": str(_checksum(text, tensors))})
+        with partial.open("rb+") as file:
             os.fsync(file.fileno())
-        (beside / "part").replace(target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        lock.release()
+        partial.replace(target)
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Content:

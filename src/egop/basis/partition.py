@@ -5,9 +5,9 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -74,6 +74,18 @@ class Block:
         return [
             Block(name, (name,), (shape,), self.dtype, (groups,), (stack,)) for name, shape, groups, stack in members
         ]
+
+    def split(self, names: Collection[str]) -> tuple[list[Block], list[Block]]:
+        """Return what is left without these parameters, if anything, and each of them as a block of its own."""
+        alone = {block.name: block for block in self.divided()}
+        rest = [block for name, block in alone.items() if name not in names]
+        if len(rest) > 1:
+            fields: dict[str, Any] = {
+                field: tuple(value for block in rest for value in getattr(block, field))
+                for field in ("parameters", "shapes", "transposed", "stacked")
+            }
+            rest = [replace(self, **fields)]
+        return rest, [block for name, block in alone.items() if name in names]
 
     def unstacked(self) -> Block:
         """What each matrix of a stack would be as a block of its own; for a block of one tensor."""

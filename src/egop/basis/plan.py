@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Literal
 
 from egop.basis import showing
@@ -12,7 +13,7 @@ from egop.basis.partition import Block, match
 from egop.basis.roles import Layer
 from egop.basis.structures import Auxiliary, Full, Kronecker, Shared, Structure
 from egop.basis.structures.views import matrix_shape
-from egop.runs import counted, format_bytes, format_percent, format_table, html_table, text
+from egop.formatting import format_bytes, format_html_table, format_percent, format_table, pluralize
 
 # What "auto" chooses from, richest first: where gradients are sampled, and where those of the training are followed.
 # Full is for vectors: where rows can share a basis that was as good, in a fraction of the time and memory.
@@ -30,6 +31,8 @@ WIDTH_LIMIT = 8192
 # Nor where a decomposition, n³ for a basis of width n, is more work than this for each entry of the weight. (In
 # ResNet-34 that is 41 thousand at most; 10 rows of 3072 columns have nearly a million, and take 10 seconds on a CPU.)
 WORK_LIMIT = 2**20
+
+_COLUMNS_ONLY = "columns only: its padding row must not mix with others"
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,12 +71,12 @@ class Plan:
 
     def __repr__(self) -> str:
         """In a line."""
-        return f"Plan({counted(len(self.chosen), 'block')}, {len(self.unrotated)} left as they are)"
+        return f"Plan({pluralize(len(self.chosen), 'block')}, {len(self.unrotated)} left as they are)"
 
     def _repr_html_(self) -> str:
         """The table, for a notebook."""
-        table = html_table([*_HEADER, "why"], self._rows())
-        return f"<p>{text(repr(self))}</p>{table}<p><small>{text(showing.COST_MEANS)}</small></p>"
+        table = format_html_table([*_HEADER, "why"], self._rows())
+        return f"<p>{escape(repr(self))}</p>{table}<p><small>{escape(showing.COST_MEANS)}</small></p>"
 
 
 def make_plan(
@@ -92,7 +95,8 @@ def make_plan(
         layers: what each parameter is.
         structure: one for all; by block-name patterns (the first match counts, others are left); or ``"auto"``: for
             each block the richest of the candidates that fits. Embeddings, output heads and what is wider than a limit
-            are then left in original coordinates.
+            are then left in original coordinates. An embedding with a padding row gets ``Shared()``, which keeps its
+            rows apart, in place of a structure that would mix them.
         memory: what all bases together may take, in bytes.
         candidates: what ``"auto"`` chooses from, richest first.
         all_weights: whether one structure is for all blocks, or for those alone that ``"auto"`` would rotate.
@@ -101,12 +105,13 @@ def make_plan(
     if isinstance(structure, Structure):
         unrotated = {} if all_weights else _left(blocks, layers, (structure, *candidates))
         told = {block: structure for block in blocks if block.name not in unrotated}
-        return _as_told(told, unrotated, memory)
+        return _as_told(told, unrotated, memory, _padded(layers))
     if isinstance(structure, Mapping):
         matched = {pattern: set(match([pattern], [b.name for b in blocks], "block")) for pattern in structure}
         lists = {b: [structure[pattern] for pattern in structure if b.name in matched[pattern]] for b in blocks}
         unrotated = {block.name: "no pattern names it" for block in blocks if not lists[block]}
-        return _as_told({block: structures[0] for block, structures in lists.items() if structures}, unrotated, memory)
+        told = {block: structures[0] for block, structures in lists.items() if structures}
+        return _as_told(told, unrotated, memory, _padded(layers))
     return _automatic(blocks, layers, memory, candidates)
 
 
@@ -129,27 +134,57 @@ def call_it(given: object, kind: type) -> str:
     return f" Call it: egop.{given.__name__}()." if isinstance(given, type) and issubclass(given, kind) else ""
 
 
-def _as_told(told: Mapping[Block, Structure], unrotated: dict[str, str], memory: int) -> Plan:
-    chosen = {piece: structure for block, structure in told.items() for piece in _pieces(block, structure)}
+def _as_told(told: Mapping[Block, Structure], unrotated: dict[str, str], memory: int, padded: Collection[str]) -> Plan:
+    chosen: dict[Block, Structure] = {}
+    why: dict[str, str] = {}
+    for block, structure in told.items():
+        pieces = _pieces(block, structure, padded)
+        chosen |= pieces
+        why |= _reasons(pieces, structure, "its structure was named")
     for block, structure in chosen.items():
         structure.check(block)
     _check_memory(chosen, memory)
-    return Plan(chosen, {block.name: "its structure was named" for block in chosen}, unrotated)
+    return Plan(chosen, why, unrotated)
 
 
-def _pieces(block: Block, structure: Structure) -> list[Block]:
-    """What a structure makes of a block of several tensors."""
-    return [block] if structure.joint or len(block.shapes) == 1 else block.divided()
+def _pieces(block: Block, structure: Structure, padded: Collection[str]) -> dict[Block, Structure]:
+    """Return the blocks that a structure makes of one, with the structure of each.
+
+    Args:
+        block: one or several tensors.
+        structure: for all of them.
+        padded: names of embeddings with a padding row. Where the structure would mix their rows, they get a block of
+            their own, and only their columns are rotated.
+    """
+    pieces: dict[Block, Structure] = {}
+    for piece in [block] if structure.joint or len(block.shapes) == 1 else block.divided():
+        apart = [name for name in piece.parameters if name in padded]
+        if not apart or not structure.mixes_rows(piece):
+            pieces[piece] = structure
+            continue
+        rest, embeddings = piece.split(apart)
+        pieces |= dict.fromkeys(rest, structure) | dict.fromkeys(embeddings, Shared())
+    return pieces
+
+
+def _reasons(pieces: Mapping[Block, Structure], structure: Structure, reason: str) -> dict[str, str]:
+    """Return why each piece has its structure, by name."""
+    return {piece.name: reason if own == structure else _COLUMNS_ONLY for piece, own in pieces.items()}
+
+
+def _padded(layers: Mapping[str, Layer]) -> set[str]:
+    return {name for name, layer in layers.items() if layer.padded}
 
 
 def _left(blocks: Sequence[Block], layers: Mapping[str, Layer], candidates: Sequence[Structure]) -> dict[str, str]:
     """Why ``"auto"`` leaves blocks however much memory there is: what they are, or how wide."""
     unrotated: dict[str, str] = {}
+    padded = _padded(layers)
     for block in blocks:
         reasons = [layers[name].unrotated for name in block.parameters]
         if all(reasons):
             unrotated[block.name] = reasons[0]
-        elif not any(_option(structure, block) for structure in candidates):
+        elif not any(_option(structure, block, padded) for structure in candidates):
             unrotated[block.name] = _too_wide(block)
     return unrotated
 
@@ -158,8 +193,9 @@ def _automatic(
     blocks: Sequence[Block], layers: Mapping[str, Layer], memory: int, candidates: Sequence[Structure]
 ) -> Plan:
     unrotated = _left(blocks, layers, candidates)
+    padded = _padded(layers)
     options = {
-        block: _without_needless([option for structure in candidates if (option := _option(structure, block))])
+        block: _without_needless([option for structure in candidates if (option := _option(structure, block, padded))])
         for block in blocks
         if block.name not in unrotated
     }
@@ -188,15 +224,16 @@ def _automatic(
         for structure, pieces, needed in options[block]:
             if needed <= memory + lean[2]:
                 memory -= needed - lean[2]
-                chosen |= dict.fromkeys(pieces, structure)
-                why |= dict.fromkeys((piece.name for piece in pieces), _reason(structure, options[block][0][0]))
+                chosen |= pieces
+                why |= _reasons(pieces, structure, _reason(structure, options[block][0][0]))
                 break
     order = {name: place for place, name in enumerate(name for block in blocks for name in block.parameters)}
     chosen = dict(sorted(chosen.items(), key=lambda item: order[item[0].parameters[0]]))
     return Plan(chosen, why, unrotated)
 
 
-_Option = tuple[Structure, list[Block], int]  # a structure, the blocks that it makes of one, and their bytes
+# A structure, the blocks that it makes of one with the structure of each, and their bytes.
+_Option = tuple[Structure, dict[Block, Structure], int]
 
 
 def _without_needless(options: list[_Option]) -> list[_Option]:
@@ -207,19 +244,19 @@ def _without_needless(options: list[_Option]) -> list[_Option]:
     return [option for option in options if not isinstance(option[0], Full)]
 
 
-def _option(structure: Structure, block: Block) -> _Option | None:
-    pieces = _pieces(block, structure)
+def _option(structure: Structure, block: Block, padded: Collection[str] = ()) -> _Option | None:
     try:
-        for piece in pieces:
-            structure.check(piece)
+        pieces = _pieces(block, structure, padded)
+        for piece, own in pieces.items():
+            own.check(piece)
     except ValueError:
         return None
     if isinstance(structure, Full):
         if block.size > FULL_LIMIT:
             return None
-    elif any(_is_costly(structure, piece) for piece in pieces):
+    elif any(_is_costly(own, piece) for piece, own in pieces.items()):
         return None
-    return structure, pieces, sum(structure.cost(piece).bytes for piece in pieces)
+    return structure, pieces, sum(own.cost(piece).bytes for piece, own in pieces.items())
 
 
 def _is_costly(structure: Structure, block: Block) -> bool:

@@ -35,6 +35,7 @@ class Layer(NamedTuple):
     stacked: int = 0  # how many of its first dimensions count matrices: 1 for experts, (experts, outputs, inputs)
     why: str = ""  # of role "other": why it is no weight to rotate
     guessed: bool = False  # by name and shape, without its module
+    padded: bool = False  # an embedding with a padding row, which gets no gradient and must stay as it is
 
     @property
     def unrotated(self) -> str:
@@ -123,6 +124,7 @@ def _uses(module: nn.Module) -> Iterator[_Use]:
 def _told(module: nn.Module) -> dict[int, Layer]:
     """What each parameter of a module is, by its ``id``."""
     uses: dict[int, _Use] = {}
+    padded: set[int] = set()
     tied = False
     for use in _uses(module):
         before = uses.get(id(use.parameter))
@@ -130,7 +132,9 @@ def _told(module: nn.Module) -> dict[int, Layer]:
         tied |= any(isinstance(holder, _EMBEDDINGS) for holder in pair) and any(_is_linear(holder) for holder in pair)
         if before is None or isinstance(use.holder, _EMBEDDINGS):
             uses[id(use.parameter)] = use
-    layers = {key: _layer(use) for key, use in uses.items()}
+        if isinstance(use.holder, _EMBEDDINGS) and use.holder.padding_idx is not None:
+            padded.add(id(use.parameter))
+    layers = {key: _layer(use)._replace(padded=key in padded) for key, use in uses.items()}
     weights = [key for key, layer in layers.items() if layer.role == "weight"]
     named = _named_heads(module, uses)
     heads = [key for key in weights if key in named]

@@ -1,25 +1,21 @@
-"""How blocks are shown to people: a table in plain text and in a notebook, and a picture of their spectra."""
+"""The table of blocks, in plain text and for a notebook."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis, Structure
-from egop.runs import (
-    Panel,
-    Picture,
-    Series,
-    counted,
+from egop.formatting import (
     format_bytes,
+    format_html_table,
     format_percent,
     format_table,
-    html_table,
-    sparkline,
-    text,
+    mask_layer_numbers,
+    pluralize,
 )
 
 # A step of unknown size is taken to see so many rows: tokens, examples, or places of a convolution.
@@ -32,9 +28,6 @@ COST_MEANS = (
 _FORWARD_AND_BACKWARD = 6  # floating-point operations for each weight and row
 # With more blocks than this, those of one place in several layers share a row of the table.
 _MANY = 12
-# Eigenvalues below this, relative to the largest, are rounding; more points than this to a line show nothing more.
-_ROUNDING = 1e-10
-_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,6 @@ class Shown:
     dimension: int | None = None
     draws: int | None = None  # where they are too few for the stable rank
     stability: tuple[float, float] | None = None  # and that of chance
-    eigenvalues: tuple[float, ...] = ()
 
     def with_spectrum(self, spectrum: Spectrum | None) -> Shown:
         """The same with what a spectrum says."""
@@ -64,7 +56,6 @@ class Shown:
             dimension=len(spectrum.eigenvalues),
             draws=None if spectrum.is_supported else spectrum.samples,
             stability=(spectrum.stability, spectrum.chance) if known else None,  # type: ignore[arg-type]
-            eigenvalues=thinned(spectrum.eigenvalues.tolist()),
         )
 
 
@@ -86,40 +77,29 @@ def cost_of(flops: int, size: int, rows: int = ROWS) -> float:
     return flops / (_FORWARD_AND_BACKWARD * size * rows) if size else 0.0
 
 
-def place(name: str) -> str:
-    """A name with a star for the number of a layer."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
 def grouped(blocks: Sequence[Shown]) -> list[tuple[str, list[Shown]]]:
     """Blocks with the names of their rows; where there are many, those alike in several layers share one."""
     if len(blocks) <= _MANY:
         return [(block.name, [block]) for block in blocks]
     groups: dict[tuple[object, ...], list[Shown]] = {}
     for block in blocks:
-        groups.setdefault((place(block.name), block.structure, tuple(map(tuple, block.shapes))), []).append(block)
+        groups.setdefault(
+            (mask_layer_numbers(block.name), block.structure, tuple(map(tuple, block.shapes))), []
+        ).append(block)
     return [
-        (f"{place(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
+        (f"{mask_layer_numbers(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
         for group in groups.values()
     ]
 
 
 def as_text(blocks: Sequence[Shown], unrotated: Mapping[str, str]) -> str:
-    """The table in plain text."""
-    header, rows = _table(blocks, unrotated)
-    return f"{format_table(header, rows)}\n{COST_MEANS}"
+    """Format the table as plain text."""
+    return f"{format_table(*_table(blocks, unrotated))}\n{COST_MEANS}"
 
 
 def as_html(blocks: Sequence[Shown], unrotated: Mapping[str, str]) -> str:
-    """The table for a notebook, with a small picture of each spectrum."""
-    header, rows = _table(blocks, unrotated)
-    lines = [_line(group) for _, group in grouped(blocks)]
-    if any(lines):
-        header = [*header, "spectrum"]
-        lines += [""] * (len(rows) - len(lines))
-        rows = [[*row, line] for row, line in zip(rows, lines, strict=True)]
-    table = html_table(header, rows, raw=[len(header) - 1] if any(lines) else [])
-    return f"{table}<p><small>{text(COST_MEANS)}</small></p>"
+    """Format the table for a notebook."""
+    return f"{format_html_table(*_table(blocks, unrotated))}<p><small>{escape(COST_MEANS)}</small></p>"
 
 
 def _table(blocks: Sequence[Shown], unrotated: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
@@ -155,56 +135,10 @@ def _ranks(group: Sequence[Shown]) -> str:
     ends = dict.fromkeys(f"{value:.1f}" for value in (known[0], known[-1]))
     said = f"{'–'.join(ends)} of {group[0].dimension}"
     few = [block.draws for block in group if block.draws is not None]
-    return f"{said} ({counted(min(few), 'draw')}: lower bound)" if few else said
+    return f"{said} ({pluralize(min(few), 'draw')}: lower bound)" if few else said
 
 
 def _span(group: Sequence[Shown], words: Callable[[Shown], str | None]) -> str:
     """The words of the first and the last of a group, if they differ."""
     said = sorted({written for block in group if (written := words(block))})
     return "–".join(dict.fromkeys([said[0], said[-1]])) if said else ""
-
-
-def _line(group: Sequence[Shown]) -> str:
-    known = next((block for block in group if block.eigenvalues), None)
-    return sparkline(known.eigenvalues, f"eigenvalues of {known.name}") if known else ""
-
-
-def thinned(values: Sequence[float]) -> tuple[float, ...]:
-    """As many of the eigenvalues as a small picture needs."""
-    return tuple(values) if len(values) <= _POINTS else tuple(values[k - 1] for k in _places(len(values)))
-
-
-def _places(last: int) -> list[int]:
-    """Indices from 1 to the last one, at even distances on a logarithmic axis."""
-    return sorted({round(last ** (step / (_POINTS - 1))) for step in range(_POINTS)})
-
-
-def spectra_picture(spectra: Mapping[str, Iterable[float]], title: str = "Eigenvalues") -> Picture:
-    """A line for each spectrum, relative to its largest eigenvalue; where there are many, a band for those alike.
-
-    Raises:
-        ValueError: if there is nothing to draw.
-    """
-    relative: dict[str, list[float]] = {}
-    for name, eigenvalues in spectra.items():
-        values = list(eigenvalues)
-        if values and values[0] > 0:
-            relative[name] = [value / values[0] for value in values]
-    if not relative:
-        raise ValueError("There is no spectrum to draw: no block has one that is not zero.")
-    groups: dict[tuple[str, int], list[str]] = {}
-    for name, values in relative.items():
-        groups.setdefault((place(name) if len(relative) > _MANY else name, len(values)), []).append(name)
-    series = [_series(label, [relative[name] for name in names]) for (label, _), names in groups.items()]
-    caption = "Eigenvalues of each block, relative to its largest; in brackets how many there are."
-    return Picture("spectra", caption, [Panel(title, "k", "λₖ / λ₁", series, xscale="log")])
-
-
-def _series(label: str, spectra: Sequence[Sequence[float]]) -> Series:
-    columns = [sorted(column) for column in zip(*spectra, strict=True)]
-    middle = [column[len(column) // 2] for column in columns]
-    last = max(1, sum(value > _ROUNDING for value in middle))
-    places = _places(last)
-    count = f"{len(spectra)} alike, " if len(spectra) > 1 else ""
-    low, high = ([max(columns[k - 1][end], _ROUNDING) for k in places] if len(spectra) > 1 else None for end in (0, -1))
-    return Series(f"{label} ({count}{len(middle)})", places, [middle[k - 1] for k in places], low, high)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from egop.runs import counted, sparkline, text
+from egop.formatting import pluralize
+from egop.plots import plot_spectra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,22 +86,13 @@ class Spectrum:
         """In a line, without the numbers themselves."""
         few = "" if self.is_supported else ": too few, the stable rank is a lower bound"
         return (
-            f"Spectrum({counted(len(self.eigenvalues), 'eigenvalue')}, stable rank {self.stable_rank:.1f}, "
-            f"{LEADING:.0%} in {self.effective_dimension()}, {counted(self.samples, 'draw')}{few})".replace("%", " %")
+            f"Spectrum({pluralize(len(self.eigenvalues), 'eigenvalue')}, stable rank {self.stable_rank:.1f}, "
+            f"{LEADING:.0%} in {self.effective_dimension()}, {pluralize(self.samples, 'draw')}{few})".replace("%", " %")
         )
 
-    def _repr_html_(self) -> str:
-        """The same with a small picture, for a notebook."""
-        return f"{sparkline(self.eigenvalues.tolist(), 'eigenvalues')} {text(repr(self))}"
-
     def plot(self) -> Figure:
-        """The eigenvalues relative to the largest, as a figure of matplotlib."""
-        from egop.basis.showing import spectra_picture  # which is made of spectra itself
-
-        picture = spectra_picture({"spectrum": self.eigenvalues.tolist()})
-        from egop.runs import plotting  # needs matplotlib
-
-        return plotting.draw(picture)
+        """Plot the eigenvalues relative to the largest one."""
+        return plot_spectra({"spectrum": self.eigenvalues.tolist()})
 
 
 def effective_dimension(eigenvalues: Tensor, fraction: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -42,9 +41,7 @@ def diagnose(
     ] = "auto",
     rho: Annotated[str | None, typer.Option(help="initialization, gaussian:SCALE or recentered:SCALE.")] = None,
     memory: Annotated[str, typer.Option(help="What all bases together may take.")] = "2GiB",
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the page and the numbers.")] = Path(
-        "egop-diagnosis"
-    ),
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for diagnosis.json.")] = Path("egop-diagnosis"),
     seed: Annotated[
         int, typer.Option(min=0, max=LARGEST_SEED, help="Of the factory, the sampled gradients and the race.")
     ] = 0,
@@ -70,7 +67,7 @@ def diagnose(
                 raise
             fail(str(error), status=2)
         if not complete:
-            fail(f"Interrupted. {out / 'diagnosis.html'} holds what is known so far, and says so.", status=130)
+            fail(f"Interrupted. {out / 'diagnosis.json'} has what is known so far.", status=130)
 
 
 @app.command()
@@ -80,29 +77,21 @@ def plan(
         typer.Argument(
             metavar="MODULE:FACTORY",
             help="As for diagnose; the factory may also return the model alone. It is called on the meta device, where "
-            "no weights are allocated. Built in: egop.diagnostics.scaling:resnet50, :gpt2, :llama_1b and :llama_8b.",
+            "no weights are allocated.",
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Devices that share the work.")] = 8,
     structure: Annotated[
-        str | None, typer.Option(help="auto, full, shared, kronecker, auxiliary:RANK or reduced:RANK; several if none.")
+        str | None,
+        typer.Option(help="auto, full, shared (or shared:SIDE) or kronecker, kept current by Online (default: EGOP)."),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="What all bases together may take; no limit by default.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Of a language model, on each device in a step.")] = None,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write the numbers to this file.")] = None,
+    memory: Annotated[str, typer.Option(help="Limit for all bases together.")] = "2GiB",
 ) -> None:
-    """Say what memory and communication a model would take under EGOP, each structure, AdamW, SOAP and Muon."""
+    """Show which weights of a model would be rotated, and what that costs, without allocating them."""
     with one_line_errors():
-        from egop.diagnostics import factories, scaling
-        from egop.runs import parse_bytes, write_json
+        from egop.diagnostics import factories, stages
 
         try:
-            structures = scaling.STRUCTURES if structure is None else (factories.parse_structure(structure),)
-            limit = None if memory is None else parse_bytes(memory)
-            report = scaling.report(scaling.load_model(target), structures, ranks=ranks, memory=limit, tokens=tokens)
-        except (factories.FactoryError, ValueError) as error:
+            text = stages.describe_plan(target, structure, memory)
+        except (factories.FactoryError, MemoryError, ValueError) as error:
             fail(str(error), status=2)
-        typer.echo(str(report))
-        if json is not None:
-            write_json(json, asdict(report))
-            typer.echo(f"\nSaved {json}.")
+        typer.echo(text)

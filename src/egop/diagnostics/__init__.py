@@ -1,6 +1,6 @@
-"""Will it help here, what does it cost (``diagnose``: measured, said in words, raced, a page); and at which rate?
+"""What to use for a given model, what it costs (``diagnose``), and at which learning rate (``find_lr``).
 
-``scaling`` says what a basis costs from shapes alone. The stages of the command line are imported when they are run.
+The modules behind the command line, ``stages`` and ``factories``, are imported when a command runs.
 """
 
 from egop.diagnostics.answer import Diagnosis
@@ -9,4 +9,4 @@ from egop.diagnostics.measure import diagnose
 from egop.diagnostics.rate_search import FoundRate
 from egop.diagnostics.values import BlockDiagnosis
 
-__all__ = ["BlockDiagnosis", "Diagnosis", "FoundRate", "diagnose", "factories", "find_lr", "scaling", "stages"]
+__all__ = ["BlockDiagnosis", "Diagnosis", "FoundRate", "diagnose", "factories", "find_lr", "stages"]

@@ -6,17 +6,19 @@ import dataclasses
 import fnmatch
 import statistics
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from egop.basis import Reparameterization, spectra_picture
+from egop.basis import Basis
 from egop.diagnostics.curvature import Curvature
 from egop.diagnostics.evidence import evidence
 from egop.diagnostics.expected import FORM_COLUMNS, TITLES, FormDiagnosis, middle_half, share
 from egop.diagnostics.forms import FIXED, written
-from egop.diagnostics.off_axes import OffAxes, place
+from egop.diagnostics.off_axes import OffAxes
 from egop.diagnostics.rate_search import FoundRate
 from egop.diagnostics.values import COLUMNS, BlockDiagnosis, alike, cells, least_promising
-from egop.runs import counted, format_bytes, format_table, html_table, text
+from egop.formatting import format_bytes, format_html_table, format_table, mask_layer_numbers, pluralize
+from egop.plots import plot_spectra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +56,7 @@ class Diagnosis:
     """
 
     blocks: tuple[BlockDiagnosis, ...]
-    basis: Reparameterization | None
+    basis: Basis | None
     draws: int
     wanted: int
     pass_seconds: float | None
@@ -123,7 +125,7 @@ class Diagnosis:
 
     def _structures(self) -> str:
         """The structures of the blocks that are promising, and how many draws."""
-        good = [(place(block.name), block) for block in self.blocks if block.verdict == "promising"]
+        good = [(mask_layer_numbers(block.name), block) for block in self.blocks if block.verdict == "promising"]
         others = [block.name for block in self.blocks if block.verdict != "promising"]
         structures = {}
         for where, block in good:
@@ -146,25 +148,22 @@ class Diagnosis:
         """In a line: how many blocks, and what is advised."""
         said = "nothing said yet" if not self.forms else "leave it" if self.advised is None else self.advised.name
         partial = ", partial" if self.partial else ""
-        return f"Diagnosis({counted(len(self.blocks), 'block')}, {counted(self.draws, 'draw')}: {said}{partial})"
+        return f"Diagnosis({pluralize(len(self.blocks), 'block')}, {pluralize(self.draws, 'draw')}: {said}{partial})"
 
     def _repr_html_(self) -> str:
         """The answer, the code, the forms and the blocks, for a notebook."""
         words = [*([f"PARTIAL: {self.partial}"] if self.partial else []), self.verdict]
-        code = f"<pre>{text(self.code)}</pre>" if self.code else ""
-        forms = html_table(list(FORM_COLUMNS), [form.cells() for form in self.forms]) if self.forms else ""
+        code = f"<pre>{escape(self.code)}</pre>" if self.code else ""
+        forms = format_html_table(list(FORM_COLUMNS), [form.cells() for form in self.forms]) if self.forms else ""
         groups = alike(self.blocks)
-        blocks = html_table(list(COLUMNS), [cells(name, group) for name, group in groups])
-        advice = [f"<strong>{text(name)}</strong> {text(least_promising(group).advice)}" for name, group in groups]
-        said, remarks = ("".join(f"<p>{text(line)}</p>" for line in lines) for lines in (words, self.remarks))
+        blocks = format_html_table(list(COLUMNS), [cells(name, group) for name, group in groups])
+        advice = [f"<strong>{escape(name)}</strong> {escape(least_promising(group).advice)}" for name, group in groups]
+        said, remarks = ("".join(f"<p>{escape(line)}</p>" for line in lines) for lines in (words, self.remarks))
         return f"{said}{code}{forms}{remarks}{blocks}<ul>{''.join(f'<li>{line}</li>' for line in advice)}</ul>"
 
     def plot(self) -> Figure:
-        """The spectra of the blocks as the table has them, as a figure of matplotlib."""
-        picture = spectra_picture({block.name: block.eigenvalues for block in self.blocks})
-        from egop.runs import plotting  # needs matplotlib
-
-        return plotting.draw(picture)
+        """Plot the spectra of the blocks."""
+        return plot_spectra({block.name: block.eigenvalues for block in self.blocks})
 
     def __str__(self) -> str:
         """The answer and the code, then the forms, the blocks and what the draws say of each."""
@@ -193,7 +192,7 @@ class Diagnosis:
         if self.here is not None:
             words.append(_seen("At the current parameters", self.here))
         if self.along is not None:
-            words.append(_seen(f"Along {counted(self.along.draws, 'step')} of AdamW", self.along))
+            words.append(_seen(f"Along {pluralize(self.along.draws, 'step')} of AdamW", self.along))
         if self.rate is not None:
             words.append(f"Learning rate: {self.rate.said}")
         if self.without_rate:
@@ -253,4 +252,4 @@ def _compared(found: Curvature) -> str:
 
 def _seen(where: str, off: OffAxes) -> str:
     told = f"{off.value:.2f}" if off.is_seen else f"{off.value:.2f}, which is not told from noise"
-    return f"{where} gradients are off the axes by {told} ({counted(off.draws, 'draw')})."
+    return f"{where} gradients are off the axes by {told} ({pluralize(off.draws, 'draw')})."

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from egop.basis import Block, ChangeOfBasis, Reparameterization, Structure
+from egop.basis import Basis, Block, ChangeOfBasis, Structure
 from egop.diagnostics import forms
-from egop.diagnostics.scaling.parts import NEWTON_SCHULZ
 from egop.diagnostics.short_runs import clock
 from egop.estimation import Objective, blocks_of
 from egop.numerics import identity, linalg
@@ -29,6 +28,7 @@ __all__ = ["of_block", "of_form"]
 _SELDOM = 4  # times that a step goes over weights while it goes once over Gram matrices, about
 _TOY = 192  # the width of a network that says what else steps take
 _ONLINE_EVERY, _EGOP_EVERY = Online().every, 20
+_NEWTON_SCHULZ = 5  # iterations in a step of PolarAdam
 _TURNS, _TURN = 3, 0.02  # how often a time is taken, and for how many seconds about
 
 Stack = tuple[int, int, int]  # matrices of a stack, rows, width of the side that is rotated
@@ -109,7 +109,7 @@ def _polar(stack: Stack, dtype: torch.dtype, device: str) -> float:
     half = dtype is torch.float32 and torch.device(device).type == "cuda"
     (a,) = _made(torch.bfloat16 if half else dtype, device, (count, short, long))
     gram = a @ a.mT
-    return NEWTON_SCHULZ * (_least(lambda: a @ a.mT) + _least(lambda: gram @ gram) + _least(lambda: gram @ a))
+    return _NEWTON_SCHULZ * (_least(lambda: a @ a.mT) + _least(lambda: gram @ gram) + _least(lambda: gram @ a))
 
 
 @functools.cache
@@ -140,7 +140,7 @@ def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = tor
     for block in blocks[:-1]:  # the last one is the head
         shapes = structure.basis_shapes(block).items()
         changes.append(structure.change(block, {name: identity(shape, dtype, place) for name, shape in shapes}))
-    basis = Reparameterization(changes) if form == forms.FIXED else None
+    basis = Basis(changes) if form == forms.FIXED else None
     # Twice, since all that is predicted rests on it.
     taken = [forms.measured(objective, form, basis, 0, lambda: None) for _ in range(2)]
     return min(taken, key=lambda each: each.seconds - each.plain)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from egop.basis import Reparameterization
+from egop.basis import Basis
 from egop.diagnostics.short_runs import check_gradient, held_batches
 from egop.estimation import Objective
 
@@ -43,9 +43,7 @@ class Curvature:
         return math.log((self.rotated + _LITTLE) / (self.original + _LITTLE))
 
 
-def curvature(
-    objective: Objective, basis: Reparameterization, seed: int, tick: Callable[[], object] = lambda: None
-) -> Curvature:
+def curvature(objective: Objective, basis: Basis, seed: int, tick: Callable[[], object] = lambda: None) -> Curvature:
     """Where the training stands, over the first batches; a RuntimeError if the loss has no second derivative."""
     with objective.preserved(seed=seed):
         hessian = _Hessian(objective, basis, seed)
@@ -56,7 +54,7 @@ def curvature(
 class _Hessian:
     """Of the loss of a copy of the model, by the weights that have a basis."""
 
-    def __init__(self, objective: Objective, basis: Reparameterization, seed: int) -> None:
+    def __init__(self, objective: Objective, basis: Basis, seed: int) -> None:
         batches = held_batches(objective, _BATCHES, seed)
         model, loss_fn = objective.trainable_copy()
         check_gradient(model, loss_fn, batches[0])

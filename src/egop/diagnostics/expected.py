@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from egop.diagnostics.forms import FIXED
-from egop.runs import format_bytes
+from egop.formatting import format_bytes
 
 __all__ = ["FORM_COLUMNS", "TITLES", "FormDiagnosis", "middle_half", "share"]
 

@@ -1,4 +1,4 @@
-"""Find the objective that a user names as ``MODULE:FACTORY``."""
+"""Find the objective or the model that a user names as ``MODULE:FACTORY``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from egop.basis import Auxiliary, Full, Kronecker, Reduced, Shared, StructureChoice
 from egop.estimation import Distribution, Gaussian, Initialization, Objective, Recentered
 
-__all__ = [
-    "FactoryError",
-    "factory_in",
-    "first_line",
-    "guarded",
-    "load_objective",
-    "module_of",
-    "parse_rho",
-    "parse_structure",
-]
+__all__ = ["FactoryError", "first_line", "load_model", "load_objective", "parse_rho", "parse_structure"]
 
 T = TypeVar("T")
 _WANTED = "an egop.Objective or a tuple (model, loss_fn, loader)"
@@ -45,17 +37,43 @@ def load_objective(target: str) -> Objective:
     Raises:
         FactoryError: with one line that says what was found and what was expected.
     """
-    where, colon, name = target.rpartition(":")
-    if not (colon and where and name):
-        raise FactoryError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as examples/mlp.py:factory.")
-    factory = factory_in(module_of(where), where, name)
-    result = guarded(factory, f"{target} raised")
+    result = guarded(_find_factory(target), f"{target} raised")
     if isinstance(result, Objective):
         return result
     if not isinstance(result, tuple) or len(result) != 3:
         kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise FactoryError(f"{target} must return {_WANTED}, it returned {kind}.")
     return guarded(lambda: Objective(*result), f"{target} returned a tuple that makes no objective:")
+
+
+def load_model(target: str) -> nn.Module:
+    """Import a module, call its factory on the meta device and return the model.
+
+    Args:
+        target: as for :func:`load_objective`; the factory may also return the model alone.
+
+    Raises:
+        FactoryError: with one line that says what was found and what was expected.
+    """
+    factory = _find_factory(target)
+    with torch.device("meta"):
+        result = guarded(factory, f"{target}, called on the meta device (where tensors have no values), raised")
+    if isinstance(result, tuple) and result:
+        result = result[0]
+    model = result.module if isinstance(result, Objective) else result
+    if not isinstance(model, nn.Module):
+        raise FactoryError(
+            f"{target} must return a torch.nn.Module, an egop.Objective of one, or a tuple (model, loss_fn, loader); "
+            f"it returned {type(result).__name__}."
+        )
+    return model
+
+
+def _find_factory(target: str) -> Callable[[], Any]:
+    where, colon, name = target.rpartition(":")
+    if not (colon and where and name):
+        raise FactoryError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as examples/mlp.py:factory.")
+    return factory_in(module_of(where), where, name)
 
 
 def parse_structure(text: str) -> StructureChoice:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from tqdm.auto import tqdm
 
-from egop.basis import ONLINE, Block, Layer, Reparameterization, make_plan, partition_parameters
+from egop.basis import ONLINE, Basis, Block, Layer, make_plan, partition_parameters
 from egop.diagnostics import costs, forms, off_axes
 from egop.diagnostics.answer import Diagnosis
 from egop.diagnostics.curvature import PROBES, curvature
@@ -146,11 +146,11 @@ def rotatable(objective: Objective, layers: dict[str, Layer], memory: int) -> li
     return chosen or [block for block in blocks if len(block.shapes[0]) > 1]
 
 
-def _promising(diagnosis: Diagnosis) -> Reparameterization | None:
+def _promising(diagnosis: Diagnosis) -> Basis | None:
     """The basis of the blocks that are promising."""
     good = [block.name for block in diagnosis.blocks if block.verdict == "promising"]
     changes = [] if diagnosis.basis is None else [diagnosis.basis[name] for name in good if name in diagnosis.basis]
-    return Reparameterization(changes) if changes else None
+    return Basis(changes) if changes else None
 
 
 def _against(diagnosis: Diagnosis, objective: Objective, weights: list[Block]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from egop.basis import Block, Kronecker, Reparameterization, Shared, Structure
+from egop.basis import Basis, Block, Kronecker, Shared, Structure
 from egop.diagnostics.short_runs import check_gradient, clock, held_batches, trained_parameters
 from egop.estimation import Objective
 from egop.optimizer import ReparameterizedOptimizer
@@ -40,7 +40,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def maker(
-    form: str, basis: Reparameterization | None, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    form: str, basis: Basis | None, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
 ) -> Callable[..., torch.optim.Optimizer]:
     """``make(model)`` for a form: AdamW, or another class, in some coordinates; EGOP; ``""`` for the class as it is."""
 
@@ -87,9 +87,7 @@ class Taken:
     blocks: Mapping[Block, Structure]
 
 
-def measured(
-    objective: Objective, form: str, basis: Reparameterization | None, seed: int, tick: Callable[[], object]
-) -> Taken:
+def measured(objective: Objective, form: str, basis: Basis | None, seed: int, tick: Callable[[], object]) -> Taken:
     """Steps of a form and of AdamW in turn, on copies of the model; the fastest turn of each, as others may be busy."""
     (batch,) = held_batches(objective, 1, seed)
     with objective.preserved(seed=seed):

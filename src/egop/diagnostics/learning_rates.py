@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from egop.diagnostics.rate_search import FoundRate, finite, mean, proposed, searched
 from egop.diagnostics.short_runs import (
-    Stretches,
     batch_losses,
     check_gradient,
     held_batches,
     mean_loss,
+    train,
     trained_parameters,
 )
 from egop.estimation import Objective, checked
 from egop.optimizer import ReparameterizedOptimizer
-from egop.runs import train
 
 __all__ = ["RATES", "STEPS", "find_lr", "rate_of"]
 
@@ -154,24 +153,23 @@ class _Runs:
             length = self._steps // looks
             _mode(optimizer, "train")
 
-            def look(model: nn.Module) -> dict[str, float]:
+            def look(model: nn.Module) -> float:
                 _mode(optimizer, "eval")
                 loss = mean_loss(model, loss_fn, self._batches[:_LOOKED_AT])
                 _mode(optimizer, "train")
-                return {"loss": math.inf if loss > _RUNAWAY * self._highest > 0 else loss}
+                return math.inf if loss > _RUNAWAY * self._highest > 0 else loss
 
             curve = train(
                 model,
                 optimizer,
                 loss_fn,
-                Stretches(self._batches, length),
-                looks,
+                self._batches,
+                steps=self._steps,
+                every=length,
                 evaluate=look,
+                scheduler=_scheduler(optimizer, self._steps),
                 progress=self._progress,
                 description=f"lr {rate:<6g}",
-                unit="step",
-                length=length,
-                scheduler=_scheduler(optimizer, self._steps),
             )
             if curve.diverged:
                 return None

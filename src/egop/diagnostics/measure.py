@@ -15,12 +15,12 @@ from tqdm.auto import tqdm
 
 from egop.basis import (
     LEADING,
+    Basis,
     Block,
     ChangeOfBasis,
     Halves,
     Partition,
     Plan,
-    Reparameterization,
     Spectrum,
     StructureChoice,
     make_plan,
@@ -41,7 +41,7 @@ from egop.estimation import (
     gradients_for,
     samples_wanted,
 )
-from egop.runs import parse_bytes
+from egop.formatting import parse_bytes
 
 # Where nothing else is said, draws are doubled until the answer is clear, up to this many times the first ones.
 _GROWTH = 16
@@ -121,9 +121,7 @@ def diagnose(
     draws = _Draws(objective, plan, rho, generator, samples or _GROWTH * wanted, progress)
     with closing(draws.bar):
         state = _answered(draws, known, wanted, deadline, seconds)
-        basis = (
-            Reparameterization(list(state.changes.values()), state.spectra, plan.unrotated) if state.changes else None
-        )
+        basis = Basis(list(state.changes.values()), state.spectra, plan.unrotated) if state.changes else None
         result = Diagnosis(tuple(known.values()), basis, state.gathered.draws, state.wanted, seconds)
         result = _worded(replace(result, partial=state.partial))
         if state.partial:

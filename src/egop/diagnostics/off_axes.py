@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from torch import Tensor
 from egop.basis import Block, as_matrix
 from egop.diagnostics.short_runs import check_gradient, held_batches, trained_parameters
 from egop.estimation import Objective
+from egop.formatting import mask_layer_numbers
 
-__all__ = ["OffAxes", "along", "here", "place"]
+__all__ = ["OffAxes", "along", "here"]
 
 # Of layers of one place and shape so many are looked at; sides wider than this are not: decompositions take too long.
 _ALIKE, _WIDEST = 3, 2048
@@ -94,11 +94,6 @@ def along(
     return _together(grams, seed)
 
 
-def place(name: str) -> str:
-    """A block's name with a star for the number of its layer."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
 class _Grams:
     """The Gram matrices of some gradients of one weight: of its inputs and of its outputs."""
 
@@ -129,7 +124,7 @@ def _grams_of(blocks: Sequence[Block]) -> dict[str, _Grams]:
     groups: dict[tuple[object, ...], list[Block]] = {}
     for block in itertools.chain(*(block.divided() if len(block.shapes) > 1 else [block] for block in blocks)):
         if min(_sides(block)) <= _WIDEST:
-            groups.setdefault((place(block.name), block.shapes), []).append(block)
+            groups.setdefault((mask_layer_numbers(block.name), block.shapes), []).append(block)
     chosen = []
     for group in groups.values():
         last = len(group) - 1

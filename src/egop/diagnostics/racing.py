@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from egop.basis import Reparameterization
+from egop.basis import Basis
 from egop.diagnostics.expected import TITLES
 from egop.diagnostics.forms import FIXED, maker
-from egop.diagnostics.short_runs import Stretches, check_gradient, held_batches, mean_loss
+from egop.diagnostics.short_runs import Curve, check_gradient, held_batches, mean_loss, train
 from egop.estimation import Objective
-from egop.runs import Run, counted, train
+from egop.formatting import pluralize
 
-__all__ = ["LEARNING_RATES", "STEPS", "Race", "end", "race"]
+__all__ = ["LEARNING_RATES", "STEPS", "Race", "Run", "end", "race"]
 
 STEPS = 300
 LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -29,6 +29,16 @@ _POINTS = 30
 _LAST = 5
 # The loss that is compared is over the first so many batches.
 _COMPARED = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """A curve and the settings it was made with; ``coordinates`` is "original" or "EGOP"."""
+
+    optimizer: str
+    coordinates: str
+    lr: float
+    curve: Curve
 
 
 @dataclass(frozen=True)
@@ -75,16 +85,16 @@ class Race:
         """What happened, in words made from the numbers."""
         best = self.best()
         if best is None:
-            tried = counted(len(self.runs) // 2, "rate")
+            tried = pluralize(len(self.runs) // 2, "rate")
             return f"No comparison: one of the sides has no run with a finite loss ({tried} tried on both)."
         original, changed = best
         said = (
-            f"{self.optimizer}, {counted(self.steps, 'step')} from one start, the best of the learning rates tried on "
-            f"both sides: loss {end(original):.3g} in original coordinates (lr {original.lr:g}), "
+            f"{self.optimizer}, {pluralize(self.steps, 'step')} from one start, the best of the learning rates tried "
+            f"on both sides: loss {end(original):.3g} in original coordinates (lr {original.lr:g}), "
             f"{end(changed):.3g} in EGOP coordinates (lr {changed.lr:g})."
         )
         sentences = [said]
-        reached = changed.curve.epochs_to(end(original))
+        reached = changed.curve.find(end(original))
         if end(changed) < end(original) and reached is not None:
             sentences.append(f"EGOP first had the original's loss after {reached * self.every} steps.")
         elif end(changed) > end(original):
@@ -103,12 +113,12 @@ class Race:
 
 def end(run: Run) -> float:
     """The loss at the end of a run: the median of its last few looks; that of a run that diverged is not finite."""
-    return run.curve.final if run.curve.diverged else statistics.median(run.curve.loss[-_LAST:])
+    return run.curve.loss[-1] if run.curve.diverged else statistics.median(run.curve.loss[-_LAST:])
 
 
 def race(
     objective: Objective,
-    basis: Reparameterization | None,
+    basis: Basis | None,
     *,
     form: str = FIXED,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
@@ -147,13 +157,12 @@ def race(
                 model,
                 runner,
                 loss_fn,
-                Stretches(batches, every),
-                result.steps // every,
-                evaluate=lambda model, loss_fn=loss_fn: {"loss": mean_loss(model, loss_fn, compared)},  # type: ignore[misc]
+                batches,
+                steps=result.steps,
+                every=every,
+                evaluate=lambda model, loss_fn=loss_fn: mean_loss(model, loss_fn, compared),  # type: ignore[misc]
                 progress=progress,
                 description=f"{coordinates:>8}, lr {lr:<6g}",
-                unit="step",
-                length=every,
             )
         result = replace(result, runs=(*result.runs, Run(optimizer.__name__, coordinates, lr, curve)))
         if show is not None:

@@ -6,9 +6,11 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
-from egop.runs import Panel, Picture, Series, counted, html_table, text
+from egop.formatting import format_html_table, pluralize
+from egop.plots import create_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +53,7 @@ class FoundRate:
 
     def __repr__(self) -> str:
         """The rate, and of how many it is."""
-        return f"FoundRate(lr={self.lr:g}, {counted(len(self.rates), 'rate')} tried)"
+        return f"FoundRate(lr={self.lr:g}, {pluralize(len(self.rates), 'rate')} tried)"
 
     def __str__(self) -> str:
         """The outcome in words."""
@@ -62,23 +64,22 @@ class FoundRate:
         ended = [f"{loss:.4g}" if math.isfinite(loss) else "diverged" for loss in self.losses]
         proposed = ["proposed" if rate == self.lr else "" for rate in self.rates]
         rows = [[f"{rate:g}", *cells] for rate, *cells in zip(self.rates, ended, proposed, strict=True)]
-        return f"<p>{text(self.said)}</p>{html_table(['learning rate', 'loss', ''], rows)}"
+        return f"<p>{escape(self.said)}</p>{format_html_table(['learning rate', 'loss', ''], rows)}"
 
     def plot(self) -> Figure:
-        """The losses by rate, as a figure of matplotlib; ``plot().savefig("rates.png")`` writes it."""
-        from egop.runs import plotting  # needs matplotlib
-
+        """Plot the final losses by learning rate."""
         ended = [(rate, loss) for rate, loss in zip(self.rates, self.losses, strict=True) if math.isfinite(loss)]
         rates, losses = zip(*ended, strict=True)
-        panel = Panel(
+        figure, axes = create_axes(
             title=f"lr {self.lr:g}",
             xlabel="learning rate",
-            ylabel="loss",
-            series=[Series("loss after a short run", rates, losses, chosen=self.lr)],
+            ylabel="loss after a short run",
             xscale="log",
             yscale="log" if min(losses) > 0 else "linear",
         )
-        return plotting.draw(Picture("learning-rates", self.said, [panel]))
+        axes.plot(rates, losses, marker=".")
+        axes.plot([self.lr], [losses[rates.index(self.lr)]], marker="*", markersize=12)
+        return figure
 
 
 def searched(
@@ -109,11 +110,11 @@ def proposed(ladder: Sequence[float], ends: Ends, start: tuple[float, ...], step
     rates, losses = tuple(ends), tuple(_loss(ends, rate) for rate in ends)
     best = _best(ends)
     lowest, before = _loss(ends, best), mean(start)
-    tried = f"{counted(len(rates), 'rate')} from {rates[0]:g} to {rates[-1]:g}"
+    tried = f"{pluralize(len(rates), 'rate')} from {rates[0]:g} to {rates[-1]:g}"
     if not _gains(ends[best], start):
         what = "all runs diverged" if math.isinf(lowest) else f"the lowest loss is {lowest:.3g}, at {best:g}"
         raise ValueError(
-            f"None of {tried} brings the loss below that of the start, {before:.3g}, in {counted(steps, 'step')} by "
+            f"None of {tried} brings the loss below that of the start, {before:.3g}, in {pluralize(steps, 'step')} by "
             f"more than chance could: {what}. Try other rates (rates=) or more steps (steps=)."
         )
     first = last = rates.index(best)
@@ -122,7 +123,7 @@ def proposed(ladder: Sequence[float], ends: Ends, start: tuple[float, ...], step
     while last + 1 < len(rates) and losses[last + 1] <= _as_good(lowest, before):
         last += 1
     lr = rates[first]
-    said = [f"lr {lr:g}. The lowest loss after {counted(steps, 'step')} is {lowest:.3g}, with {best:g}, of {tried}."]
+    said = [f"lr {lr:g}. The lowest loss after {pluralize(steps, 'step')} is {lowest:.3g}, with {best:g}, of {tried}."]
     if last - first + 1 == len(rates) > 1:
         said.append("All of them are about as good: these runs cannot tell them apart, longer ones (steps=) might.")
     elif lr < best:

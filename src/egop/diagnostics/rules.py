@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from egop.diagnostics.values import BlockDiagnosis, Verdict
 from egop.estimation import MORE
-from egop.runs import format_bytes
+from egop.formatting import format_bytes
 
 # A spectrum that is less than so many standard deviations of white noise away from it, or of fewer draws, is not told
 # from it.

@@ -1,24 +1,28 @@
-"""What short runs on copies of a model have in common: the race's, and those that look for a learning rate."""
+"""Short trainings on copies of a model, for the race and for the search of a learning rate."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from egop.estimation import Objective
 
 __all__ = [
-    "Stretches",
+    "Curve",
     "batch_losses",
     "check_gradient",
     "clock",
     "held_batches",
     "mean_loss",
+    "train",
     "trained_parameters",
 ]
 
@@ -27,19 +31,86 @@ _BATCHES = 100
 
 
 def held_batches(objective: Objective, steps: int, seed: int) -> list[Any]:
-    """The batches of runs of so many steps: held, so that every run sees the same ones whatever the loader does."""
+    """Return the batches for runs of this many steps. They are held, so that every run sees the same ones."""
     with objective.preserved(seed=seed):
         return objective.placed(itertools.islice(objective.batches(), min(steps, _BATCHES)))
 
 
-class Stretches:
-    """Each pass over it is the next stretch of so many batches: steps take the place of epochs."""
+@dataclass(frozen=True)
+class Curve:
+    """The losses of one run.
 
-    def __init__(self, batches: Sequence[Any], length: int) -> None:
-        self._stream, self._length = itertools.cycle(batches), length
+    Attributes:
+        loss: the loss before the first step and after every few.
+        seconds: the time spent in training steps, without evaluation.
+        diverged: whether the loss became non-finite, which ended the run; it is then the last entry.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._stream, self._length)
+    loss: tuple[float, ...]
+    seconds: float = 0.0
+    diverged: bool = False
+
+    def find(self, target: float) -> int | None:
+        """Return the index of the first loss that is at most ``target``, or None."""
+        return next((index for index, loss in enumerate(self.loss) if loss <= target), None)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Any],
+    *,
+    steps: int,
+    every: int,
+    evaluate: Callable[[nn.Module], float],
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    progress: bool = True,
+    description: str = "training",
+) -> Curve:
+    """Train a model, cycling through the batches, until the loss is no longer finite or the steps are done.
+
+    Args:
+        model: trained in place.
+        optimizer: steps the model's parameters.
+        loss_fn: ``loss_fn(model, batch)``, a scalar.
+        batches: the batches, at least one.
+        steps: the number of steps, a multiple of ``every``.
+        every: evaluate after this many steps.
+        evaluate: returns the loss to record; called in evaluation mode, without gradients.
+        scheduler: a learning-rate scheduler, advanced after every step.
+        progress: show a progress bar.
+        description: its title.
+    """
+    stream = itertools.cycle(batches)
+    modes = [(module, module.training) for module in model.modules()]
+    losses, seconds = [_evaluate(model, evaluate)], 0.0
+    with tqdm(total=steps, desc=description, unit="step", disable=not progress) as bar:
+        while (done := every * (len(losses) - 1)) < steps and math.isfinite(losses[-1]):
+            for module, training in modes:
+                module.training = training
+            start = time.perf_counter()
+            for batch in itertools.islice(stream, every):
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+            if torch.accelerator.is_available():  # wait for kernels that are still running
+                torch.accelerator.synchronize()
+            seconds += time.perf_counter() - start
+            losses.append(_evaluate(model, evaluate))
+            bar.set_postfix_str(f"loss {losses[-1]:.2e}", refresh=False)
+            bar.update(every)
+        if diverged := not math.isfinite(losses[-1]):
+            bar.set_postfix_str(f"diverged: loss {losses[-1]} after step {done}, stopped")
+    return Curve(tuple(losses), seconds, diverged)
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, evaluate: Callable[[nn.Module], float]) -> float:
+    model.eval()
+    return float(evaluate(model))
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -62,19 +133,19 @@ def check_gradient(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]
 def batch_losses(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]
 ) -> tuple[float, ...]:
-    """The loss of each batch."""
+    """Return the loss of each batch."""
     return tuple(float(loss_fn(model, batch)) for batch in batches)
 
 
 def mean_loss(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
-    """The mean of these losses."""
+    """Return the mean loss over batches."""
     return sum(batch_losses(model, loss_fn, batches)) / len(batches)
 
 
 def clock() -> float:
-    """The seconds of a clock to measure work by, read when kernels that are still running have ended.
+    """Wait for running kernels and return the seconds of a clock to time work with.
 
-    On one core it stands still while other programs have it, so that a busy machine does not count.
+    With one thread it is the processor's time, which does not count other programs.
     """
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from egop.diagnostics.off_axes import place
-from egop.runs import format_bytes, format_percent
+from egop.formatting import format_bytes, format_percent, mask_layer_numbers
 
 Verdict = Literal["promising", "sample more", "leave", "unknown"]
 
@@ -86,9 +85,11 @@ def alike(blocks: Sequence[BlockDiagnosis]) -> list[tuple[str, list[BlockDiagnos
     groups: dict[tuple[object, ...], list[BlockDiagnosis]] = {}
     for block in blocks:
         words = re.sub(r"[\d.]*\d", "#", block.advice)
-        groups.setdefault((place(block.name), block.shapes, block.structure, block.verdict, words), []).append(block)
+        groups.setdefault(
+            (mask_layer_numbers(block.name), block.shapes, block.structure, block.verdict, words), []
+        ).append(block)
     return [
-        (f"{place(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
+        (f"{mask_layer_numbers(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
         for group in groups.values()
     ]
 

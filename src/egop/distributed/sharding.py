@@ -6,7 +6,6 @@ each row by itself needs nothing but the local rows; the others get the whole te
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -118,24 +117,6 @@ def like(piece: Tensor, tensor: Any) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         piece.detach(), tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def shards(sharded: Any) -> int:
-    """In how many pieces a tensor is cut."""
-    sizes = zip(sharded.device_mesh.shape, sharded.placements, strict=True)
-    return math.prod(size for size, place in sizes if not place.is_replicate())
-
-
-def below_each_other(piece: Tensor, sharded: Any) -> Tensor:
-    """What each process has beside its piece of a sharded tensor, of the same shape everywhere, as one ``DTensor``."""
-    from torch.distributed.tensor import DTensor
-
-    shape = torch.Size([piece.shape[0] * shards(sharded), *piece.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    piece = piece.detach().contiguous()
-    return DTensor.from_local(
-        piece, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
     )
 
 

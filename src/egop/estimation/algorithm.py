@@ -13,13 +13,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.basis import (
+    Basis,
     Block,
     ChangeOfBasis,
     Halves,
     Layer,
     Partition,
     Plan,
-    Reparameterization,
     Spectrum,
     StructureChoice,
     Summary,
@@ -34,7 +34,7 @@ from egop.estimation.chunks import Sampling
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
 from egop.estimation.sampling import check_samples, sample_gradients
-from egop.runs import parse_bytes
+from egop.formatting import parse_bytes
 
 logger = logging.getLogger("egop")
 
@@ -55,7 +55,7 @@ def estimate(
     sampling: Sampling = "auto",
     stability: bool = False,
     shard_bases: bool = False,
-) -> Reparameterization:
+) -> Basis:
     r"""Estimate the EGOP eigenbasis of an objective, one basis per block.
 
     Draws :math:`\theta_1, \dots, \theta_M \sim \rho`, forms for each block
@@ -155,7 +155,7 @@ def estimate_plan(
     progress: bool,
     stability: bool = False,
     shard_bases: bool = False,
-) -> Reparameterization:
+) -> Basis:
     """The basis of each block of a plan; in a process group all processes have to call this."""
     count = samples_wanted(plan) and (samples or samples_wanted(plan))
     asked = {"samples": count, "rho": type(rho).__name__, "sampling": sampling, "stability": stability}
@@ -182,10 +182,10 @@ def estimate_plan(
     spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
     changes = [change for _, change in finished.values()]
     if processes.world_size() == 1:
-        return Reparameterization(changes, spectra, plan.unrotated)
+        return Basis(changes, spectra, plan.unrotated)
     elsewhere = {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in blocks}
     kept_by = {block.name: owner for block, owner in owners.items()}
-    basis = Reparameterization(changes, spectra, plan.unrotated | elsewhere, kept_by)
+    basis = Basis(changes, spectra, plan.unrotated | elsewhere, kept_by)
     return basis if shard_bases else basis.gathered()
 
 

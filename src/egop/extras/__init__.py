@@ -1,15 +1,13 @@
-"""What goes with a basis beside the optimizer: the literal f∘V, rotated inputs, Adagrad on a ball, trainers.
+"""Tools around a basis besides the optimizer: the literal f∘V, rotated inputs, factories for trainers.
 
 Nothing else in egop uses these.
 """
 
-from egop.extras.constrained import BallConstrainedAdagrad
 from egop.extras.frameworks import trainer_optimizer
 from egop.extras.inputs import rotate_inputs
 from egop.extras.parametrization import merge, parametrize
 
 __all__ = [
-    "BallConstrainedAdagrad",
     "merge",
     "parametrize",
     "rotate_inputs",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from egop.basis import Reparameterization
+from egop.basis import Basis
 from egop.optimizer import ReparameterizedOptimizer
 from egop.recipes import EGOP
 from egop.refresh import Refresh
@@ -33,7 +33,7 @@ class TrainerOptimizer(ReparameterizedOptimizer):
         self,
         params: Any,
         optimizer_class: type[Optimizer],
-        basis: Reparameterization | None = None,
+        basis: Basis | None = None,
         *,
         network: nn.Module,
         **rest: Any,
@@ -57,7 +57,7 @@ class TrainerEGOP(EGOP):
 def trainer_optimizer(
     model: nn.Module,
     optimizer_class: type[Optimizer],
-    basis: Reparameterization | None = None,
+    basis: Basis | None = None,
     *,
     lr: float,
     refresh: Refresh | None = None,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from egop.basis import Reparameterization
+from egop.basis import Basis
 
 
 @torch.no_grad()
-def rotate_inputs(
-    model: nn.Module, basis: Reparameterization, *inputs: Tensor, inverse: bool = False
-) -> tuple[Tensor, ...]:
+def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool = False) -> tuple[Tensor, ...]:
     """Move the rotation of a first linear layer into its weight and into the data.
 
     A layer that computes W x computes the same as (W V)(Vᵀ x). With W V as its weight and Vᵀ x as the data, the plain

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize as torch_parametrize
 
-from egop.basis import ChangeOfBasis, Reparameterization, plain_name
+from egop.basis import Basis, ChangeOfBasis, plain_name
 
 
-def parametrize(model: nn.Module, basis: Reparameterization) -> nn.Module:
+def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
     """Make the coordinates of each block the model's own parameters, in place.
 
     Afterwards the model computes the same function, but ``model.parameters()`` are coordinates: any optimizer on them

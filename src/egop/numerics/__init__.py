@@ -5,7 +5,15 @@ Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer
 
 from egop.numerics import linalg, precision
 from egop.numerics.checks import check_fraction, check_not_negative, check_not_text, check_positive
-from egop.numerics.linalg import OuterProducts, eigenbasis, fix_signs, identity, near_one, random_orthonormal
+from egop.numerics.linalg import (
+    OuterProducts,
+    eigenbasis,
+    fix_signs,
+    identity,
+    near_one,
+    noise_floor,
+    random_orthonormal,
+)
 from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
 from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
 from egop.numerics.recordings import SMALL, Aside, InPlace, Recorder, Replayed, copy_all, in_branches, side_by_side
@@ -35,6 +43,7 @@ __all__ = [
     "in_normal_mode",
     "linalg",
     "near_one",
+    "noise_floor",
     "precision",
     "random_orthonormal",
     "random_state",

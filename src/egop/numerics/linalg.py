@@ -17,6 +17,11 @@ _SLICE_BYTES = 256 * 2**20
 _WIDE = 1024  # many Cholesky decompositions in one call
 _VERY_WIDE = 3072  # the inverse of a triangle
 
+# An error of so many units in the last place is rounding.
+ROUNDING = 4
+# A null space with more dimensions than this is not decomposed.
+_WIDE_NULL_SPACE = 2048
+
 
 def fix_signs(vectors: Tensor) -> Tensor:
     """Rotate each column so that its largest entry is positive: a decomposition leaves the sign open, runs must repeat.
@@ -29,29 +34,44 @@ def fix_signs(vectors: Tensor) -> Tensor:
     return vectors * torch.where(signs == 0, 1, signs)
 
 
-def eigenbasis(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending and not negative, and eigenvectors (columns) of a positive semidefinite matrix.
+def eigenbasis(matrix: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues and eigenvectors (columns) of a positive semidefinite matrix, strongest first.
 
-    Always in float64. When the solver does not converge, the matrix is tried again with a shifted diagonal (which has
-    the same eigenvectors), then by SVD (which has them too, the matrix being positive semidefinite).
+    Decompose in float64. Eigenvalues are not negative. Rounding decides neither signs nor directions without gradient.
+
+    Args:
+        matrix: the matrix.
+        noise: how large an eigenvalue can be, relative to the first, and still be nothing but rounding; at least what
+            the matrix's own precision leaves.
     """
+    noise = max(noise, ROUNDING * torch.finfo(matrix.dtype).eps)
     matrix = _finite(matrix.double())
-    matrix = (matrix + matrix.mT) / 2
-    shift = matrix.diagonal().mean()
+    values, vectors = _eigh((matrix + matrix.mT) / 2)
+    values = values.clamp_min(0)
+    return values, _orthonormal(fix_signs(_settle_null_space(values, vectors, noise)))
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose a positive semidefinite matrix, largest eigenvalue first.
+
+    If the solver does not converge, try again with a shifted diagonal, then by SVD; both have the same eigenvectors.
+    """
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:
+        shift = matrix.diagonal().mean()
         try:
-            values, vectors = torch.linalg.eigh(matrix + shift * matrix.new_ones(len(matrix)).diag())
+            shifted = matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+            values, vectors = torch.linalg.eigh(shifted)
             values = values - shift
         except torch.linalg.LinAlgError:
             vectors, values, _ = torch.linalg.svd(matrix)
-            vectors, values = vectors.flip(-1), values.flip(-1)  # ascending, as from eigh
-    return values.flip(-1).clamp_min(0), _orthonormal(fix_signs(vectors.flip(-1)))
+            return values, vectors
+    return values.flip(-1), vectors.flip(-1)
 
 
 def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for the mean of the rows' outer products, from the rows themselves: better conditioned.
+    """Return the eigenbasis of the mean of the rows' outer products, computed from the rows themselves.
 
     A QR decomposition comes first and leaves a triangle with as many rows and columns as there are rows (or
     dimensions, if these are fewer) for the SVD. For few rows this costs no more than the eigenvectors of their inner
@@ -59,6 +79,7 @@ def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     The basis is complete: directions that no row has come last, with eigenvalue zero.
     """
+    noise = _noise_of_rows(rows.dtype)
     rows = _finite(rows.double())
     count, dimension = rows.shape
     try:
@@ -70,27 +91,85 @@ def eigenbasis_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
             _, singular, vectors = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)
             vectors = vectors.mT
     except torch.linalg.LinAlgError:
-        return eigenbasis(rows.mT @ rows / count)
+        return eigenbasis(rows.mT @ rows / count, noise)
     values = rows.new_zeros(dimension)
     values[: len(singular)] = singular.square() / count
-    return values, _orthonormal(fix_signs(vectors))
+    return values, _orthonormal(fix_signs(_settle_null_space(values, vectors, noise)))
 
 
 def leading_eigenbasis(matrix: Tensor, rank: int) -> Tensor:
-    """An orthonormal basis that begins with the strongest eigenvectors of a positive semidefinite matrix.
+    """Return an orthonormal basis that begins with the strongest eigenvectors of a positive semidefinite matrix.
 
-    By a randomized range finder with two power iterations: products with ``rank`` columns instead of a decomposition.
-    The other directions are in no order.
+    A randomized range finder with two power iterations needs products with ``rank`` columns only, no decomposition of
+    the matrix. The other directions are in no particular order.
     """
+    noise = ROUNDING * torch.finfo(matrix.dtype).eps
     matrix = _finite(matrix.double())
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(len(matrix), rank, generator=generator, dtype=torch.float64, device="cpu").to(matrix.device)
+    vectors = _fixed_normal(len(matrix), rank, matrix.device)
     for _ in range(3):
-        vectors = torch.linalg.qr(matrix @ vectors).Q
-    leading = vectors @ torch.linalg.eigh(vectors.mT @ matrix @ vectors).eigenvectors.flip(-1)
-    vectors = torch.linalg.qr(leading, mode="complete").Q
-    vectors[:, :rank] = leading
-    return _orthonormal(fix_signs(vectors))
+        vectors = orthonormalized(matrix @ vectors)
+    values, rotated = torch.linalg.eigh(vectors.mT @ matrix @ vectors)
+    leading = vectors @ rotated.flip(-1)[:, : _rank(values.flip(-1), noise)]
+    return _orthonormal(fix_signs(torch.cat([leading, _complement(leading)], dim=1)))
+
+
+def _noise_of_rows(dtype: torch.dtype) -> float:
+    """Return how large an eigenvalue of outer products can be, relative to the first, by rounding of the rows alone."""
+    return (ROUNDING * torch.finfo(dtype).eps) ** 2
+
+
+def noise_floor(dtype: torch.dtype) -> float:
+    """Return how small a gradient's entry in an eigenbasis can be, relative to the largest, before it is rounding.
+
+    Directions without gradient are known only to about the rounding of the Gram matrix divided by its weakest
+    eigenvalue, so gradients have traces of the weak directions there.
+    """
+    return min(math.sqrt(torch.finfo(dtype).eps), 1e-6)
+
+
+def _rank(values: Tensor, noise: float) -> int:
+    """Return how many of the descending eigenvalues are more than rounding."""
+    return int((values > noise * values[0]).sum())
+
+
+def _settle_null_space(values: Tensor, vectors: Tensor, noise: float) -> Tensor:
+    """Choose the directions whose eigenvalues are zero up to rounding by a rule, so that rounding does not choose them.
+
+    The rule: they diagonalize a fixed diagonal matrix within their span, so inputs that are always zero and dead units
+    keep their own axes. The entries of the diagonal are powers of e, whose means never coincide and make new ties. A
+    wide span is completed by the rule of :func:`_complement` instead, which needs no decomposition.
+    """
+    rank = _rank(values, noise)
+    null = vectors[:, rank:]
+    if null.shape[1] < 2:
+        return vectors
+    if null.shape[1] > _WIDE_NULL_SPACE:
+        return torch.cat([vectors[:, :rank], _complement(vectors[:, :rank])], dim=1)
+    size = len(vectors)
+    diagonal = torch.arange(size, dtype=null.dtype, device=null.device).div(-size).exp()
+    rotation = _eigh(null.mT @ (diagonal[:, None] * null))[1]
+    return torch.cat([vectors[:, :rank], null @ rotation], dim=1)
+
+
+def _complement(vectors: Tensor) -> Tensor:
+    """Complete orthonormal columns U to a basis, by a rule that rounding does not change.
+
+    E is a fixed frame and W the orthogonal factor of EᵀU. The reflection along U + EW takes -EW to U, and so the
+    directions outside E to directions outside U. Householder's own completion would depend on the signs of entries that
+    are zero up to rounding.
+    """
+    size, rank = vectors.shape
+    frame = torch.linalg.qr(_fixed_normal(size, rank, vectors.device), mode="complete").Q
+    inside, outside = frame[:, :rank], frame[:, rank:]
+    left, _, right = torch.linalg.svd(inside.mT @ vectors)
+    along = vectors + inside @ (left @ right)
+    completion: Tensor = outside - along @ torch.linalg.solve(along.mT @ along / 2, along.mT @ outside)
+    return completion
+
+
+def _fixed_normal(rows: int, columns: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu").to(device)
 
 
 class OuterProducts:
@@ -112,6 +191,7 @@ class OuterProducts:
         self.total: Tensor | None = None
         self.count = 0
         self.draws = 0
+        self.noise = 0.0  # largest relative eigenvalue that the rounding of these rows can make
         self.fourth: Tensor | float = 0.0  # Σ ‖Gᵀ G‖² over the draws G; on the device, which is not waited for
 
     def add(self, rows: Tensor, draws: int | None = None) -> None:
@@ -182,7 +262,7 @@ class OuterProducts:
         """Eigenvalues and eigenvectors of the mean outer product."""
         if self.total is None:
             return eigenbasis_of_rows(torch.cat(self.rows))
-        return eigenbasis(self.total / self.count)
+        return eigenbasis(self.total / self.count, self.noise)
 
     def _is_enough(self, count: int) -> bool:
         """Whether so many rows are better kept as the matrix."""
@@ -191,6 +271,7 @@ class OuterProducts:
     def _keep(self, rows: Tensor) -> None:
         self.rows.append(rows)
         self.count += len(rows)
+        self.noise = _noise_of_rows(rows.dtype)
         if self._is_enough(self.count) or self.total is not None:
             self._fold()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction
+from egop.numerics import check_fraction, noise_floor
 from egop.optim.matrices import MatrixOptimizer
 
 
@@ -51,5 +51,7 @@ class Sign(MatrixOptimizer):
     recordable = True
 
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Their signs; what is not a number stays so, to be seen."""
-        return torch.where(matrices.isnan(), matrices, matrices.sign())
+        """Return the signs of the entries, zero for those that are mere rounding; NaN stays visible."""
+        limit = noise_floor(matrices.dtype) * matrices.abs().amax((-2, -1), keepdim=True)
+        signs = torch.where(matrices.abs() > limit, matrices.sign(), 0)
+        return torch.where(matrices.isnan(), matrices, signs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction, check_positive, near_one
+from egop.numerics import check_fraction, check_positive, near_one, noise_floor
 from egop.optim.matrices import MatrixOptimizer
 
 
@@ -75,6 +75,6 @@ def balanced(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def _inverse(lengths: Tensor, wanted: int) -> Tensor:
-    """What squared lengths have to be multiplied by; nothing for those that are rounding beside the largest."""
-    limit = (16 * torch.finfo(lengths.dtype).eps) ** 2 * lengths.amax(-2, keepdim=True)
+    """Return the factors that give squared lengths their wanted value; zero for those that are mere rounding."""
+    limit = noise_floor(lengths.dtype) ** 2 * lengths.amax(-2, keepdim=True)
     return torch.where(lengths > limit, wanted / lengths, 0)

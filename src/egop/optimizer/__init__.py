@@ -8,15 +8,9 @@ from egop.optimizer.loaded import level_of_user
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
-from egop.optimizer.restoring import about_of, check_about
 from egop.optimizer.stacks import Stack, Stacks
-from egop.optimizer.states import COORDINATES, OWN, REFRESH, STANDS_FOR, exported
 
 __all__ = [
-    "COORDINATES",
-    "OWN",
-    "REFRESH",
-    "STANDS_FOR",
     "BoundBlock",
     "Moments",
     "Rebasable",
@@ -25,9 +19,6 @@ __all__ = [
     "ReparameterizedOptimizer",
     "Stack",
     "Stacks",
-    "about_of",
-    "check_about",
     "check_moments",
-    "exported",
     "level_of_user",
 ]

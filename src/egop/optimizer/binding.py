@@ -212,6 +212,10 @@ class BoundBlock:
         digests = stand_for or [UNKNOWN] * len(self.parameters)
         self._seen = [_LOADED if digest == UNKNOWN else digest for digest in digests]
 
+    def mark_saved(self) -> None:
+        """Compare the coordinates with the parameters at the next step, as after loading: a resumed run does so too."""
+        self._seen = [_LOADED] * len(self.parameters)
+
     def distrust(self) -> None:
         """The coordinates may have changed without the parameters: the parameters are what holds."""
         self._seen = [UNKNOWN] * len(self.parameters)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from egop.optimizer.hooks import step_inner
+
 # The key of a group that is the other optimizer's.
 OUTSIDE = "egop/outside"
 
@@ -47,7 +49,7 @@ class Divided(Optimizer):
         """A step of both, of the other one first: it sees what its user gave it, and may refuse that."""
         assert closure is None
         for part in reversed(self._parts):
-            part.step()
+            step_inner(part)
 
     def __getattr__(self, name: str) -> Any:
         """``train`` and ``eval``, if one of the two has them."""

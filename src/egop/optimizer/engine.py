@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Reparameterization, check_disjoint
+from egop.basis import Basis, Known, Layer, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock, map_to_blocks
+from egop.optimizer.hooks import step_inner
 from egop.optimizer.inner import (
     check_blocks,
     check_class,
@@ -24,7 +25,7 @@ from egop.optimizer.inner import (
     read_by_lookahead,
     warn_of_no_basis,
 )
-from egop.optimizer.membership import Bound, bind
+from egop.optimizer.membership import Bound, bind, check_padding
 from egop.optimizer.moments import Moments, check_moments, momentum_of, movable
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.stacks import Stack, Stacks
@@ -111,10 +112,22 @@ class Engine:
         self.matrices_only |= check_class(base.optimizer_class, groups, base.hyperparameters, any_class=self.any_class)
 
     def bind(
-        self, basis: Reparameterization | None, groups: Sequence[Mapping[str, Any]], first_group: int = 0
+        self,
+        basis: Basis | None,
+        groups: Sequence[Mapping[str, Any]],
+        first_group: int = 0,
+        layers: Mapping[str, Layer] | None = None,
     ) -> list[BoundBlock]:
-        """The blocks of a basis, bound to the parameters of these groups; nothing is changed."""
+        """Bind the blocks of a basis to the parameters of these groups; nothing is changed.
+
+        Args:
+            basis: the basis.
+            groups: some of the parameter groups, or one to be added.
+            first_group: the place of the first.
+            layers: what their parameters are; by default what is known already.
+        """
         blocks = bind(basis, groups, first_group, whole_matrices=self.base.sees_matrices)
+        check_padding(blocks, groups, self.layers if layers is None else layers)
         if self.matrices_only:
             check_blocks(self.base.optimizer_class, blocks)
         return blocks
@@ -202,7 +215,7 @@ class Engine:
 
     def _step_coordinates(self) -> None:
         try:
-            self.inner.step()
+            step_inner(self.inner)
             self.stacks.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
             for block in self.blocks:
@@ -294,7 +307,7 @@ class Engine:
             self.refresher.settle(self)
 
     @torch.no_grad()
-    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+    def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
         """Go on in another basis, from the same point; see ``ReparameterizedOptimizer.rebase``."""
         check_moments(moments)
         self.settle()
@@ -312,7 +325,7 @@ class Engine:
             blocks[name].spectrum = basis.spectrum.get(name)
 
     @torch.no_grad()
-    def add_blocks(self, basis: Reparameterization) -> None:
+    def add_blocks(self, basis: Basis) -> None:
         """Give parameters outside every block a basis; all other blocks go on as they are.
 
         Args:

@@ -16,6 +16,7 @@ from egop.basis import Structure
 from egop.optim import MatrixOptimizer, settings_beside_rates
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import Divided, Make
+from egop.optimizer.hooks import step_inner
 from egop.optimizer.loaded import level_of_user
 from egop.optimizer.moments import momentum_of
 from egop.optimizer.trial import tried
@@ -118,7 +119,7 @@ def warn_of_no_basis(optimizer_class: type[Optimizer]) -> None:
     name = optimizer_class.__name__
     warnings.warn(
         f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(); "
-        f"if plain {name} is meant, basis=egop.Reparameterization([]).",
+        f"if plain {name} is meant, basis=egop.Basis([]).",
         stacklevel=level_of_user(),
     )
 
@@ -185,7 +186,7 @@ def proposed(inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Te
         if tensor in inner.state:
             trial.state[copies[id(tensor)]] = copy.deepcopy(inner.state[tensor])
     with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.device.type == "cuda"}):
-        trial.step()
+        step_inner(trial)
     return [copies[id(tensor)].detach() - tensor.detach() for tensor in tensors]
 
 
@@ -265,7 +266,7 @@ def fresh_states(
         for tensor in stand_ins:
             tensor.grad = torch.zeros_like(tensor)
         with torch.random.fork_rng(devices=[]):
-            fresh.step()
+            step_inner(fresh)
     states = [dict(fresh.state.get(tensor, {})) for tensor in stand_ins]
     for state in states if stepped else ():
         if isinstance(state.get("step"), Tensor | int | float):

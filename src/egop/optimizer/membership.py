@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop.basis import WRAPPER, Reparameterization, Structure, plain_name
+from egop.basis import WRAPPER, Basis, Layer, Structure, plain_name
 from egop.optimizer.binding import BoundBlock
 
 Groups = Sequence[dict[str, Any]]
@@ -75,15 +75,15 @@ def _members(groups: Groups) -> list[Tensor]:
 
 
 def bind(
-    basis: Reparameterization | None,
+    basis: Basis | None,
     groups: Sequence[Mapping[str, Any]],
     first_group: int = 0,
     *,
     whole_matrices: bool = False,
 ) -> list[BoundBlock]:
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
-    if basis is not None and not isinstance(basis, Reparameterization):
-        raise TypeError(f"basis must be an egop.Reparameterization, got {_named(basis)}")
+    if basis is not None and not isinstance(basis, Basis):
+        raise TypeError(f"basis must be an egop.Basis, got {_named(basis)}")
     if basis is not None and basis.owners is not None:
         raise ValueError(
             "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
@@ -124,6 +124,25 @@ def bind(
         blocks.append(BoundBlock(change, originals, whole_matrices=whole_matrices))
         blocks[-1].spectrum = basis.spectrum.get(name) if basis is not None else None
     return blocks
+
+
+def check_padding(
+    blocks: Sequence[BoundBlock], groups: Sequence[Mapping[str, Any]], layers: Mapping[str, Layer]
+) -> None:
+    """Raise ValueError if a block mixes the padding row of an embedding with others, which would move it."""
+    padded = {
+        id(parameter)
+        for group in groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if plain_name(name) in layers and layers[plain_name(name)].padded
+    }
+    for block in blocks:
+        if not block.change.rowwise and any(id(original) in padded for original in block.originals):
+            raise ValueError(
+                f"Block '{block.name}' ({block.change.kind}) mixes the rows of an embedding with padding_idx, so "
+                "training would move its padding row. Use egop.Shared() for the embedding, which keeps rows apart, or "
+                "leave it out of the basis."
+            )
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import ChangeOfBasis, Layer, Plan, Reparameterization, call_it
+from egop.basis import Basis, ChangeOfBasis, Layer, Plan, call_it
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
 from egop.optimizer.stacks import Stack, Stacks
@@ -37,10 +37,10 @@ class Rebasable(Protocol):
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape."""
 
-    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+    def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
         """Go on in another basis."""
 
-    def add_blocks(self, basis: Reparameterization) -> None:
+    def add_blocks(self, basis: Basis) -> None:
         """Give parameters outside every block a basis."""
 
     def momentum(self, stack: Stack) -> list[Tensor] | None:
@@ -211,7 +211,7 @@ def check_refresh(refresh: object, basis: object) -> None:
     kind = basis if isinstance(basis, type) else type(basis)
     if issubclass(kind, Refresh):
         raise TypeError(
-            f"basis must be an egop.Reparameterization, got {kind.__name__}, which says when one is renewed. "
+            f"basis must be an egop.Basis, got {kind.__name__}, which says when one is renewed. "
             f"Give it as refresh=egop.{kind.__name__}(...)."
         )
     if refresh is not None and not isinstance(refresh, Refresh):

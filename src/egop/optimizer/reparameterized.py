@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Known, Layer, Plan, Reparameterization, check_disjoint, layers_of, plain_name
+from egop.basis import Basis, Known, Layer, Plan, check_disjoint, layers_of, plain_name
 from egop.distributed import Pieces
 from egop.numerics import check_not_text, in_normal_mode, without_autocast
 from egop.optimizer import showing
@@ -26,7 +27,6 @@ from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
 from egop.optimizer.restoring import Restored, parsed, rebound
 from egop.optimizer.stacks import Stacks
 from egop.optimizer.states import Entry, Published, exported
-from egop.runs import text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ class ReparameterizedOptimizer(Optimizer):
         optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
         basis: the change of basis of each block; without one (and without ``refresh``) the optimizer does what
             ``optimizer_class`` does, until a state dict with a basis is loaded, and the first step warns of that. A
-            basis without blocks, ``egop.Reparameterization([])``, says that it is meant so.
+            basis without blocks, ``egop.Basis([])``, says that it is meant so.
         model: the module whose parameters these are, where ``params`` is not the module itself: it tells their names,
             and what they are (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
@@ -90,7 +90,7 @@ class ReparameterizedOptimizer(Optimizer):
         self,
         params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_class: type[Optimizer],
-        basis: Reparameterization | None = None,
+        basis: Basis | None = None,
         *,
         model: nn.Module | None = None,
         refresh: Refresh | None = None,
@@ -128,6 +128,9 @@ class ReparameterizedOptimizer(Optimizer):
         engine.bare = not given
         engine.check_class(groups)
         super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
+        module = params if model is None and isinstance(params, nn.Module) else model
+        engine.known = None if module is None else Known(module)
+        engine.layers = _layers_of(self.param_groups, engine.known)
         blocks = engine.bind(basis, self.param_groups)
         for index, group_basis in enumerate(bases):
             blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
@@ -136,12 +139,6 @@ class ReparameterizedOptimizer(Optimizer):
             name: why for each in (basis, *bases) if each is not None for name, why in each.unrotated.items()
         }
         engine.build(blocks, Pieces())
-        named = [
-            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-        ]
-        module = params if model is None and isinstance(params, nn.Module) else model
-        engine.known = None if module is None else Known(module)
-        engine.layers = layers_of({plain_name(name): parameter for name, parameter in named}, engine.known)
         if refresh is not None:
             engine.refresher = refresh.begin(engine)
             engine.refresher.refresh = refresh
@@ -192,11 +189,11 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     @in_normal_mode
-    def basis(self) -> Reparameterization:
+    def basis(self) -> Basis:
         """A copy of the change of basis of each block as it is now, and why other weights have none."""
         self._engine.settle()
         blocks = self._engine.blocks
-        return Reparameterization(
+        return Basis(
             [
                 block.whole_change({name: tensor.clone() for name, tensor in block.change.tensors.items()})
                 for block in blocks
@@ -212,12 +209,9 @@ class ReparameterizedOptimizer(Optimizer):
 
     @in_normal_mode
     def plot_spectra(self) -> Figure:
-        """The spectra of all blocks as a figure of matplotlib: of their basis, or of the gradients it follows."""
+        """Plot the spectra of all blocks: of their basis, or of the gradients that it follows."""
         self._engine.settle()
-        picture = showing.picture(self._engine)
-        from egop.runs import plotting  # needs matplotlib
-
-        return plotting.draw(picture)
+        return showing.plot(self._engine)
 
     def __repr__(self) -> str:
         """In a line: what runs inside, how many blocks, the refresh, the learning rate."""
@@ -232,7 +226,7 @@ class ReparameterizedOptimizer(Optimizer):
     @in_normal_mode
     def _repr_html_(self) -> str:
         """The same for a notebook."""
-        return showing.as_html(type(self).__name__, self._engine) if self._engine.is_built else text(repr(self))
+        return showing.as_html(type(self).__name__, self._engine) if self._engine.is_built else escape(repr(self))
 
     @property
     def stacks(self) -> Stacks:
@@ -256,7 +250,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @in_normal_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of named parameters; with ``"basis": egop.Reparameterization`` in it, in that basis.
+        """Add a group of named parameters; with ``"basis": egop.Basis`` in it, in that basis.
 
         Parameters of the model that the optimizer was given need no names.
         """
@@ -269,7 +263,8 @@ class ReparameterizedOptimizer(Optimizer):
         (group,) = named_groups([param_group], taken, engine.known)
         basis = group.pop("basis", None)
         engine.check_class([group])
-        blocks = engine.bind(basis, [group], first_group=len(self.param_groups))
+        layers = _layers_of([group], engine.known)
+        blocks = engine.bind(basis, [group], first_group=len(self.param_groups), layers=layers)
         check_disjoint([block.change.block for block in engine.blocks + blocks])
         super().add_param_group(group)
         try:
@@ -278,8 +273,7 @@ class ReparameterizedOptimizer(Optimizer):
             del self.param_groups[-1]
             engine.base.drop_beyond(self.param_groups, self.inner)
             raise
-        names = map(plain_name, group["param_names"])
-        engine.layers |= layers_of(dict(zip(names, group["params"], strict=True)), engine.known)
+        engine.layers |= layers
         for block in blocks:
             block.drop_rest()
 
@@ -301,7 +295,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @in_normal_mode
     @torch.no_grad()
-    def rebase(self, basis: Reparameterization, *, moments: Moments = "rotate") -> None:
+    def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
         """Go on in another basis, from the same point.
 
         Args:
@@ -423,6 +417,12 @@ class ReparameterizedOptimizer(Optimizer):
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
+
+
+def _layers_of(groups: Iterable[Mapping[str, Any]], known: Known | None) -> dict[str, Layer]:
+    """Return what each parameter of these groups is, by its plain name."""
+    pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    return layers_of({plain_name(name): parameter for name, parameter in pairs}, known)
 
 
 def _take_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

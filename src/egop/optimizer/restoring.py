@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import ChangeOfBasis, Reparameterization, orthonormality_error, plain_name, rebuild
+from egop.basis import Basis, ChangeOfBasis, orthonormality_error, plain_name, rebuild
 from egop.distributed import Pieces, part_of, whole
 from egop.optimizer.binding import UNKNOWN, BoundBlock, map_to_blocks
 from egop.optimizer.engine import Engine
@@ -251,7 +251,7 @@ def restored(
                 where = f"the {key} of block '{change.block.name}'"
                 raise ValueError(f"{_DAMAGED}: {where} is not orthonormal.")
     try:
-        blocks = engine.bind(Reparameterization(changes), engine.param_groups)
+        blocks = engine.bind(Basis(changes), engine.param_groups)
     except ValueError as error:
         raise ValueError(str(error) if groups is None else f"{_DAMAGED}: {error}") from error
     for bound, told in zip(blocks, with_block, strict=True):
@@ -302,7 +302,7 @@ def _rebuild_change(parsed: _Parsed) -> ChangeOfBasis:
 
 def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
     digests = None
-    if STANDS_FOR in parsed.entry and not block.sharded:
+    if STANDS_FOR in parsed.entry and not block.by_rows:
         rows = whole(parsed.entry[STANDS_FOR])
         if rows.shape != (len(block.originals), len(UNKNOWN) // 2) or rows.dtype != torch.uint8:
             raise ValueError(f"{_DAMAGED}: '{STANDS_FOR}' of block '{block.name}' does not hold digests.")

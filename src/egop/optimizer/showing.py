@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from egop.basis import Plan, Shown, blocks_as_html, blocks_as_text, shown_block, shown_plan, spectra_picture
+from egop.basis import Plan, Shown, blocks_as_html, blocks_as_text, shown_block, shown_plan
+from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
 from egop.optimizer.refreshing import Refresh
-from egop.runs import Picture, counted, text
+from egop.plots import plot_spectra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -20,7 +25,7 @@ _NOT_SETTINGS = ("params", "param_names")
 def line(name: str, engine: Engine) -> str:
     """The optimizer in a line."""
     base = engine.base
-    parts = [base.optimizer_class.__name__, counted(len(engine.blocks), "block")]
+    parts = [base.optimizer_class.__name__, pluralize(len(engine.blocks), "block")]
     parts += [f"{base.outside[0].__name__} outside"] if base.outside is not None else []
     parts += [type(engine.refresher.refresh).__name__] if engine.refresher is not None else []
     rates = dict.fromkeys(_number(group["lr"]) for group in engine.param_groups if "lr" in group)
@@ -38,13 +43,13 @@ def as_text(name: str, engine: Engine) -> str:
 def as_html(name: str, engine: Engine) -> str:
     """The same for a notebook."""
     blocks, unrotated, note = _blocks(engine)
-    facts = "<br>".join(text(fact) for fact in [*_facts(engine), *([note] if note else [])])
+    facts = "<br>".join(escape(fact) for fact in [*_facts(engine), *([note] if note else [])])
     table = blocks_as_html(blocks, unrotated) if blocks or unrotated else ""
-    return f"<p><strong>{text(line(name, engine))}</strong><br>{facts}</p>{table}"
+    return f"<p><strong>{escape(line(name, engine))}</strong><br>{facts}</p>{table}"
 
 
-def picture(engine: Engine) -> Picture:
-    """The spectra of all blocks that have one."""
+def plot(engine: Engine) -> Figure:
+    """Plot the spectra of all blocks that have one."""
     followed = _followed(engine)
     known: dict[str, list[float]] = {}
     for block in engine.blocks:
@@ -59,7 +64,7 @@ def picture(engine: Engine) -> Picture:
             "There are no spectra yet. They come with a basis from egop.estimate, and with the first step under "
             "refresh=egop.Online() or egop.WhenDrifted()."
         )
-    return spectra_picture(known, "Eigenvalues of the gradients' Gram matrices" if followed else "Eigenvalues")
+    return plot_spectra(known, "Eigenvalues of the gradients' Gram matrices" if followed else "Eigenvalues")
 
 
 def _facts(engine: Engine) -> Iterator[str]:
@@ -68,21 +73,21 @@ def _facts(engine: Engine) -> Iterator[str]:
     others = sum(id(tensor) not in inside for tensor in tensors)
     base = engine.base
     stepped = base.outside[0].__name__ if base.outside is not None else base.optimizer_class.__name__
-    blocks = counted(len(engine.blocks), "block")
+    blocks = pluralize(len(engine.blocks), "block")
     name = base.optimizer_class.__name__
     if not engine.blocks and engine.refresher is not None and engine.refresher.steps == 0:
         yield f"{name} will step the coordinates, {stepped} what is outside; bases come with the first gradient"
     else:
-        yield f"{name} steps the coordinates of {blocks}, {stepped} {counted(others, 'tensor')} outside"
+        yield f"{name} steps the coordinates of {blocks}, {stepped} {pluralize(others, 'tensor')} outside"
     if engine.refresher is None:
         yield "refresh: none, the basis stays"
     else:
         steps, renewals, failures = engine.refresher.counts()
-        counts = f"{counted(steps, 'step')}, {counted(renewals, 'renewal')}, {failures} failed"
+        counts = f"{pluralize(steps, 'step')}, {pluralize(renewals, 'renewal')}, {failures} failed"
         yield f"refresh: {_settings_of(engine.refresher.refresh)}; {counts}"
     for index, group in enumerate(engine.param_groups):
         settings = [f"{key} {_number(value)}" for key, value in group.items() if _is_told(key, value)]
-        yield f"group {index}: {counted(len(group['params']), 'tensor')}, {', '.join(settings)}"
+        yield f"group {index}: {pluralize(len(group['params']), 'tensor')}, {', '.join(settings)}"
 
 
 def _is_told(key: str, value: Any) -> bool:
@@ -125,11 +130,8 @@ def _with_followed(shown: Shown, sides: Mapping[str, Tensor]) -> Shown:
     for root in roots:
         dimension *= root.shape[-1]
     dimension *= sums.numel()
-    first = next(iter(sides.values())).flatten().sort(descending=True).values.tolist() if len(sides) == 1 else []
     rank = float(sums.sum()) / top if top > 0 else 0.0
-    return dataclasses.replace(
-        shown, stable_rank=rank, dimension=dimension, draws=None, stability=None, eigenvalues=tuple(first)
-    )
+    return dataclasses.replace(shown, stable_rank=rank, dimension=dimension, draws=None, stability=None)
 
 
 def plan_of(engine: Engine) -> Plan:

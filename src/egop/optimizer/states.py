@@ -89,7 +89,10 @@ def _of_block(engine: Engine, block: BoundBlock, groups: Groups, *, complete: bo
     entry |= {f"{BASIS}{key}": taken(tensor) for key, tensor in block.change.tensors.items()}
     entry |= {f"{REST}{place}": taken(tensor) for place, tensor in enumerate(block.rest or [])}
     # Torch's tools ask for what is in a state before they load one: the place is always there.
-    digests = block.stand_for() if complete else [UNKNOWN] * len(block.originals)
+    # Digests of the rows of one process would mean nothing to the others.
+    digests = block.stand_for() if complete and not block.by_rows else [UNKNOWN] * len(block.originals)
+    if complete and block.by_rows:
+        block.mark_saved()
     rows = [list(bytes.fromhex(digest)) for digest in digests]
     entry[STANDS_FOR] = torch.tensor(rows, dtype=torch.uint8, device=block.device)
     return entry, stepped

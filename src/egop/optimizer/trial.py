@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.numerics import RandomStream, seed_everything
+from egop.optimizer.hooks import step_inner
 from egop.optimizer.moments import keeps_only_vectors, leaves
 
 _ENTRIES, _STEPS = 12, 3
@@ -108,7 +109,7 @@ def _outcome(
         getattr(optimizer, "train", lambda: None)()  # schedule-free ones do not step before
         for gradient in gradients:
             parameter.grad = gradient.clone()
-            optimizer.step(loss) if closure else optimizer.step()
+            step_inner(optimizer, loss) if closure else step_inner(optimizer)
     except Exception:  # whatever it is, it is said again where it matters: in the first step of a training
         return None
     moved = torch.empty_like(numbers[0])
@@ -135,7 +136,7 @@ def _same_in_every_rotation(build: Callable[[Tensor], Optimizer]) -> bool:
             getattr(optimizer, "train", lambda: None)()
             for gradient in gradients:
                 parameter.grad = gradient.clone()
-                optimizer.step()
+                step_inner(optimizer)
             if not keeps_only_vectors(optimizer.state.get(parameter, {})):
                 return False
             moved.append(parameter.detach() - start)

@@ -151,7 +151,7 @@ class _Aligning(Refresher):
             rotations = _rotations(optimizer, stacks, "")
         else:
             rotations = self._again.of(read[0], optimizer, stacks, read[1])
-        self.count_failures(torch.cat([sound for _, sound in rotations]))
+        self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
         for stack, (fresh, _) in zip(stacks, rotations, strict=True):
             for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
                 places, members = zip(*run, strict=True)
@@ -174,4 +174,4 @@ def _image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
     change, _ = stack.active_part()
     # In coordinates, where M is R times the momentum: the factor of R A is that of M f(RᵀM)ᵀ.
     image = momentum.mT @ mapped if change.rowwise else momentum @ mapped.mT
-    return image, change.tensors["basis"]
+    return stack.summed(image), change.tensors["basis"]  # over all rows, so that every process finds the same rotation

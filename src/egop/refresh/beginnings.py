@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from egop.basis import Plan, Reparameterization, plain_name
+from egop.basis import Basis, Plan, plain_name
 from egop.optimizer import Rebasable, Stacks
 from egop.refresh.choosing import Choice
 
 # The original coordinates in the structures that are wanted, for all parameters that are trained or for those of names.
-Choose = Callable[[Rebasable, Collection[str] | None], Reparameterization]
+Choose = Callable[[Rebasable, Collection[str] | None], Basis]
 
 
 class Beginnings:

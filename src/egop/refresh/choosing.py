@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from egop.basis import (
     CHANGES,
     ONLINE,
+    Basis,
     Layer,
     Partition,
     Plan,
-    Reparameterization,
     Structure,
     StructureChoice,
     make_plan,
     partition_parameters,
     plain_name,
 )
+from egop.formatting import parse_bytes
 from egop.numerics import identity
 from egop.optimizer import Rebasable, level_of_user
-from egop.runs import parse_bytes
 
 _COMPLEX = "complex numbers"
 
@@ -82,7 +82,7 @@ class Choice:
         plan = make_plan(blocks, layers, structure, memory, self.candidates, all_weights=every)
         return Plan(plan.chosen, plan.why, plan.unrotated | left)
 
-    def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Reparameterization:
+    def __call__(self, optimizer: Rebasable, names: Collection[str] | None) -> Basis:
         """The original coordinates, in the structures that the basis is to have; arguments as of :meth:`plan`."""
         plan = self.plan(optimizer, names)
         changes = []
@@ -91,7 +91,7 @@ class Choice:
             changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
             if not changes[-1].is_renewable():
                 raise ValueError(self._not_renewable(changes[-1].kind))
-        return Reparameterization(changes, unrotated=plan.unrotated)
+        return Basis(changes, unrotated=plan.unrotated)
 
     def check(self, optimizer: Rebasable) -> None:
         """Raise an error for bases that cannot be renewed; warn where weights are chosen by what was guessed."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, make_plan, plain_name
 from egop.estimation import Distribution, NoGradientError, Objective, Recentered, blocks_of, estimate, estimate_plan
+from egop.formatting import parse_bytes
 from egop.numerics import check_positive
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
-from egop.runs import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import is_sharded, local
+from egop.distributed import whole
 from egop.numerics import InPlace, Recorder
 from egop.optimizer import BoundBlock, Stack, Stacks
 
@@ -91,11 +91,13 @@ class GramMatrices:
             del self.grams[name]
 
     def saved(self, stack: Stack, *, complete: bool) -> list[dict[str, Tensor]]:
-        """What is remembered of each block of a stack, as tensors.
+        """Return the Gram matrices of each block of a stack.
 
         Args:
-            stack: whose blocks.
-            complete: summed over the processes that have rows of a block; otherwise as views of what is here.
+            stack: the stack.
+            complete: whether to sum the parts of all processes that hold rows of a block. The first process then keeps
+                the sum and the others start from zero, as after loading: so a resumed run rounds as this one does.
+                Otherwise return views of the local part.
         """
         known = [self.grams[block.name] if self.has_seen(block) else zeros_for(block.change) for block in stack.blocks]
         if complete and stack.by_rows:
@@ -107,6 +109,10 @@ class GramMatrices:
                 ]
             sums = {key: stack.summed(torch.stack([grams[key] for grams in known])) for key in known[0]}
             known = [{key: total[index] for key, total in sums.items()} for index in range(len(known))]
+            for block, totals in zip(stack.blocks, known, strict=True):
+                if block.name not in self._totals and self.has_seen(block):
+                    for key, gram in self.grams[block.name].items():
+                        gram.copy_(totals[key] if stack.is_first else torch.zeros_like(gram))
         return [{f"{_GRAM}{key}": gram for key, gram in grams.items()} for grams in known]
 
     def loaded(
@@ -119,20 +125,18 @@ class GramMatrices:
             blocks: the blocks.
             seen: the names of those that had had a gradient.
         """
-        grams, parts = {}, set()
+        grams = {}
         for block in blocks:
             if missing := [key for key in block.change.tensors if f"{_GRAM}{key}" not in memories[block.name]]:
                 where = f"Gram matrix '{missing[0]}' of block '{block.name}'"
                 raise ValueError(f"The state dict is incomplete or damaged: it has no {where}.")
-            matrices = {key: memories[block.name][f"{_GRAM}{key}"] for key in block.change.tensors}
+            matrices = {key: whole(memories[block.name][f"{_GRAM}{key}"]) for key in block.change.tensors}
             shapes = {key: gram.shape for key, gram in zeros_for(block.change).items()}
-            if any(_is_in_parts(gram, shapes[key]) for key, gram in matrices.items()):
-                parts.add(block.name)
-            elif {key: gram.shape for key, gram in matrices.items()} != shapes:
+            if {key: gram.shape for key, gram in matrices.items()} != shapes:
                 raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
             if block.name in seen:
-                grams[block.name] = {key: local(gram).to(block.device, copy=True) for key, gram in matrices.items()}
-        return GramMatrices(self.decay, grams, set(grams) - parts)
+                grams[block.name] = {key: gram.to(block.device, copy=True) for key, gram in matrices.items()}
+        return GramMatrices(self.decay, grams, totals=grams)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks and recordings belong to the optimizer of this one."""
@@ -201,8 +205,3 @@ def renewal_cost(stack: Stack) -> int:
     if not stack.change.is_renewable():
         return 0
     return sum(math.prod(tensor.shape[1:-2]) * tensor.shape[-2] ** 3 for tensor in stack.change.tensors.values())
-
-
-def _is_in_parts(gram: Tensor, shape: torch.Size) -> bool:
-    """Whether this is what each process has of a Gram matrix, one below the other, as egop.checkpoint saves it."""
-    return is_sharded(gram) and gram.shape != shape

@@ -16,9 +16,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.distributed import processes
-from egop.numerics import SMALL, linalg, precision
+from egop.numerics import SMALL, linalg, noise_floor, precision
 
 _PROBES = 4  # vectors that a new basis is tried on
+_SHIFT = 1e-6  # how much of the old basis, relative to the mean eigenvalue, keeps directions without gradient in place
 
 # A first basis that is wider has no more than so many eigenvectors: all of them would take minutes (see `first`).
 WIDE, LEADING = 2048, 256
@@ -63,16 +64,37 @@ class Method:
 
 
 def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
-    """One step of orthogonal iteration towards the eigenvectors of a Gram matrix, strongest first.
+    """Take one step of orthogonal iteration towards the eigenvectors of a Gram matrix, strongest first.
 
-    The shift keeps directions without gradient where they are; the signs keep every vector near the old one.
+    The shift keeps weak directions near the old ones. Directions whose gradient is nothing but rounding stay exactly
+    where they are: they are orthonormalized first, so that no error of the others reaches them, and come last.
     """
     with precision.exact_products():  # with fewer digits the weak directions would be drawn anew every time
         image = gram @ basis
-        order = (basis * image).sum(-2).argsort(descending=True, stable=True).unsqueeze(-2).expand_as(basis)
-        shift = 1e-6 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        shift = torch.where(shift > 0, shift, 1)  # no gradients at all: every direction stays where it is
-        return linalg.orthonormalized((image + shift * basis).gather(-1, order))
+        held = (basis * image).sum(-2, keepdim=True)
+        noise = linalg.ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
+        null = (held <= noise) & noise.isfinite()
+        shift = _SHIFT * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        columns = torch.where(null, basis, image + shift * basis)
+        order = torch.where(null, torch.inf, held).argsort(dim=-1, descending=True, stable=True)
+        fresh = linalg.orthonormalized(columns.gather(-1, order.expand_as(columns)))
+        null_last = null.gather(-1, order).int().argsort(dim=-1, stable=True)
+        return fresh.gather(-1, null_last.expand_as(fresh))
+
+
+def clear_null_space(basis: Tensor, gram: Tensor) -> Tensor:
+    """Make the directions without gradient exactly orthogonal to all gradients.
+
+    Args:
+        basis: eigenvectors of a Gram matrix, as accurate as that matrix is.
+        gram: the Gram matrix of the gradients in this basis, computed from these themselves. Its small entries are
+            accurate; in the Gram matrix that the basis comes from they were lost beside the large ones.
+    """
+    held = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    real = held > linalg.ROUNDING * torch.finfo(gram.dtype).eps * held.amax(-2, keepdim=True)
+    traces = torch.where(real & ~real.mT, gram / torch.where(real, held, 1), 0)
+    with precision.exact_products():
+        return linalg.orthonormalized((basis - basis @ traces).flip(-1)).flip(-1)
 
 
 def decomposed(
@@ -113,16 +135,18 @@ def first(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor
 def aligned(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """The orthonormal factor of ``basis @ image`` and whether it could be found; where not, the old basis.
 
-    Columns of the image that vanish, as of dead rows and where the rank is smaller than the width, keep their place.
+    A small multiple of the old basis is added: where the rank is smaller than the width, and for dead rows, directions
+    stay as near to the old ones as they can, and are not chosen by rounding.
     """
     with precision.exact_products():
         lengths = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
         largest = lengths.amax(-1, keepdim=True)
-        some = lengths > torch.finfo(image.dtype).eps * largest
-        columns = torch.where(some, basis @ (image / torch.where(some, lengths, 1)), basis)
-        fresh = linalg.orthonormalized(columns)
-    nothing = largest.squeeze((-2, -1)) == 0
-    sound = is_sound(fresh, basis)
+        some = lengths > noise_floor(image.dtype) * largest
+        columns = torch.where(some, image / torch.where(some, lengths, 1), 0)
+        columns.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
+        fresh = linalg.orthonormalized(basis @ columns)
+    largest = largest.squeeze((-2, -1))
+    nothing, sound = largest == 0, is_sound(fresh, basis) & largest.isfinite()
     return torch.where((sound & ~nothing)[..., None, None], fresh, basis), sound | nothing
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Plan
 from egop.distributed import whole
-from egop.numerics import Aside, Recorder, Replayed
+from egop.numerics import Aside, Recorder, Replayed, exact_products
 from egop.optimizer import BoundBlock, Moments, Rebasable, Refresher, Stack
 from egop.refresh.beginnings import Beginnings, Choose
 from egop.refresh.grams import GramMatrices, Place, along
-from egop.refresh.methods import Method, Renewal, announced, together
+from egop.refresh.methods import Method, Renewal, announced, clear_null_space, together
 from egop.refresh.schedules import Schedule
 
 _PHASE = "phase"  # where a block stands: has it had a gradient, does it wait for a basis, was it made here, its turn
@@ -205,6 +205,7 @@ class Streaming(Refresher):
         matrices = [matrix for gram in grams for matrix in gram]
         with announced([matrix.shape[-1] for matrix in matrices], self.method.seconds(matrices)) as done:
             self._renew(places, functools.partial(self.method.first, done=done))
+            self._fresh = [_refine_first_bases(*each) for each in self._fresh]
             return {
                 block.name
                 for stack, members, _, sound in self._fresh
@@ -237,6 +238,23 @@ class Streaming(Refresher):
                     tensors[key] = torch.where(right[..., None, None], fresh, old)
                 self._fresh.append((stack, members, tensors, right))
         return beside
+
+
+def _refine_first_bases(
+    stack: Stack, members: slice, tensors: dict[str, Tensor], sound: Tensor
+) -> tuple[Stack, slice, dict[str, Tensor], Tensor]:
+    """Remove what rounding of the Gram matrices has left of the gradients in directions without gradient."""
+    change = stack.change.part(members).replaced(tensors)
+    places = [stack.active.index(index) for index in range(len(stack.blocks))[members]]
+    rows = change.rows([gradient[places] for gradient in stack.gradients])
+    assert rows is not None
+    refined = {}
+    for key, basis in tensors.items():
+        with exact_products():
+            inside = rows[key] @ basis
+            gram = stack.summed(inside.mT @ inside)
+        refined[key] = torch.where(sound[..., None, None], clear_null_space(basis, gram), basis)
+    return stack, members, refined, sound
 
 
 def _of_blocks(sound: Tensor) -> list[bool]:

@@ -133,8 +133,8 @@ def test_each_matrix_is_turned_by_its_own_basis(structure, inputs_first):
 @by_structure
 def test_a_stack_is_saved_and_loaded(structure, tmp_path):
     change, _ = change_of(structure, inputs_first=True)
-    egop.Reparameterization([change]).save(tmp_path / "basis")
-    loaded = egop.Reparameterization.load(tmp_path / "basis")["w"]
+    egop.Basis([change]).save(tmp_path / "basis")
+    loaded = egop.Basis.load(tmp_path / "basis")["w"]
     assert loaded.equal(change)
     assert loaded.block == change.block
 

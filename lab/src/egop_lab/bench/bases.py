@@ -88,11 +88,11 @@ class _TimedAccumulator(Accumulator):
 
 def estimate(
     network: Network, structure: egop.Structure, samples: int | None, device: torch.device
-) -> tuple[egop.Reparameterization, Row]:
+) -> tuple[egop.Basis, Row]:
     """A basis of a network around its start, and what it took."""
     objective = egop.Objective(network.make(device), network.loss, network.batches(device, 13))
     timed = Timed(structure, device)
-    bases: list[egop.Reparameterization] = []
+    bases: list[egop.Basis] = []
 
     def work() -> None:
         options: dict[str, Any] = {"rho": egop.Recentered(0.01), "samples": samples, "memory": MEMORY}

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from egop.runs import counted, write_json
 from egop_lab.bench import bases, epoch, growth, machine, sampling, steps, sweep, tables, targets
 from egop_lab.bench.timing import reason
+from egop_lab.files import write_json
+from egop_lab.formatting import pluralize
 
 PARTS: dict[str, Callable[[machine.Setting], Iterator[dict[str, Any]]]] = {
     "sampling": sampling.run,
@@ -81,6 +82,6 @@ def _heading(kept: dict[str, Any]) -> str:
     speed = f"{about['flops a second'] / 1e9:.0f} Gflop/s, {about['bytes a second'] / 1e9:.0f} GB/s"
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     return (
-        f"{about['device']}: {counted(about['threads'], 'thread')}, float32 products at precision "
+        f"{about['device']}: {pluralize(about['threads'], 'thread')}, float32 products at precision "
         f"{about['precision of float32 products']!r}, {speed} in the best of cases. {versions}."
     )

@@ -24,7 +24,7 @@ INSTALL = f"{SOAP}, {SHAMPOO} and the Muon of ResNets are left out: pip install 
 class Start(making.Start):
     """One whose bases cost nothing before the training."""
 
-    def upfront(self, structure: egop.Structure) -> egop.Reparameterization:
+    def upfront(self, structure: egop.Structure) -> egop.Basis:
         """Any basis will do: the time of a step does not depend on which one it is."""
         return some_basis(self.model, structure)
 
@@ -42,12 +42,12 @@ def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), 
     )
 
 
-def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Reparameterization:
+def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Basis:
     """A dense orthonormal basis of every weight, at no cost."""
     objective = egop.Objective(model, lambda model, batch: batch, [None])  # nothing is sampled for the identity
     identity = egop.estimate(objective, partition="parameter", structure=egop.Identity(), progress=False)
     device = next(model.parameters()).device
-    return egop.Reparameterization(
+    return egop.Basis(
         [
             structure.change(
                 change.block,

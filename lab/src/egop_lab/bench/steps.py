@@ -166,7 +166,7 @@ def _row(trial: Trial, turns: Sequence[Turn], rates: Rates) -> Row:
     return row
 
 
-def floor(basis: egop.Reparameterization, rates: Rates) -> Row:
+def floor(basis: egop.Basis, rates: Rates) -> Row:
     """The least time for the products of one encode and one decode of every block."""
     needs = [(change.cost_per_step, _bytes_moved(change)) for change in basis.values()]
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from egop.runs import format_bytes, format_table
+from egop_lab.formatting import format_bytes, format_table
 
 Row = Mapping[str, Any]
 Format = Callable[[Any], str]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egop.runs import replacing
 from egop_lab.data.batches import DataSet, Split
 from egop_lab.data.missing import MissingDataError
+from egop_lab.files import replace_atomically
 
 __all__ = ["fashion_folder", "fashion_mnist", "four_classes"]
 
@@ -117,7 +117,7 @@ def _download(name: str, path: Path) -> bytes:
             f"Fashion-MNIST is not on this machine and cannot be downloaded ({error}). {_ADVICE}"
         ) from error
     _checked(content, name, url)
-    with replacing(path) as beside:
+    with replace_atomically(path) as beside:
         beside.write_bytes(content)
     return content
 

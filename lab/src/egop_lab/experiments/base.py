@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from egop.runs import Picture
+from egop_lab.plots.picture import Picture
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.data.matrices import with_decay
 from egop_lab.experiments.base import Beside, Judged, decades, verdict
 from egop_lab.experiments.curves import first_below, median, same_in_both
 from egop_lab.experiments.tuned import Case, Method, TunedExperiment
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
 from egop_lab.training.context import Preset
 from egop_lab.training.instances import RANDOM, Trials

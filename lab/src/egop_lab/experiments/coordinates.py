@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.runs import Picture
 from egop_lab.data import images, text
 from egop_lab.experiments import coordinates_pictures, coordinates_targets
 from egop_lab.experiments.base import Experiment, Judged, Table
@@ -31,6 +30,7 @@ from egop_lab.experiments.coordinates_found import (
 )
 from egop_lab.making import ADAM, RENEWED, foreign
 from egop_lab.methods import cell
+from egop_lab.plots.picture import Picture
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.coordinates import ImageRun, LanguageRun, step_times
 from egop_lab.training.language import BETAS

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Table
 from egop_lab.experiments.coordinates_found import ADAMW, CELL, CHOSEN, RIVALS, Found, control_of, final, unit
 from egop_lab.experiments.coordinates_targets import accuracy, to_goal
 from egop_lab.experiments.curves import quartiles
 from egop_lab.experiments.timed import number
 from egop_lab.methods import BASES, COLUMNS, cell
+from egop_lab.plots.picture import Panel, Picture, Series
 
 SHOWN = (ADAMW, *RIVALS, CHOSEN, CELL, control_of(CELL))  # few lines: all methods are in the tables
 

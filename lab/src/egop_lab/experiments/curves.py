@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from egop.runs import Panel, Series
 from egop_lab.experiments.base import Judged
+from egop_lab.plots.picture import Panel, Series
 from egop_lab.training.records import Record
 from egop_lab.training.sweeps import ORIGINAL
 

@@ -28,12 +28,13 @@ import torch
 from torch import nn
 
 import egop
-from egop.runs import Curve, Panel, Picture, Run, Series, Span, train
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
 from egop_lab.experiments import demo_language
 from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
+from egop_lab.plots.picture import Panel, Picture, Series, Span
+from egop_lab.training.loop import Curve, train
 
 __all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "panel", "picture", "run", "summary"]
 
@@ -44,6 +45,16 @@ LEARNING_RATES = {"Adam": 0.08, "Adagrad": 0.1, "SGD": 1.0}
 # Curves whose losses differ by less than this in the median epoch are the same up to rounding. Not in every epoch:
 # where the loss jumps, training amplifies rounding for a while.
 _SAME = 0.01
+
+
+@dataclass(frozen=True)
+class Run:
+    """A curve and the settings it was made with; ``coordinates`` is "original" or "EGOP"."""
+
+    optimizer: str
+    coordinates: str
+    lr: float
+    curve: Curve
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ def _generator(seed: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(len(purposes) * seed + purposes.index(purpose))
 
 
-def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> egop.Reparameterization:
+def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> egop.Basis:
     batches = Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "sampling batches"))
     return egop.estimate(
         egop.Objective(model, cross_entropy, batches),

@@ -31,9 +31,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 
 import egop
-from egop.runs import Panel, Series, Span, train
 from egop_lab.data.text import Text, Windows
 from egop_lab.models.gpt import GPT, initialize_
+from egop_lab.plots.picture import Panel, Series, Span
+from egop_lab.training.loop import train
 
 __all__ = ["EVERY", "LEARNING_RATES", "RATES", "STEPS", "Language", "LanguageRun", "panel", "run", "summary"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from egop.runs import Panel, Picture
 from egop_lab.experiments.base import Judged, compare, decades, verdict
 from egop_lab.experiments.curves import curve_series, first_below, median, quartiles, rate_series, same_in_both
 from egop_lab.experiments.swept import SweptExperiment, by_both
+from egop_lab.plots.picture import Panel, Picture
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Experiment, Judged, decades, verdict
 from egop_lab.experiments.digits_spectrum import NORMAL, DigitsSpectrumExperiment, measure
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.records import Record, Store
 

@@ -12,10 +12,10 @@ import torch
 from tqdm.auto import tqdm
 
 import egop
-from egop.runs import Panel, Picture, Series
 from egop_lab.data.digits import digits
 from egop_lab.experiments.base import Beside, Experiment, Judged, verdict
 from egop_lab.models.small import cross_entropy, digits_network, xavier_
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import decay, subsampled

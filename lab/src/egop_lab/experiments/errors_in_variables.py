@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egop import theory
-from egop.runs import Panel, Picture, Series
+from egop_lab import theory
 from egop_lab.data.matrices import with_decay
 from egop_lab.experiments.base import Beside, Judged, decades, verdict
 from egop_lab.experiments.curves import median, quartiles
 from egop_lab.experiments.tuned import Case, Method, TunedExperiment
 from egop_lab.methods import describe
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.instances import Trials

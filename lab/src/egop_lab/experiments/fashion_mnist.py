@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.experiments import fashion_claims as claims
 from egop_lab.experiments.base import Beside, Experiment, Judged, beside
 from egop_lab.experiments.curves import first_below, median, quartiles
 from egop_lab.experiments.fashion_claims import Found, Method
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.fashion import Curves, Runs, train_together
 from egop_lab.training.records import Record, Store

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop.runs import Panel, Picture, Series, counted
 from egop_lab.data.text import load
 from egop_lab.experiments.base import Kind
 from egop_lab.experiments.curves import bar_panel, quartiles, rate_series
 from egop_lab.experiments.timed import Claim, TimedExperiment, is_tuning, lowest, number, search
+from egop_lab.formatting import pluralize
 from egop_lab.making import RENEWED, foreign
 from egop_lab.methods import LANGUAGE, compared, label
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.language import BETAS, COMMON, Run
 from egop_lab.training.records import Record, Store
@@ -131,7 +132,7 @@ class LanguageModelExperiment(TimedExperiment):
         goal = self.goal(runs)
         measures = self.measures(goal)
         horizontal = {f"target {goal:.3f}": goal}
-        count = counted(self.settings(preset)["trials"], "trial")
+        count = pluralize(self.settings(preset)["trials"], "trial")
         sweeps, ends = self._rates(store, preset)
         curves = {name: [_curve(method, own, name) for method, own in runs.items()] for name in ("steps", "seconds")}
         return [

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import egop
-from egop.runs import Panel, Picture, Series
 from egop_lab.data.batches import Batches, Split
 from egop_lab.data.digits import digits
 from egop_lab.data.fashion import fashion_folder, fashion_mnist, four_classes
 from egop_lab.experiments.base import Experiment, Judged, beside, verdict
 from egop_lab.models.small import cross_entropy, digits_network, normal_, perceptron, xavier_
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.records import Store
 from egop_lab.training.spectra import decay, subsampled

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.runs import Panel, Picture
 from egop_lab.experiments.base import Judged
 from egop_lab.experiments.curves import curve_series, rate_series
 from egop_lab.experiments.linear_networks_claims import ADAPTIVE, KINDS, Found, Score, final, validation
 from egop_lab.experiments.swept import SweptExperiment
+from egop_lab.plots.picture import Panel, Picture
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.linear import BATCH, BLOCK, FIRST, SIZE, LinearProblem

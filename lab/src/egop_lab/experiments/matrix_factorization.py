@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Judged
 from egop_lab.experiments.curves import median
 from egop_lab.experiments.matrix_factorization_claims import PAPERS, RIVALS, SPEED, THRESHOLDS, Found, crossing, speed
 from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment
 from egop_lab.methods import describe
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Preset
 from egop_lab.training.factorization import PRINTED, SPECTRAL, Factorization
 from egop_lab.training.instances import RANDOM

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop.runs import Picture
 from egop_lab.experiments import prediction_pictures
 from egop_lab.experiments.base import Experiment, Judged, Table, Verdict, verdict
 from egop_lab.experiments.prediction_found import BUDGET, HALVES, WORTH, Found, half
+from egop_lab.plots.picture import Picture
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.prediction import FORMS, SETTINGS, probed, started, step_times, trained
 from egop_lab.training.predictors import predictors

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from egop.runs import write_json
 from egop_lab.experiments.prediction import PredictionExperiment
 from egop_lab.experiments.prediction_found import HALVES, Found, Half
+from egop_lab.files import write_json
 from egop_lab.training.prediction import FORMS, ORIGINAL
 from egop_lab.training.records import Store
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from egop.runs import Panel, Picture, Series
 from egop_lab.experiments.base import Table
 from egop_lab.experiments.prediction_found import HALVES, Found, Gain, half
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.prediction import FORMS, ORIGINAL
 
 

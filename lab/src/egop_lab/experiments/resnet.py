@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop.runs import Picture
 from egop_lab.experiments.base import Experiment, Judged, Table, also
 from egop_lab.experiments.resnet_long import LongRuns
 from egop_lab.experiments.resnet_runs import ShortRuns
+from egop_lab.plots.picture import Picture
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Store
 

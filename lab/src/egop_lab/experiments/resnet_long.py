@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from egop.runs import Picture
 from egop_lab.experiments.base import Judged, Table, also
 from egop_lab.experiments.curves import median
 from egop_lab.experiments.resnet_claims import (
@@ -24,6 +23,7 @@ from egop_lab.experiments.resnet_claims import (
 )
 from egop_lab.experiments.resnet_runs import ShortRuns, inaccuracy, is_timed, pace
 from egop_lab.experiments.timed import Claim, Runs, is_tuning, lowest_at, search
+from egop_lab.plots.picture import Picture
 from egop_lab.training.classifiers import in_own_process
 from egop_lab.training.context import Context, Preset, in_processes
 from egop_lab.training.records import Record, Store

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.runs import Panel, Picture, Series, counted
 from egop_lab.data import images
 from egop_lab.experiments.base import Judged, Table, beside
 from egop_lab.experiments.curves import bar_panel, best_rate, median, quartiles
@@ -34,8 +33,10 @@ from egop_lab.experiments.timed import (
     lowest_at,
     number,
 )
+from egop_lab.formatting import pluralize
 from egop_lab.making import foreign
 from egop_lab.methods import RESNET, compared
+from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.classifiers import Run
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
@@ -280,8 +281,9 @@ class ShortRuns(TimedExperiment):
         return [
             Picture(
                 self.pictured,
-                f"By epoch, each method at its own learning rate; medians and quartiles over {counted(count, 'trial')}"
-                f"{fewer}. Of training it is the mean over an epoch's batches; validation sees the central crop. "
+                f"By epoch, each method at its own learning rate; medians and quartiles over "
+                f"{pluralize(count, 'trial')}{fewer}. Of training it is the mean over an epoch's batches; "
+                "validation sees the central crop. "
                 f"Targets: AdamW's lowest median, {_NEAR:g} times that of {self.often}, and {_NEAR:g} times the median "
                 "of its trials' lowest.",
                 panels,

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop.runs import Mark, Panel, Picture, Series
 from egop_lab.experiments.base import Experiment, Judged, decades, verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
 from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
 from egop_lab.experiments.tuned import Method, small
+from egop_lab.plots.picture import Mark, Panel, Picture, Series
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, finished
 from egop_lab.training.records import Record, Store

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop.runs import Series
 from egop_lab import methods
 from egop_lab.experiments.base import Experiment
 from egop_lab.experiments.curves import curve_series, median, rate_series
 from egop_lab.experiments.registry import experiment
+from egop_lab.plots.picture import Series
 from egop_lab.training import alone, batched
 from egop_lab.training.context import Context, Preset, finished, in_processes
 from egop_lab.training.instances import RANDOM, Trials

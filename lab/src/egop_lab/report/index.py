@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from egop.runs import counted, replacing
 from egop_lab.experiments.registry import IDS
+from egop_lab.files import replace_atomically
+from egop_lab.formatting import pluralize
 from egop_lab.report import reproduction
 from egop_lab.report.statements import STATEMENTS, Statement
 
@@ -60,13 +61,13 @@ def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None
     for each in STATEMENTS:
         for reason in each.missing:
             missing.setdefault(reason, []).append(f"`{each.label}`")
-    lines = ["# Where everything of the paper is", "", _INTRODUCTION.format(counted(len(STATEMENTS), "label")), ""]
+    lines = ["# Where everything of the paper is", "", _INTRODUCTION.format(pluralize(len(STATEMENTS), "label")), ""]
     lines += ["| label | what it is | where | verdict |", "|---|---|---|---|"]
     lines += [f"| {statement_cells(each)} | {_verdict(each, about)} |" for each in STATEMENTS]
     lines += ["", "## What is not here, or not as the paper has it", ""]
     lines += [f"- {', '.join(named)}: {reason}" for reason, named in missing.items()]
-    with replacing(path) as beside:
-        beside.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    with replace_atomically(path) as temporary:
+        temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def statement_cells(statement: Statement) -> str:

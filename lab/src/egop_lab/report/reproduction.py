@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
-from egop.runs import Picture, counted, document, plotting, replacing, text
 from egop_lab.experiments.base import Experiment, Judged, Table
 from egop_lab.experiments.registry import IDS, experiment
 from egop_lab.experiments.reproduce import store_of
+from egop_lab.files import replace_atomically
+from egop_lab.formatting import pluralize
+from egop_lab.plots.figures import draw_picture, embed_picture, save_figure
+from egop_lab.plots.picture import Picture
 from egop_lab.report import words
+from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
 
@@ -118,14 +123,14 @@ def counts(found: Sequence[Section]) -> str:
     verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
-        f"of {counted(len(given), what)} {whose} {_tally(given, told)}"
+        f"of {pluralize(len(given), what)} {whose} {_tally(given, told)}"
         for given, what, whose, told in (
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
             (verdicts["reading"], "reading", "of ours of its figures", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),
         )
         if given
-    ] + ([f"{counted(checks, 'check')} passed"] if checks else [])
+    ] + ([f"{pluralize(checks, 'check')} passed"] if checks else [])
     sentence = "; ".join(parts) or "nothing has been run yet"
     return f"{sentence[0].upper()}{sentence[1:]}."
 
@@ -175,10 +180,10 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
     for section in _run(found):
         for picture in section.pictures:
             place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"
-            plotting.save(plotting.draw(picture), place)
+            save_figure(draw_picture(picture), place)
         lines += _markdown(section)
-    with replacing(path) as beside:
-        beside.write_text("\n".join(lines), encoding="utf-8")
+    with replace_atomically(path) as temporary:
+        temporary.write_text("\n".join(lines), encoding="utf-8")
 
 
 def _summary(found: Sequence[Section]) -> str:
@@ -226,7 +231,7 @@ def _place(one: Experiment) -> str:
 def _ran(section: Section) -> str:
     minutes = section.seconds / 60
     spent = f"{minutes:.1f} minutes" if minutes >= 1 else f"{section.seconds:.0f} seconds"
-    runs = counted(section.runs, "run")
+    runs = pluralize(section.runs, "run")
     return f"{runs}, {spent} in all, on {'; '.join(section.devices)} ({'; '.join(section.versions)})."
 
 
@@ -244,64 +249,64 @@ def _bold(verdict: str) -> str:
 
 def write_html(found: Sequence[Section], path: Path) -> None:
     """The report as one self-contained page: what was found, and each experiment behind its title."""
-    body = ["<h1>Reproduction of the paper</h1>", f"<p>{text(_introduction(found))}</p>"]
-    body.append(f'<p class="verdict">{text(_summary(found))}</p>')
+    body = ["<h1>Reproduction of the paper</h1>", f"<p>{escape(_introduction(found))}</p>"]
+    body.append(f'<p class="verdict">{escape(_summary(found))}</p>')
     if _run(found):
         rows = [
-            (f'<a href="#{text(section.experiment.id)}">{text(section.experiment.title)}</a>',
-             text(words.held(section.judged)), text(words.reason(section.judged)))
+            (f'<a href="#{escape(section.experiment.id)}">{escape(section.experiment.title)}</a>',
+             escape(words.held(section.judged)), escape(words.reason(section.judged)))
             for section in _run(found)
         ]  # fmt: skip
         body.append(_table(_HEADER, rows))
-    body += [f"<p>{text(line)}</p>" for line in _left(found)]
+    body += [f"<p>{escape(line)}</p>" for line in _left(found)]
     for title, items in _highlights(found):
-        shown = "".join(f"<li>{text(_highlight(item))} ({text(_of(item))})</li>" for item in items)
-        body += [f"<h2>{text(title)}</h2>", f"<ul>{shown}</ul>"]
-    body += [f'<p class="small">{text(words.RULE)}</p>'] if _highlights(found) else []
+        shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_of(item))})</li>" for item in items)
+        body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]
+    body += [f'<p class="small">{escape(words.RULE)}</p>'] if _highlights(found) else []
     body += ["<h2>Details</h2>", *(part for section in _run(found) for part in _html(section))] if _run(found) else []
-    with replacing(path) as beside:
-        beside.write_text(document("Reproduction of the paper · egop", body), encoding="utf-8")
+    with replace_atomically(path) as temporary:
+        temporary.write_text(format_page("Reproduction of the paper · egop", body), encoding="utf-8")
 
 
 def _html(section: Section) -> list[str]:
     one = section.experiment
     assert section.preset is not None
-    title = f"{text(one.title)} ({text(one.id)}): {text(words.held(section.judged))}"
+    title = f"{escape(one.title)} ({escape(one.id)}): {escape(words.held(section.judged))}"
     # Inside, since a browser opens what a link leads into.
-    parts = [f'<details class="part"><summary>{title}</summary><div id="{text(one.id)}">']
-    parts += [f'<p class="partial">{text(remark)}</p>' for remark in section.remarks]
-    parts.append(f'<p class="small">{text(_place(one).replace("`", ""))}</p>')
-    parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {text(_ran(section))}</p>")
+    parts = [f'<details class="part"><summary>{title}</summary><div id="{escape(one.id)}">']
+    parts += [f'<p class="partial">{escape(remark)}</p>' for remark in section.remarks]
+    parts.append(f'<p class="small">{escape(_place(one).replace("`", ""))}</p>')
+    parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {escape(_ran(section))}</p>")
     if differs := words.deviations(one, section.preset):
-        parts.append(f"<p>{text(differs)}</p>")
+        parts.append(f"<p>{escape(differs)}</p>")
     items = []
     for item in words.together(section.judged):
         first, *more = words.found(item)
-        lines = [f"<strong>{text(first)}</strong>", *map(text, more)]
-        lines += [f"In the paper: {text(item.paper)}."] if item.paper else []
+        lines = [f"<strong>{escape(first)}</strong>", *map(escape, more)]
+        lines += [f"In the paper: {escape(item.paper)}."] if item.paper else []
         badge = f'<span class="badge {_BADGES[item.verdict]}">{item.verdict}</span>'
-        items.append(f"<li>{badge} {text(words.claim(item))} {'<br>'.join(lines)}</li>")
+        items.append(f"<li>{badge} {escape(words.claim(item))} {'<br>'.join(lines)}</li>")
     parts.append(f'<ul class="advice">{"".join(items)}</ul>')
     for table in section.tables:
-        rows = [tuple(map(text, row)) for row in table.rows]
-        parts.append(f"<p><strong>{text(table.title)}</strong></p>{_table(table.header, rows)}")
-    settings = [(text(name), text(value)) for name, value in words.settings(one, section.preset)]
+        rows = [tuple(map(escape, row)) for row in table.rows]
+        parts.append(f"<p><strong>{escape(table.title)}</strong></p>{_table(table.header, rows)}")
+    settings = [(escape(name), escape(value)) for name, value in words.settings(one, section.preset)]
     parts.append(f"<details><summary>Settings</summary>{_table(('setting', 'value'), settings)}</details>")
     for picture in section.pictures:
-        caption = f"<figcaption>{text(picture.caption)}</figcaption>"
-        panels = plotting.inline_picture(picture)
+        caption = f"<figcaption>{escape(picture.caption)}</figcaption>"
+        panels = embed_picture(picture)
         parts.append(f'<figure class="wide"><div class="plots">{panels}</div>{caption}</figure>')
     return [*parts, "</div></details>"]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table from cells that are HTML; columns of words are set to the left."""
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     kinds = [_WORDS if max(map(len, column)) > _LONG else "" for column in zip(*rows, strict=True)]
     lines = []
     for first, *entries in rows:
         columns = zip(header[1:], kinds[1:], entries, strict=True)
-        cells = "".join(f'<td{kind} data-label="{text(name)}">{entry}</td>' for name, kind, entry in columns)
+        cells = "".join(f'<td{kind} data-label="{escape(name)}">{entry}</td>' for name, kind, entry in columns)
         lines.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 

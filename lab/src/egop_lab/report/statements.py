@@ -13,7 +13,7 @@ class Statement:
         label: in the paper's LaTeX; of a statement that has none, what it is and the section's.
         kind: figure, table, algorithm, theorem, lemma, corollary or assumption.
         about: what it says, in short.
-        where: ids of experiments, public names of ``egop``, and tests as ``file::function``.
+        where: ids of experiments, names of ``egop`` and ``egop_lab.theory``, and tests as ``file::function``.
         verdict: of what is not an experiment, whose verdicts come from its records.
         missing: what of it is not here or not as the paper has it, and why; sentences.
     """
@@ -26,9 +26,10 @@ class Statement:
     missing: tuple[str, ...] = ()
 
 
-_BOUNDS = "tests/theory/test_bounds.py::test_"
-_CLOSED = "tests/theory/test_closed_forms.py::test_"
-_CONVERGENCE = "tests/theory/test_convergence.py::test_"
+_BOUNDS = "lab/tests/theory/test_bounds.py::test_"
+_BALL = "lab/tests/theory/test_ball_adagrad.py::test_"
+_CLOSED = "lab/tests/theory/test_closed_forms.py::test_"
+_CONVERGENCE = "lab/tests/theory/test_convergence.py::test_"
 _IMAGENET = (
     "The residual networks are not trained on ImageNet for 40 epochs, which takes hours a run, but on Imagenette's "
     "9,469 images at 96 pixels and for fewer epochs. Orders and ratios can be compared, hours and losses cannot."
@@ -52,7 +53,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "low-rank matrix factorisation, whose Hessian blocks are Kronecker products",
         (
             "matrix-factorization",
-            "egop.theory.matrix_factorization_blocks",
+            "egop_lab.theory.matrix_factorization_blocks",
             f"{_CLOSED}the_hessian_blocks_of_low_rank_matrix_factorisation_are_kronecker_products",
         ),
         "The blocks are Kronecker products.",
@@ -80,8 +81,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "assumption",
         "the Hessian changes slowly",
         (
-            "egop.theory.largest_hessian_lipschitz",
-            "egop.theory.needed_delta",
+            "egop_lab.theory.largest_hessian_lipschitz",
+            "egop_lab.theory.needed_delta",
             f"{_BOUNDS}assumption_2_and_the_delta_it_needs_are_inverse",
         ),
         "True in the problems of the tests, for a small rho where they are not quadratic.",
@@ -91,7 +92,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "theorem",
         "regret of Adagrad on a ball",
         (
-            "egop.theory.regret_bound",
+            "egop_lab.theory.regret_bound",
             f"{_BOUNDS}the_averaged_regret_of_constrained_adagrad_is_below_theorem_1_in_both_coordinates",
         ),
         "Holds, with a leading term of 2 sr/(dβ₁).",
@@ -107,7 +108,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "errors in variables, by the Kronecker residual",
         (
             "errors-in-variables",
-            "egop.theory.kronecker_residual",
+            "egop_lab.theory.kronecker_residual",
             f"{_CLOSED}the_kronecker_residual_is_that_of_alternating_least_squares",
         ),
     ),
@@ -120,7 +121,10 @@ STATEMENTS: tuple[Statement, ...] = (
         "alg:Adagrad",
         "algorithm",
         "Adagrad with and without a set to stay in",
-        ("egop.BallConstrainedAdagrad", "tests/extras/test_constrained.py::test_it_is_algorithm_2"),
+        (
+            "egop_lab.theory.BallConstrainedAdagrad",
+            "lab/tests/theory/test_ball_adagrad.py::test_steps_match_algorithm_2",
+        ),
         "Equal to the literal algorithm.",
         (_OTHER_SETS,),
     ),
@@ -128,7 +132,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "thm:smoothness-constants-ratio",
         "theorem",
         "the ratio of smoothness constants in both coordinates",
-        ("egop.theory.smoothness_ratio_bound", f"{_BOUNDS}the_smoothness_ratio_is_below_its_bound"),
+        ("egop_lab.theory.smoothness_ratio_bound", f"{_BOUNDS}the_smoothness_ratio_is_below_its_bound"),
         "Holds, with the constants of the proof.",
     ),
     Statement(
@@ -136,7 +140,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "the constants in original coordinates are large, by sign vectors",
         (
-            "egop.theory.smoothness_lower_bound",
+            "egop_lab.theory.smoothness_lower_bound",
             f"{_BOUNDS}lemma_2_and_corollary_1_are_below_the_smoothness_sum_in_original_coordinates",
         ),
         "Holds.",
@@ -146,7 +150,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "corollary",
         "the same by densities",
         (
-            "egop.theory.density_lower_bound",
+            "egop_lab.theory.density_lower_bound",
             f"{_BOUNDS}lemma_2_and_corollary_1_are_below_the_smoothness_sum_in_original_coordinates",
         ),
         "Holds.",
@@ -156,8 +160,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "the constants in the eigenbasis are small",
         (
-            "egop.theory.reparameterized_upper_bound",
-            "egop.theory.hessian_upper_bound",
+            "egop_lab.theory.reparameterized_upper_bound",
+            "egop_lab.theory.hessian_upper_bound",
             f"{_BOUNDS}lemma_3_is_above_the_smoothness_sum_in_the_eigenbasis",
         ),
         "Holds.",
@@ -166,7 +170,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "lem:Hessian-coor-wise-smooth",
         "lemma",
         "smoothness constants as an inequality of matrices",
-        ("egop.theory.smoothness_constants", f"{_BOUNDS}the_constants_of_a_hessian_are_those_of_the_definition"),
+        ("egop_lab.theory.smoothness_constants", f"{_BOUNDS}the_constants_of_a_hessian_are_those_of_the_definition"),
         "Holds (the proof lacks factors of ½). Tested from the matrices to the definition.",
     ),
     Statement(
@@ -174,8 +178,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "the EGOP is that of a quadratic up to an error",
         (
-            "egop.theory.quadratic_egop",
-            "egop.theory.egop_error",
+            "egop_lab.theory.quadratic_egop",
+            "egop_lab.theory.egop_error",
             f"{_BOUNDS}the_egop_is_that_of_the_quadratic_up_to_gamma",
         ),
         "Holds.",
@@ -192,7 +196,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma:order-preserving-square-root",
         "lemma",
         "roots keep the order of matrices",
-        ("egop.theory.square_root", f"{_BOUNDS}roots_keep_the_order_of_matrices_and_squares_do_not"),
+        ("egop_lab.theory.square_root", f"{_BOUNDS}roots_keep_the_order_of_matrices_and_squares_do_not"),
         "Holds.",
     ),
     Statement(
@@ -208,8 +212,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "regret of Adagrad on any convex set",
         (
-            "egop.theory.regret_bound",
-            "egop.theory.box_extent",
+            "egop_lab.theory.regret_bound",
+            "egop_lab.theory.box_extent",
             f"{_CONVERGENCE}the_averaged_regret_in_a_box_is_below_the_guarantee_for_general_sets",
         ),
         "Holds for quadratics in boxes, with the constants of the proof.",
@@ -218,7 +222,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "assumption:f-bounded-below",
         "assumption",
         "the loss is bounded below",
-        ("egop.theory.gradient_norm_bound",),
+        ("egop_lab.theory.gradient_norm_bound",),
         "It is the argument `gap`, which must be finite.",
     ),
     Statement(
@@ -226,7 +230,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "theorem",
         "gradients of Adagrad without convexity",
         (
-            "egop.theory.gradient_norm_bound",
+            "egop_lab.theory.gradient_norm_bound",
             f"{_CONVERGENCE}the_mean_gradient_norm_without_convexity_is_below_its_bound_in_both_coordinates",
             f"{_CONVERGENCE}on_a_quadratic_the_ratio_gives_the_bound_for_the_eigenbasis",
         ),
@@ -238,7 +242,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "how fast the Hessian of a matrix factorisation changes",
         (
-            "egop.theory.matrix_factorization_lipschitz",
+            "egop_lab.theory.matrix_factorization_lipschitz",
             f"{_CLOSED}the_hessian_of_a_matrix_factorisation_is_lipschitz_with_the_stated_constant",
         ),
         "Holds.",
@@ -248,7 +252,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "the Hessian of a matrix factorisation as a quadratic form",
         (
-            "egop.theory.matrix_factorization_curvature",
+            "egop_lab.theory.matrix_factorization_curvature",
             f"{_CLOSED}the_curvature_of_a_matrix_factorisation_is_that_of_its_hessian_and_of_differences",
         ),
         "Holds.",
@@ -257,7 +261,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "lem:data-decay-induces-EGOP-decay",
         "lemma",
         "decay of the data is decay of the EGOP",
-        ("egop.theory.data_decay_bound", f"{_CLOSED}decay_of_the_data_bounds_decay_of_the_egop"),
+        ("egop_lab.theory.data_decay_bound", f"{_CLOSED}decay_of_the_data_bounds_decay_of_the_egop"),
         "Holds.",
     ),
     Statement(
@@ -265,8 +269,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "the EGOP of least squares",
         (
-            "egop.theory.least_squares_egop",
-            "egop.theory.least_squares_interlacing",
+            "egop_lab.theory.least_squares_egop",
+            "egop_lab.theory.least_squares_interlacing",
             f"{_CLOSED}the_eigenvalues_of_least_squares_interlace",
         ),
         "Holds; the interval that its proof prints is one index too low.",
@@ -311,8 +315,8 @@ STATEMENTS: tuple[Statement, ...] = (
         "lemma",
         "rotations of all entries can do more than those of both sides",
         (
-            "egop.theory.kronecker_rotation",
-            "egop.theory.rotation_beyond_kronecker",
+            "egop_lab.theory.kronecker_rotation",
+            "egop_lab.theory.rotation_beyond_kronecker",
             f"{_CLOSED}rotating_a_matrix_from_both_sides_is_one_rotation_of_its_entries",
             f"{_CLOSED}some_rotations_of_entries_are_none_of_the_two_sides",
         ),

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from egop.runs import counted
 from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.formatting import pluralize
 from egop_lab.training.context import Preset
 
 RULE = (
@@ -144,6 +144,6 @@ def changed(judged: Sequence[Judged]) -> str:
     if not gained + lost:
         return ""
     return (
-        f"By other rules, which stand beside, {counted(gained, 'claim')} more would hold and {lost} would not; "
+        f"By other rules, which stand beside, {pluralize(gained, 'claim')} more would hold and {lost} would not; "
         "those that the paper's own rule cannot judge are not counted in either."
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import egop
-from egop.runs import counted
+from egop_lab.formatting import pluralize
 from egop_lab.models.stacked import Point
 from egop_lab.training.updates import OPTIMIZERS, Rule
 
@@ -65,7 +65,7 @@ class Basis:
     reduced: bool = False
 
     @classmethod
-    def stack(cls, bases: Sequence[egop.Reparameterization]) -> Basis:
+    def stack(cls, bases: Sequence[egop.Basis]) -> Basis:
         """From one basis a trial, of ``Full`` blocks and either ``Auxiliary`` or ``Reduced`` ones."""
         kinds = {change.kind for change in bases[0].values()} - {"Full"}
         if kinds not in (set(), {"Auxiliary"}, {"Reduced"}):
@@ -125,7 +125,7 @@ def train(
     period = record_every if schedule_every is None else schedule_every
     history = [_evaluated(problem, coordinates)]
     seconds = 0.0
-    name = f"{optimizer}{'' if basis is None else ', EGOP'}, {counted(len(rates), 'rate')}"
+    name = f"{optimizer}{'' if basis is None else ', EGOP'}, {pluralize(len(rates), 'rate')}"
     with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
         for begin in range(0, steps, record_every):
             began = time.perf_counter()

@@ -17,7 +17,7 @@ from egop_lab.training import classifiers, language, timed
 
 MEMORY = "8GiB"  # for all bases of a model: no method is to lack one for want of memory
 
-Bases = dict[egop.Structure, egop.Reparameterization]
+Bases = dict[egop.Structure, egop.Basis]
 
 
 @functools.lru_cache(maxsize=8)

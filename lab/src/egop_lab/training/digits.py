@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.runs import Curve, train
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.training.context import over_processes
+from egop_lab.training.loop import Curve, train
 from egop_lab.training.networks import ImageTrials
 
 _BATCH = 300
@@ -33,7 +33,7 @@ class DigitsProblem(ImageTrials):
         super().__init__(seeds, network, _source, digits().on(device), _BATCH)
         self.device, self.workers = device, workers
 
-    def bases(self) -> list[egop.Reparameterization]:
+    def bases(self) -> list[egop.Basis]:
         """One basis a trial."""
         return [basis.to(self.device) for basis in over_processes(estimate, self.seeds, self.workers)]
 
@@ -43,7 +43,7 @@ def network(seed: int) -> nn.Module:
     return xavier_(digits_network(), torch.Generator().manual_seed(seed))
 
 
-def estimate(seed: int) -> egop.Reparameterization:
+def estimate(seed: int) -> egop.Basis:
     """A trial's basis: M = d gradients at fresh initialisations; on the CPU, faster for so small a network."""
     model = network(seed)
     batches = Batches(*digits().train.batch, size=_BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
@@ -63,7 +63,7 @@ def train_alone(
     rate: float,
     epochs: int,
     device: torch.device | str = "cpu",
-    basis: egop.Reparameterization | None = None,
+    basis: egop.Basis | None = None,
 ) -> Curve:
     """One run of the sweep by itself: the network, torch's optimizer or the library's, the training loop.
 

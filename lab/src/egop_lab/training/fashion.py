@@ -17,12 +17,12 @@ from torch import nn
 
 import egop
 from egop.estimation import sample_gradients
-from egop.runs import train
 from egop_lab.data.batches import Batches
 from egop_lab.data.fashion import fashion_folder, fashion_mnist
 from egop_lab.models.small import cross_entropy, fashion_network, normal_, scores
 from egop_lab.training import batched
 from egop_lab.training.context import Context
+from egop_lab.training.loop import train
 from egop_lab.training.networks import ImageTrials
 from egop_lab.training.spectra import subsampled
 
@@ -46,7 +46,7 @@ class Runs:
         self.context = context
         self.train_set, self.validation, self.test = data.on(context.device)
         self.train_set = tuple(tensor[:images] for tensor in self.train_set)
-        self._kept: tuple[tuple[int, int, bool], egop.Reparameterization, float] | None = None
+        self._kept: tuple[tuple[int, int, bool], egop.Basis, float] | None = None
 
     def train(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Curves by epoch, the seconds of all steps, and those of the estimation; rank 0 is original coordinates."""
@@ -104,7 +104,7 @@ class Runs:
             "estimation seconds": result["estimation seconds"],
         }
 
-    def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Reparameterization, float]:
+    def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Basis, float]:
         """The basis of a rank, and how long it took; reduced: nothing outside the leading directions is trained."""
         kind = egop.Reduced if reduced else egop.Auxiliary
         if self._kept is None or self._kept[0] != (rank, seed, reduced):
@@ -134,9 +134,7 @@ def generator(seed: int, purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(4 * seed + purpose)
 
 
-def _optimizer(
-    model: nn.Module, basis: egop.Reparameterization | None, lr: float, weight_decay: float
-) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, basis: egop.Basis | None, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """AdamW with weight decay on weights (on all of their coordinates), not on biases."""
     named = list(model.named_parameters())
     groups: list[dict[str, Any]] = [

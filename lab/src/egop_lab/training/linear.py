@@ -56,7 +56,7 @@ class LinearProblem(NetworkTrials):
         self.target = torch.stack([target for _, target in pairs]).to(**self._to)
         # ‖E A‖² = ‖E R‖² for any R with R Rᵀ = A Aᵀ: whole data sets at the price of one batch.
         self._roots = {name: _root(a).to(**self._to) for name, a in (("loss", train), ("validation loss", validation))}
-        self._bases: dict[str, list[egop.Reparameterization]] = {}
+        self._bases: dict[str, list[egop.Basis]] = {}
 
     def losses(self, point: batched.Point, batch: Tensor) -> Tensor:
         inputs = self.train.gather(1, batch[..., None].expand(-1, -1, WIDTHS[0]))
@@ -88,7 +88,7 @@ def _network(seed: int) -> nn.Module:
     return xavier_(linear_network(*WIDTHS), _generator(seed, 0))
 
 
-def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Reparameterization:
+def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
     """The basis of a trial: of its seed, samples, gradients, precision and partition."""
     seed, samples, gradients, dtype, partition = wanted
     inputs, target = (tensor.to(dtype) for tensor in _data(seed, samples))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import egop
-from egop.runs import train
+from egop_lab.training.loop import train
 from egop_lab.training.problems import PROBLEMS, Task
 
 __all__ = ["FORMS", "ORIGINAL", "Start", "one_step", "optimizer", "probed", "started", "step_times", "trained"]
@@ -55,7 +55,7 @@ class Start:
         return list(trial.basis) or [name for name, weight in named if weight.requires_grad and weight.dim() > 1]
 
     @functools.cached_property
-    def basis(self) -> egop.Reparameterization:
+    def basis(self) -> egop.Basis:
         """From gradients at draws of the task's distribution; two halves of them are compared."""
         objective = egop.Objective(copy.deepcopy(self.task.model), self.task.loss, self.task.batches)
         with _quiet():

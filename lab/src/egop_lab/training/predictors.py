@@ -234,7 +234,7 @@ def _same(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def _decoder(basis: egop.Reparameterization) -> Rotate:
+def _decoder(basis: egop.Basis) -> Rotate:
     def decode(name: str, weight: Tensor) -> Tensor:
         change = basis[name].to(dtype=torch.float64)
         (shape,) = change.coordinate_shapes()
@@ -243,7 +243,7 @@ def _decoder(basis: egop.Reparameterization) -> Rotate:
     return decode
 
 
-def _encoder(basis: egop.Reparameterization) -> Rotate:
+def _encoder(basis: egop.Basis) -> Rotate:
     return lambda name, weight: basis[name].to(dtype=torch.float64).encode([weight])[0].reshape(weight.shape)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from egop.runs import finite
+from egop_lab.files import replace_nonfinite
 
 __all__ = ["Record", "RecordError", "Store", "config_key", "merge"]
 
@@ -167,7 +167,7 @@ def _record(entry: dict[str, Any]) -> Record:
 def _line(record: Record) -> dict[str, Any]:
     return {
         "config": dict(record.config),
-        "result": _rounded(finite(record.result)),
+        "result": _rounded(replace_nonfinite(record.result)),
         "seconds": round(record.seconds, 3),
         "device": record.device,
         "versions": dict(record.versions),

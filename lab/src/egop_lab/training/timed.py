@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop.runs import train
 from egop_lab.making import Start
 from egop_lab.methods import compared
 from egop_lab.training.context import Context, finished
+from egop_lab.training.loop import train
 from egop_lab.training.records import Record, Store
 
 M = TypeVar("M", bound=nn.Module)

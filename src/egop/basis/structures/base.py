@@ -297,13 +297,17 @@ class Structure(abc.ABC):
     def check(self, block: Block) -> None:  # noqa: B027 - most structures fit every block
         """Raise ``ValueError`` when the structure cannot be had on this block."""
 
+    def cost(self, block: Block) -> Cost:
+        """What it costs on a block, without building it."""
+        change = self.empty_change(block)
+        return Cost(bytes=change.nbytes, flops=change.cost_per_step)
+
+    def mixes_rows(self, block: Block) -> bool:
+        """Return True if a change of basis of this structure mixes the rows of a block's tensors."""
+        return not self.empty_change(block).rowwise
+
     def empty_change(self, block: Block) -> ChangeOfBasis:
         """Return a change of basis of a block without values, on the meta device."""
         shapes = self.basis_shapes(block)
         tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
         return self.change(block, tensors)
-
-    def cost(self, block: Block) -> Cost:
-        """What it costs on a block, without building it."""
-        change = self.empty_change(block)
-        return Cost(bytes=change.nbytes, flops=change.cost_per_step)

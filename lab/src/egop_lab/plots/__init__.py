@@ -1,0 +1,5 @@
+"""Plots of experiments in one style.
+
+An experiment describes its pictures as plain values (``picture``), which needs no matplotlib. ``draw`` draws and saves
+them: a colour per method (``colors``), dashed lines for EGOP coordinates, and names at the ends of lines (``labels``).
+"""

@@ -1,0 +1,96 @@
+"""Panels of labelled bars, and of coloured cells."""
+
+import math
+
+from matplotlib.axes import Axes
+
+from egop_lab.plots.colors import BACK, INK, MUTED, assign_colors, get_family_color
+from egop_lab.plots.picture import Panel
+
+_LOWER = ("loss", "seconds", "steps", "epochs", "milliseconds", "gradient norm", "share of")
+_HIGHER = ("accuracy", "saved")
+
+
+def add_direction(label: str, longest: int = 60) -> str:
+    """Add "(lower is better)" or "(higher is better)" to an axis label whose words say which; break long ones."""
+    direction = "higher" if any(word in label.lower() for word in _HIGHER) else ""
+    direction = direction or ("lower" if any(word in label.lower() for word in _LOWER) else "")
+    if not direction:
+        return label
+    addition = f"({direction} is better)"
+    return f"{label} {addition}" if len(label) + len(addition) < longest else f"{label}\n{addition}"
+
+
+def draw_bars(axes: Axes, panel: Panel, *, is_named: bool = True, has_legend: bool = True) -> None:
+    """Draw a row per method: bars with their numbers in the colour of the family, "never" for infinity.
+
+    Args:
+        axes: the axes to draw on.
+        panel: the panel; ``ylabel`` is what the bars measure.
+        is_named: whether to name the rows; not if the panel to the left does.
+        has_legend: whether to name the bars of a row; not if the figure has a legend.
+    """
+    names = [str(x) for x in panel.series[0].x]
+    known_rows = [series for series in panel.series if not all(map(math.isnan, series.median))]
+    several = len(known_rows) > 1
+    colors = assign_colors(series.method or series.label for series in known_rows)
+    width = 0.8 / max(1, len(known_rows))
+    numbers = [value for s in known_rows for row in (s.median, s.high or ()) for value in row if math.isfinite(value)]
+    longest = max(numbers, default=1.0)
+    for index, series in enumerate(known_rows):
+        heights = [number + width * (index - (len(known_rows) - 1) / 2) for number in range(len(names))]
+        known = [value if math.isfinite(value) else 0.0 for value in series.median]
+        shades = [colors[series.method or series.label] if several else get_family_color(name) for name in names]
+        hatch = "///" if series.egop and several else None
+        axes.barh(heights, known, width * 0.92, color=shades, alpha=0.8, hatch=hatch, label=series.label)
+        highs = series.high if series.high is not None else series.median
+        lows = series.low if series.low is not None else series.median
+        for height, value, low, high in zip(heights, series.median, lows, highs, strict=True):
+            end = max((number for number in (value, high) if math.isfinite(number)), default=0.0)
+            if math.isfinite(low) and math.isfinite(high) and low < high:
+                axes.plot([low, high], [height, height], color=INK, linewidth=1.1)
+            text = "never" if value == math.inf else "" if math.isnan(value) else f"{value:.3g}"
+            axes.annotate(
+                text,
+                (end, height),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=MUTED if value == math.inf else INK,
+                fontstyle="italic" if value == math.inf else "normal",
+            )
+    axes.set_yticks(range(len(names)), names if is_named else [])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set_xlim(0, 1.18 * longest)  # leave space for the numbers
+    axes.set(xlabel=add_direction(panel.ylabel), ylabel=panel.xlabel)
+    if several and has_legend:
+        widest = max(len(series.label) for series in known_rows)
+        columns = max(1, int(3.2 / (0.075 * widest + 0.55)))  # in inches
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(columns, len(known_rows)))
+
+
+def draw_cells(axes: Axes, panel: Panel) -> None:
+    """Draw a row per series and a column per x; colours distinguish small numbers, however large the largest are."""
+    rows = [[value if math.isfinite(value) else math.nan for value in series.median] for series in panel.series]
+    known = sorted(value for row in rows for value in row if value == value)
+    low, middle = (known[0], known[len(known) // 2]) if known else (0.0, 1.0)
+    high = max(2 * middle - low, low + 1e-12)
+    axes.grid(False)
+    axes.pcolormesh(rows, cmap="YlOrBr", vmin=low, vmax=high, edgecolors=BACK, linewidth=2)
+    for y, row in enumerate(rows):
+        for x, value in enumerate(row):
+            shade = min(1.0, (value - low) / (high - low)) if value == value else -1.0
+            text = f"{value:.3f}" if value == value else "–"
+            # The cells have the same colours in light and dark; a missing number has no coloured cell.
+            color = MUTED if shade < 0 else "#ffffff" if shade > 0.65 else "#000001"
+            weight = "bold" if known and value == known[0] else "normal"
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=color, fontweight=weight)
+    names = [str(x) for x in panel.series[0].x]
+    axes.set_xticks([index + 0.5 for index in range(len(names))], names, rotation=20, ha="right")
+    axes.set_yticks([index + 0.5 for index in range(len(rows))], [series.label for series in panel.series])
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
+    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)

@@ -1,0 +1,91 @@
+"""Read the records of the race and print what they say so far."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from egop_lab.race.tasks import Run, Task
+from egop_lab.race.tune import (
+    Choice,
+    final_runs,
+    list_variants,
+    plan_longer,
+    plan_tuning,
+    read_losses,
+    read_run,
+    start_tuning,
+)
+
+Records = dict[Run, Mapping[str, Any]]
+
+# 97.5 % quantiles of Student's t, by degrees of freedom.
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def load_records(*paths: Path) -> Records:
+    """Load records by run; the first of several of one run counts. A line that a killed process cut off is skipped."""
+    records: Records = {}
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                print(f"{path}, line {number}: not a whole record, skipped", flush=True)
+                continue
+            records.setdefault(read_run(record), record)
+    return records
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.nan
+    return mean, _T[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def describe(task: Task, methods: Sequence[str], records: Records, baseline: str = "AdamW") -> list[str]:
+    """Return lines for a terminal: the tuning of each method, and final test losses where all seeds are there."""
+    losses = read_losses(records.values())
+    lines = [f"== {task.name}"]
+    for method in methods:
+        tuning = start_tuning(task, method, losses)
+        tried = ", ".join(f"{1e-3 * 2 ** (rate / 2):.2e}: {loss:.4f}" for rate, loss in sorted(tuning.tried.items()))
+        lines.append(f"{method:8} rates {tried or 'none yet'}")
+        if tuning.tried:
+            for name, value in list_variants(task, method).items():
+                if (median := tuning.median(rate=tuning.best, **{name: value})) is not None:
+                    lines.append(f"{'':8} {name} {value} instead of {getattr(tuning.base, name)}: {median:.4f}")
+    _, choices = plan_tuning(task, methods, losses)
+    reference = _test_losses(final_runs(task, baseline, choices[baseline]), records) if baseline in choices else None
+    for method, choice in choices.items():
+        lines += _describe_final(f"{method} {choice}", final_runs(task, method, choice), records, reference)
+    for multiple in task.multiples if baseline in choices else ():
+        rate = plan_longer(task, baseline, multiple, choices[baseline], losses)
+        if isinstance(rate, int):
+            choice = Choice(**{**vars(choices[baseline]), "rate": rate})
+            runs = final_runs(task, baseline, choice, multiple)
+            lines += _describe_final(f"{baseline} x {multiple:g}, rate {rate}", runs, records, reference)
+    return lines
+
+
+def _test_losses(runs: Iterable[Run], records: Records) -> list[float] | None:
+    found = [records[run]["test"] if run in records else None for run in runs]
+    return None if None in found else [loss for loss in found if loss is not None]
+
+
+def _describe_final(name: str, runs: list[Run], records: Records, reference: list[float] | None) -> list[str]:
+    losses = _test_losses(runs, records)
+    if losses is None:
+        return [f"{name}: {sum(run in records for run in runs)} of {len(runs)} final runs, or one diverged"]
+    line = f"{name}: test loss {{:.4f}} +- {{:.4f}}".format(*interval(losses))
+    if reference is not None and reference != losses:
+        differences = [loss - other for loss, other in zip(losses, reference, strict=True)]
+        line += ", minus the baseline {:+.4f} +- {:.4f}".format(*interval(differences))
+    return [line]

@@ -1,0 +1,226 @@
+"""The rules of the race, and the next runs that they ask for. No torch here: everything follows from the records."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from egop_lab.race.tasks import CLIPS, TUNING_SEEDS, Run, Task
+
+RULES = """
+1. Learning rates lie on the grid 1e-3 * 2**(k/2). Tuning starts at a guess for each task and method, with two rates on
+   either side. Each rate is run with three tuning seeds (10000 to 10002); the median of the final validation loss
+   decides. A run that diverges counts as infinity. Rates are added until the best one has at least two tried rates on
+   both sides. Then methods that tried fewer rates than another one of the same task try as many: further rates at the
+   side of their best rate that has fewer.
+2. At the best rate each of these is tried alone, with the same three seeds: the other beta (AdamW and SOAP: beta2 0.95
+   or 0.99 on text, 0.99 or 0.999 on images; Muon and NorMuon: momentum 0.95 or 0.9), the other warm-up (50 or 100
+   steps), and gradient clipping (none or a norm of 1.0). Each value with the lower median wins; the base value (the
+   first) wins a tie. The winners are combined. So every method gets the same number of tuning runs, unless a rate that
+   is added for an equal number turns out to be the best one.
+3. Tuning uses the validation part only. The test part is evaluated by final runs alone, once, at their end.
+4. Final runs have the seeds 0, 1, ...: eight on GPT 6x384, five elsewhere, three on GPT 124M. At a seed all methods
+   have the same initialisation and the same batches.
+5. Parameters that a method does not step (embeddings, head, norms) are stepped by AdamW with betas (0.9, beta2 of the
+   task), and the same learning rate and weight decay, in every arm.
+6. AdamW also runs at 1.5, 2 and 3 times the steps, with its other hyper-parameters as tuned and the rate tuned again
+   for each length: three rates around its best one, more until the best has a tried rate on both sides; three tuning
+   seeds, and then the final seeds.
+7. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
+"""
+
+_FARTHEST = 40  # grid places from the guess at which the search for a rate gives up
+
+Losses = Mapping[Run, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Tuned hyper-parameters of a method."""
+
+    rate: int
+    beta: float
+    warmup: int
+    clip: float | None
+
+
+def read_run(record: Mapping[str, Any]) -> Run:
+    """Return the run that a record is of."""
+    return Run(**{field.name: record[field.name] for field in dataclasses.fields(Run)})
+
+
+def read_losses(records: Iterable[Mapping[str, Any]]) -> dict[Run, float]:
+    """Return the final validation loss of every run; infinity if it diverged."""
+    return {read_run(record): math.inf if record["diverged"] else record["validation"] for record in records}
+
+
+class Tuning:
+    """Tuning of one method at one length, as far as the records go.
+
+    Args:
+        losses: of all runs so far.
+        base: a run with the base hyper-parameters; its rate is where the search starts, its seed is ignored.
+        room: how many tried rates the best one must have on both sides.
+    """
+
+    def __init__(self, losses: Losses, base: Run, room: int) -> None:
+        self.losses, self.base, self.room = losses, base, room
+        span = range(base.rate - _FARTHEST, base.rate + _FARTHEST + 1)
+        medians = {rate: self.median(rate=rate) for rate in span}
+        self.tried = {rate: median for rate, median in medians.items() if median is not None}
+
+    def median(self, **changes: Any) -> float | None:
+        """Return the median loss of the base run with some changes; None while a seed is missing."""
+        found = [self.losses.get(run) for run in self.runs(**changes)]
+        return None if None in found else statistics.median(loss for loss in found if loss is not None)
+
+    def runs(self, **changes: Any) -> list[Run]:
+        """Return the tuning runs for the base run with some changes."""
+        return [dataclasses.replace(self.base, **{"seed": seed, **changes}) for seed in TUNING_SEEDS]
+
+    @property
+    def best(self) -> int:
+        """The best tried rate; the lowest of several that are equal."""
+        return min(self.tried, key=lambda rate: (self.tried[rate], rate))
+
+    def missing_rates(self) -> list[int]:
+        """Return the rates to try next; empty when the best one has room on both sides."""
+        start = self._untried(self.base.rate)
+        rates = start or self._untried(self.best)
+        if any(abs(rate - self.base.rate) > _FARTHEST for rate in rates):
+            raise RuntimeError(f"No best learning rate near the guess for {self.base.method} on {self.base.task}.")
+        return rates
+
+    def _untried(self, middle: int) -> list[int]:
+        around = range(middle - self.room, middle + self.room + 1)
+        return [rate for rate in sorted(around, key=lambda rate: abs(rate - middle)) if rate not in self.tried]
+
+    def padding(self, count: int) -> list[int]:
+        """Return further rates, so that as many as ``count`` are tried."""
+        low, high, best = min(self.tried), max(self.tried), self.best
+        added = []
+        while high - low + 1 < count:
+            if best - low < high - best:
+                low -= 1
+                added.append(low)
+            else:
+                high += 1
+                added.append(high)
+        return added
+
+    def choose(self, variants: Mapping[str, Any]) -> Choice | list[Run]:
+        """Return the choice; or, while the variants at the best rate are not all run, the runs that are missing."""
+        base, rate = self.tried[self.best], self.best
+        chosen: dict[str, Any] = {name: getattr(self.base, name) for name in ("beta", "warmup", "clip")}
+        missing: list[Run] = []
+        for name, value in variants.items():
+            median = self.median(rate=rate, **{name: value})
+            if median is None:
+                missing += [run for run in self.runs(rate=rate, **{name: value}) if run not in self.losses]
+            elif median < base:
+                chosen[name] = value
+        return missing or Choice(rate=rate, **chosen)
+
+
+def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
+    """Return the tuning of a method at the task's own length."""
+    base = Run(
+        task=task.name,
+        method=method,
+        steps=task.steps,
+        seed=TUNING_SEEDS[0],
+        rate=task.guesses[method],
+        beta=task.betas[method][0],
+        warmup=task.warmups[0],
+        clip=CLIPS[0],
+    )
+    return Tuning(losses, base, room=2)
+
+
+def list_variants(task: Task, method: str) -> dict[str, Any]:
+    """Return the value of each further hyper-parameter that is tried against the base value."""
+    return {"beta": task.betas[method][1], "warmup": task.warmups[1], "clip": CLIPS[1]}
+
+
+def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[list[Run], dict[str, Choice]]:
+    """Return the tuning runs to make now, and the choices if all methods are tuned (else none)."""
+    tunings = {method: start_tuning(task, method, losses) for method in methods}
+    runs: list[Run] = []
+    choices: dict[str, Choice] = {}
+    settled = {}
+    for method, tuning in tunings.items():
+        if rates := tuning.missing_rates():
+            runs += _missing(tuning, rates, losses)
+            continue
+        settled[method] = tuning
+        found = tuning.choose(list_variants(task, method))
+        if isinstance(found, Choice):
+            choices[method] = found
+        else:
+            runs += found
+    if len(settled) == len(methods):
+        most = max(len(tuning.tried) for tuning in settled.values())
+        for tuning in settled.values():
+            runs += _missing(tuning, tuning.padding(most), losses)
+    return runs, {} if runs else choices
+
+
+def plan_longer(task: Task, method: str, multiple: float, choice: Choice, losses: Losses) -> list[Run] | int:
+    """Return the runs that tune the rate of a longer training; or the best rate once it is known."""
+    values = dataclasses.asdict(choice)
+    base = Run(task=task.name, method=method, steps=task.length(multiple), seed=TUNING_SEEDS[0], **values)
+    tuning = Tuning(losses, base, room=1)
+    rates = tuning.missing_rates()
+    return _missing(tuning, rates, losses) if rates else tuning.best
+
+
+def _missing(tuning: Tuning, rates: Iterable[int], losses: Losses) -> list[Run]:
+    return [run for rate in rates for run in tuning.runs(rate=rate) if run not in losses]
+
+
+def final_runs(task: Task, method: str, choice: Choice, multiple: float = 1.0) -> list[Run]:
+    """Return the runs that are reported."""
+    values = dataclasses.asdict(choice)
+    return [
+        Run(task=task.name, method=method, steps=task.length(multiple), seed=seed, **values)
+        for seed in range(task.seeds)
+    ]
+
+
+def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "AdamW") -> list[Run]:
+    """Return the runs that the rules ask for now, in the order to make them; empty when the task is finished.
+
+    More may follow once these are done. Tuning comes first, then the final runs seed by seed, then the longer trainings
+    of the baseline.
+
+    Args:
+        task: the task.
+        methods: which methods race.
+        losses: validation losses of all runs so far.
+        baseline: the method that also runs for longer.
+    """
+    runs, choices = plan_tuning(task, methods, losses)
+    if not choices:
+        return runs
+    finals = [final_runs(task, method, choice) for method, choice in choices.items()]
+    runs = [run for seed in zip(*finals, strict=True) for run in seed]
+    for multiple in task.multiples if baseline in choices else ():
+        longer = plan_longer(task, baseline, multiple, choices[baseline], losses)
+        if isinstance(longer, int):
+            choice = dataclasses.replace(choices[baseline], rate=longer)
+            runs += final_runs(task, baseline, choice, multiple)
+        else:
+            runs += longer
+    return [run for run in runs if run not in losses]
+
+
+def finish(task: Task, methods: Sequence[str], race: Callable[[Run], float]) -> dict[Run, float]:
+    """Make all runs of a task one after the other, by a function that returns a loss; for tests and dry runs."""
+    losses: dict[Run, float] = {}
+    while runs := plan(task, methods, losses):
+        losses.update({run: race(run) for run in runs})
+    return losses

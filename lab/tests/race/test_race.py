@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from egop_lab.data.missing import MissingDataError
+from egop_lab.race import run as command
+from egop_lab.race.data import load_parts
+from egop_lab.race.methods import METHODS
+from egop_lab.race.results import interval, load_records
+from egop_lab.race.tasks import TASKS, Run
+from egop_lab.race.train import make_problem, schedule, train
+from egop_lab.race.tune import plan, read_losses
+
+TINY = TASKS["tiny"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(TINY, None, CPU)
+
+
+def tiny_run(method="AdamW", **changes):
+    beta = TINY.betas[method][0]
+    base = Run(task="tiny", method=method, steps=12, seed=0, rate=14, beta=beta, warmup=2, clip=None)
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_and_repeats_itself(problem, method):
+    first, second = (train(problem, TINY, tiny_run(method)) for _ in range(2))
+    assert first["validation"] < 5
+    drop = {"seconds"}
+    assert {key: first[key] for key in first.keys() - drop} == {key: second[key] for key in second.keys() - drop}
+    assert [step for step, _ in first["curve"]] == [4, 8, 12]
+    assert first["test"] is not None
+
+
+def test_methods_start_from_the_same_point_with_the_same_batches(problem):
+    results = [train(problem, TINY, tiny_run(method)) for method in METHODS]
+    assert len({result["first losses"][0] for result in results}) == 1
+    assert len({result["first digest"]["norm"] for result in results}) == len(METHODS)
+    other = train(problem, TINY, tiny_run(seed=1))
+    assert other["first losses"][0] != results[0]["first losses"][0]
+
+
+@pytest.mark.parametrize("change", [{"beta": 0.9}, {"warmup": 4}, {"clip": 0.1}, {"rate": 13}, {"steps": 18}])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_hyper_parameter_changes_the_result(problem, method, change):
+    change = {"beta": TINY.betas[method][1]} if "beta" in change else change
+    first, second = (train(problem, TINY, tiny_run(method, **changes)) for changes in ({}, change))
+    assert first["validation"] != second["validation"]
+
+
+def test_tuning_runs_never_see_the_test_part(problem):
+    assert train(problem, TINY, tiny_run(seed=10000))["test"] is None
+
+
+def test_a_run_that_diverges_has_no_loss(problem):
+    result = train(problem, TINY, tiny_run(rate=120))
+    assert result["diverged"]
+    assert result["validation"] is None
+    assert result["test"] is None
+
+
+def test_the_schedule():
+    factors = [schedule(step, 100, 10) for step in range(1, 101)]
+    assert factors[:2] == [0.1, 0.2]
+    assert factors[9:60] == [1.0] * 51
+    assert factors[-1] == pytest.approx(1 / 40)
+
+
+def test_parts_do_not_overlap_and_missing_data_are_named(tmp_path):
+    for name in ("train.txt", "valid.txt", "test.txt"):
+        (tmp_path / name).write_bytes(name.encode())
+    parts = load_parts("wikitext-2", str(tmp_path), CPU)
+    assert bytes(parts.test.tolist()) == b"test.txt"
+    assert bytes(parts.validation.tolist()) == b"valid.txt"
+    with pytest.raises(MissingDataError, match="There is no WikiText-2 in"):
+        load_parts("wikitext-2", str(tmp_path / "none"), CPU)
+
+
+def test_the_interval_of_a_mean():
+    mean, half = interval([1.0, 2.0, 3.0])
+    assert mean == 2
+    assert half == pytest.approx(4.303 / 3**0.5)
+
+
+def test_a_record_that_was_cut_off_is_run_again(tmp_path, capsys):
+    path = tmp_path / "race.jsonl"
+    record = {**dataclasses.asdict(tiny_run()), "validation": 1.0, "diverged": False}
+    path.write_text(json.dumps(record) + "\n" + json.dumps(record)[:50])
+    command.append_record(path, record | {"seed": 1, "train": [float("nan")]})
+    assert [run.seed for run in load_records(path)] == [0, 1]
+    assert "line 2: not a whole record" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_race_that_is_killed_goes_on_where_it_was(tmp_path):
+    out, methods = tmp_path / "race.jsonl", ["AdamW"]
+    arguments = ["--tasks", "tiny", "--methods", *methods, "--device", "cpu", "--workers", "2", "--out", str(out)]
+    line = [sys.executable, "-m", "egop_lab.race.run", *arguments]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, env=dict(os.environ))
+    while not out.exists() or len(out.read_text().splitlines()) < 20:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    kept = out.read_text()
+    assert command.main([*arguments, "--budget", "300"]) == 0
+    assert out.read_text().startswith(kept)
+    records = load_records(out)
+    assert len(records) == len(out.read_text().splitlines())
+    assert plan(TINY, methods, read_losses(records.values())) == []
+    assert all((record["test"] is None) == run.is_tuning for run, record in records.items())
+
+
+@pytest.mark.slow
+def test_a_budget_is_kept_and_a_failure_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_START_SECONDS", 0)
+    monkeypatch.setattr(command, "_MOST_FAILURES", 1)
+    out = tmp_path / "race.jsonl"
+    started = time.monotonic()
+    common = ["--tasks", "tiny", "--device", "cpu", "--workers", "1", "--out", str(out)]
+    assert command.main([*common, "--budget", "8"]) == 0
+    assert time.monotonic() - started < 20
+    assert "wanted next" in capsys.readouterr().out
+    code = command.main(
+        ["--tasks", "gpt-6x384-400", "--device", "cpu", "--workers", "1", "--out", str(out), "--data", str(tmp_path)]
+    )
+    assert code == 1
+    assert "There is no WikiText-2 in" in capsys.readouterr().out

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+import pytest
+
+from egop_lab.race.tasks import CLIPS, TASKS, TUNING_SEEDS
+from egop_lab.race.tune import Choice, finish, plan, plan_tuning
+
+TASK = TASKS["gpt-6x384-400"]
+METHODS = ("AdamW", "Muon", "NorMuon", "SOAP")
+
+
+def bowl(best, *, beta=0.0, warmup=0.0, clip=0.0, edge=math.inf):
+    """A loss with its lowest value at given rates, and what each further hyper-parameter adds to it."""
+
+    def loss(run):
+        if run.rate > edge:
+            return math.inf
+        task = TASKS[run.task]
+        value = 1 + 0.01 * abs(run.rate - best[run.method]) + 0.001 * (run.seed % 10)
+        value += beta * (run.beta != task.betas[run.method][0])
+        return value + warmup * (run.warmup != task.warmups[0]) + clip * (run.clip is not None)
+
+    return loss
+
+
+def tuned_rates(losses, method, steps=TASK.steps):
+    task_values = (TASK.betas[method][0], TASK.warmups[0], CLIPS[0])
+    return sorted(
+        {
+            run.rate
+            for run in losses
+            if run.method == method and run.steps == steps and run.seed in TUNING_SEEDS
+            if (run.beta, run.warmup, run.clip) == task_values
+        }
+    )
+
+
+def test_the_first_runs_are_the_guess_and_two_rates_on_either_side_with_three_seeds():
+    runs = plan(TASK, ["AdamW"], {})
+    assert Counter(run.rate for run in runs) == dict.fromkeys(range(5), 3)
+    assert {run.seed for run in runs} == set(TUNING_SEEDS)
+    assert runs[0].rate == TASK.guesses["AdamW"]
+    assert runs[0].lr == pytest.approx(2e-3)
+
+
+def test_rates_are_added_until_the_best_has_two_on_both_sides():
+    guess = TASK.guesses["AdamW"]
+    losses = finish(TASK, ["AdamW"], bowl({"AdamW": guess + 5}))
+    assert tuned_rates(losses, "AdamW") == list(range(guess - 2, guess + 8))
+
+
+def test_all_methods_try_as_many_rates_and_make_as_many_tuning_runs():
+    best = TASK.guesses | {"Muon": TASK.guesses["Muon"] + 3}
+    losses = finish(TASK, METHODS, bowl(best))
+    assert {method: len(tuned_rates(losses, method)) for method in METHODS} == dict.fromkeys(METHODS, 8)
+    tuning = Counter(run.method for run in losses if run.is_tuning and run.steps == TASK.steps)
+    assert tuning == dict.fromkeys(METHODS, 3 * (8 + 3))
+    middle = best["SOAP"]
+    assert tuned_rates(losses, "SOAP") == list(range(middle - 3, middle + 5))
+
+
+def test_what_lowers_the_median_wins_and_winners_are_combined():
+    losses = finish(TASK, ["AdamW"], bowl(TASK.guesses, beta=-0.1, warmup=0.1, clip=-0.1))
+    runs, choices = plan_tuning(TASK, ["AdamW"], losses)
+    assert runs == []
+    assert choices == {"AdamW": Choice(rate=2, beta=0.99, warmup=50, clip=1.0)}
+    finals = [run for run in losses if not run.is_tuning and run.steps == TASK.steps]
+    assert [run.seed for run in finals] == list(range(8))
+    assert {(run.beta, run.warmup, run.clip) for run in finals} == {(0.99, 50, 1.0)}
+
+
+def test_the_base_value_wins_a_tie():
+    losses = finish(TASK, ["Muon"], bowl(TASK.guesses))
+    assert plan_tuning(TASK, ["Muon"], losses)[1] == {"Muon": Choice(rate=5, beta=0.95, warmup=50, clip=None)}
+
+
+def test_a_run_that_diverges_is_the_worst():
+    losses = finish(TASK, ["SOAP"], bowl({"SOAP": 9}, edge=4))
+    assert plan_tuning(TASK, ["SOAP"], losses)[1]["SOAP"].rate == 4
+    assert max(tuned_rates(losses, "SOAP")) == 6
+
+
+def test_one_bad_seed_does_not_decide():
+    plain = bowl(TASK.guesses)
+    losses = finish(TASK, ["AdamW"], lambda run: math.inf if run.seed == 10000 and run.rate == 2 else plain(run))
+    assert plan_tuning(TASK, ["AdamW"], losses)[1]["AdamW"].rate == 2
+
+
+def test_a_search_without_any_finite_loss_gives_up():
+    with pytest.raises(RuntimeError, match="No best learning rate near the guess for SOAP"):
+        finish(TASK, ["SOAP"], lambda run: math.inf)
+
+
+def test_the_baseline_alone_runs_longer_with_its_rate_tuned_again():
+    plain = bowl(TASK.guesses)
+    longer = bowl(TASK.guesses | {"AdamW": 0})
+    losses = finish(TASK, METHODS, lambda run: (plain if run.steps == TASK.steps else longer)(run))
+    assert {(run.method, run.steps) for run in losses if run.steps != 400} == {
+        ("AdamW", 600),
+        ("AdamW", 800),
+        ("AdamW", 1200),
+    }
+    assert tuned_rates(losses, "AdamW", 800) == [-1, 0, 1, 2, 3]
+    assert {run.rate for run in losses if run.steps == 800 and not run.is_tuning} == {0}
+
+
+def test_final_runs_wait_for_all_methods_and_are_paired():
+    losses = finish(TASK, ["AdamW"], bowl(TASK.guesses))
+    assert all(run.is_tuning and run.method == "Muon" for run in plan(TASK, ["AdamW", "Muon"], losses))
+    finals = [run for run in finish(TASK, METHODS, bowl(TASK.guesses)) if not run.is_tuning and run.steps == 400]
+    assert [(run.seed, run.method) for run in finals[:5]] == [(0, method) for method in METHODS] + [(1, "AdamW")]
+
+
+def test_a_plan_does_not_depend_on_where_it_was_interrupted():
+    loss = bowl(TASK.guesses | {"AdamW": 4})
+    whole = finish(TASK, METHODS, loss)
+    part = {}
+    while runs := plan(TASK, METHODS, part):
+        part[runs[0]] = loss(runs[0])  # one at a time
+    assert part == whole
+
+
+def test_tasks_know_every_method():
+    for task in TASKS.values():
+        assert set(task.guesses) == set(task.betas), task.name
+        assert dataclasses.replace(task).length(1.5) == 1.5 * task.steps
