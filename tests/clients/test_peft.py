@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import runs
 import torch
+
+import runs
 
 peft = pytest.importorskip("peft", reason=runs.MISSING)
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-import runs
 import torch
+
+import runs
 
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)
 ScheduleFreeAdamW = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW
