@@ -79,7 +79,7 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Co
     if too_large := _describe_large_header(Path(path)):
         raise ValueError(f"{shown} cannot be read: {too_large}")
     try:
-        with safe_open(path, framework="pt") as file:
+        with torch.device("cpu"), safe_open(path, framework="pt") as file:  # slices come on the default device
             metadata = file.metadata() or {}
             if "egop" not in metadata:
                 raise ValueError(f"{shown} is a safetensors file, but not one that egop saved.")
