@@ -57,7 +57,7 @@ def test_mapping_keeps_the_container_types(kind):
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_a_batch_already_in_place_is_returned_as_the_same_object(kind):
+def test_batch_in_place_is_returned_as_the_same_object(kind):
     batch = STRUCTURES[kind](torch.ones(2))
     assert move_batches([batch], torch.device("cpu"), torch.float32)[0] is batch
 
@@ -77,7 +77,7 @@ def test_only_floating_point_tensors_are_cast():
     assert [each.dtype for each in found] == [torch.half, torch.int64, torch.bool]
 
 
-def test_a_repeated_batch_is_moved_once():
+def test_repeated_batch_is_moved_once():
     batch, other = [torch.ones(2)], [torch.ones(2)]
     first, second, third = move_batches([batch, other, batch], META, None)
     assert first is third
