@@ -94,7 +94,7 @@ FILES = {
         class Opposite(egop.Refresh):
             every: int = 3
 
-            def begin(self, optimizer):
+            def start(self, optimizer):
                 return _Reversing(self.every)
 
         class _Reversing(Refresher):
@@ -216,7 +216,7 @@ PARTS = '''
 
     @dataclass(frozen=True)
     class LessAndLess(egop.Refresh):
-        def begin(self, optimizer):
+        def start(self, optimizer):
             choice = Choice("LessAndLess", "auto", "parameter", "1GiB")
             return Streaming(choice, GramMatrices(0.9), Doubling(1), FROM_SCRATCH, "rotate")
 '''

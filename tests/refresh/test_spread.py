@@ -13,8 +13,8 @@ import egop
 from cases import DEEP
 from egop.numerics import Recorder, Replayed
 from egop.numerics.linalg import orthonormality_error
-from egop.refresh import methods
-from egop.refresh.schedules import turns_of
+from egop.refresh import eigenbases
+from egop.refresh.online import assign_turns
 from explicit import distance, identical, logistic
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -63,7 +63,7 @@ def test_the_steps_of_a_round_have_like_costs():
     optimizer.step()
     costs = [0] * 10
     each = {block.name: block.change.tensors["basis"].shape[-1] ** 3 for block in optimizer.blocks}
-    for name, turn in turns_of(each, 10, {}).items():
+    for name, turn in assign_turns(each, 10, {}).items():
         costs[turn] += each[name]
     assert sum(costs) == sum(width**3 for width in widths)
     assert max(costs) <= sum(costs) / 10 + 32**3  # no more than one block above an equal share
@@ -154,14 +154,14 @@ def test_no_step_waits_for_the_device(structure):
 @needs_gpu
 def test_what_is_replayed_is_what_is_computed():
     """Also after copies, for several shapes, and with input that cannot be decomposed."""
-    replayed = Replayed(methods.renewed, Recorder())
+    replayed = Replayed(eigenbases.iterate, Recorder())
     generator = torch.Generator("cuda").manual_seed(0)
     for count, size in [(1, 96), (3, 40), (1, 96), (1, 96), (3, 40), (1, 96), (3, 40)]:
         rows = torch.randn(count, 200, size, generator=generator, device="cuda")
         gram = rows.mT @ rows
         basis = torch.linalg.qr(torch.randn(count, size, size, generator=generator, device="cuda"))[0]
         for input in (gram, torch.full_like(gram, torch.nan)):
-            for found, expected in zip(replayed(input, basis), methods.renewed(input, basis), strict=True):
+            for found, expected in zip(replayed(input, basis), eigenbases.iterate(input, basis), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         assert replayed(gram, basis)[1].all()
         assert not replayed(torch.full_like(gram, torch.nan), basis)[1].any()
@@ -182,7 +182,7 @@ def test_a_state_is_loaded_by_a_schedule_with_other_settings(saved, loaded):
     steps(model, other, 2 * loaded["every"])
     after = other.basis
     assert not any(after[name].equal(before[name]) for name in before)
-    assert len(set(other.refresher.schedule.turns.values())) > 1
+    assert len(set(other.refresher.turns.values())) > 1
 
 
 def test_a_renewal_before_any_step_is_none():
