@@ -185,7 +185,32 @@ def test_a_state_is_loaded_by_a_schedule_with_other_settings(saved, loaded):
     assert len(set(other.refresher.turns.values())) > 1
 
 
-def test_a_renewal_before_any_step_is_none():
+def test_renew_basis_before_any_step_does_nothing():
     optimizer = online(DEEP.build())
     optimizer.renew_basis()
     assert optimizer.refresher.renewals == 0
+
+
+def test_the_refresher_prints_its_settings_and_counts():
+    model = DEEP.build()
+    optimizer = online(model, refresh=egop.Online(every=4, tolerance=0.5))
+    steps(model, optimizer, 1)
+    assert str(optimizer.refresher) == "Online(every=4, tolerance=0.5): 1 step, 1 renewal, 0 failures"
+
+
+@pytest.mark.parametrize("options", [{"spread": False}, {"tolerance": 1e-3}], ids=str)
+def test_a_step_in_which_nothing_is_due_only_updates_gram_matrices(options, monkeypatch):
+    model = DEEP.build()
+    optimizer = online(model, refresh=egop.Online(every=4, **options))
+    steps(model, optimizer, 4)
+
+    def refuse(*_, **__):
+        raise AssertionError
+
+    for name in ("_renew", "_find_drifted", "_assign_turns", "count_failures", "prepare", "_list_undecided"):
+        monkeypatch.setattr(optimizer.refresher, name, refuse)
+    for name in ("_arrange", "_update_blocks", "find_ranges", "_find_all_seen"):
+        monkeypatch.setattr(optimizer.refresher.grams, name, refuse)
+    before = {name: gram["left"].clone() for name, gram in optimizer.refresher.grams.by_block.items()}
+    steps(model, optimizer, 3, first=4)
+    assert not any(torch.equal(optimizer.refresher.grams.by_block[name]["left"], gram) for name, gram in before.items())
