@@ -16,17 +16,7 @@ PACKAGE = Path(egop_lab.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
-MODULES = {f"egop.{name}" for name in ("basis", "cli", "extras", "optim", "refresh")}
-# What else is used, and why.
-EXCEPTIONS = {
-    (
-        "training/fashion.py",
-        "egop.estimation.sample_gradients",
-    ): "a spectrum from the gradients' inner products, whose basis would fill the memory",
-    ("training/predictors.py", "egop.estimation.sample_gradients"): "two halves of the draws are compared",
-    ("bench/sampling.py", "egop.estimation.sample_gradients"): "how fast gradients are sampled is what it measures",
-    ("bench/sampling.py", "egop.estimation.SamplingMethod"): "the type of an argument of the former",
-}
+MODULES = {f"egop.{name}" for name in ("basis", "cli", "estimation", "extras", "optim", "refresh")}
 
 
 def is_public(name):
@@ -52,7 +42,7 @@ def used(source):
 
 def test_public_names_only():
     found = {(path.as_posix(), name) for path in FILES for name in used((PACKAGE / path).read_text())}
-    assert {(file, name) for file, name in found if not is_public(name)} == set(EXCEPTIONS)
+    assert {(file, name) for file, name in found if not is_public(name)} == set()
 
 
 @pytest.mark.parametrize(

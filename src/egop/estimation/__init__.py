@@ -1,37 +1,28 @@
 """Estimation of a basis: draw points from rho, sample gradients there and decompose them (the paper's Algorithm 1).
 
-The model is left exactly as it was. A new rho is a subclass of ``Distribution``.
+To add a distribution of points, subclass ``Distribution``. ``__all__`` lists the public names; those imported ``as``
+themselves are for the other packages of egop only.
 """
 
-from egop.estimation.estimator import (
-    NoGradientError,
-    count_draws,
-    estimate,
-    estimate_plan,
-    partition_objective,
-    require_gradient,
-    resolve_arguments,
-    warn_if_identical,
-)
+from egop.estimation.estimator import NoGradientError as NoGradientError
+from egop.estimation.estimator import count_draws as count_draws
+from egop.estimation.estimator import estimate
+from egop.estimation.estimator import estimate_plan as estimate_plan
+from egop.estimation.estimator import partition_objective as partition_objective
+from egop.estimation.estimator import require_gradient as require_gradient
+from egop.estimation.estimator import resolve_arguments as resolve_arguments
+from egop.estimation.estimator import warn_if_identical as warn_if_identical
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
-from egop.estimation.sampling import SamplingMethod, sample_gradients
+from egop.estimation.sampling import sample_gradients
 
 __all__ = [
     "Ball",
     "Distribution",
     "Gaussian",
     "Initialization",
-    "NoGradientError",
     "Objective",
     "Recentered",
-    "SamplingMethod",
-    "count_draws",
     "estimate",
-    "estimate_plan",
-    "partition_objective",
-    "require_gradient",
-    "resolve_arguments",
     "sample_gradients",
-    "warn_if_identical",
 ]
