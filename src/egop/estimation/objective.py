@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,11 +77,7 @@ class Objective:
         if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             raise TypeError("tensors must be a mapping of names to tensors, such as {'theta': torch.zeros(10)}.")
         _check_parameters(tensors)
-
-        def loss_fn(module: nn.Module, batch: Any) -> Tensor:
-            values = dict(module.named_parameters(remove_duplicate=False))
-            return function(**values) if batches is None else function(batch, **values)
-
+        loss_fn = partial(_call_function, function, batches is not None)
         objective = cls(_hold_tensors(tensors), loss_fn, [None] if batches is None else batches)
         objective._tensors = dict(tensors)
         return objective
@@ -260,6 +257,11 @@ def _hold_tensors(tensors: Mapping[str, Tensor]) -> nn.Module:
             owner = owner.get_submodule(part)
         owner.register_parameter(last, nn.Parameter(tensor.detach().clone()))
     return module
+
+
+def _call_function(function: Callable[..., Tensor], has_batch: bool, module: nn.Module, batch: Any) -> Tensor:
+    values = dict(module.named_parameters(remove_duplicate=False))
+    return function(batch, **values) if has_batch else function(**values)
 
 
 class _Caller(nn.Module):
