@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.numerics import eigenbasis, linalg
+from egop.numerics import eigenbasis, orthonormalize
 
 __all__ = ["ReferenceEGOP"]
 
@@ -108,7 +108,7 @@ def iterate_basis(P: Tensor, Q: Tensor) -> Tensor:
     """Take one step of orthogonal iteration, Q ← qr((P + 10⁻⁶ tr(P)/m) Q), columns ordered by qᵀPq, largest first."""
     image = P @ Q
     order = (Q * image).sum(0).argsort(descending=True, stable=True)
-    return linalg.orthonormalized((image + 1e-6 * P.diagonal().mean() * Q)[:, order])
+    return orthonormalize((image + 1e-6 * P.diagonal().mean() * Q)[:, order])
 
 
 def step_adam(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

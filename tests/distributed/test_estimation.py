@@ -94,7 +94,10 @@ STRUCTURES = {
     "Kronecker": (egop.Kronecker(), 40),
     "Auxiliary": (egop.Auxiliary(4), 30),
     "Reduced": (egop.Reduced(4), 30),
-    "mixed": ({"0.*": egop.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)}, 9),
+    "mixed": (
+        {"0.*": egop.extras.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)},
+        9,
+    ),
 }
 RHOS = {"initialisation": egop.Initialization(), "current": egop.Recentered(0.3), "one by one": Zigzag()}
 
@@ -349,11 +352,11 @@ def test_work_is_divided_into_parts_of_about_the_same_size(world, monkeypatch):
     shares = []
     for rank in range(world):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        shares.append(processes.share_of(10))
+        shares.append(processes.local_share(10))
     assert [draw for share in shares for draw in share] == list(range(10))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     costs = [1, 5, 2, 9, 3, 3, 1, 0]
-    owners = processes.owners_of(costs)
+    owners = processes.assign_owners(costs)
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(world)]
     assert max(loads) <= sum(costs) / world + max(costs)
     assert owners[costs.index(9)] == 0

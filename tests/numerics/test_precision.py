@@ -169,3 +169,18 @@ def test_a_thread_that_leaves_takes_no_digits_from_another():
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     finally:
         torch.set_float32_matmul_precision(kept)
+
+
+def test_settings_are_restored_after_an_error():
+    kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    kept = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        before = [kind.fp32_precision for kind in kinds]
+        with contextlib.suppress(ZeroDivisionError), precision.exact_products():
+            assert [kind.fp32_precision for kind in kinds] == ["ieee", "ieee"]
+            raise ZeroDivisionError
+        assert [kind.fp32_precision for kind in kinds] == before
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(kept)

@@ -36,7 +36,7 @@ def made(kind, way, device="cpu"):
         return model, kind([layer.weight for layer in model if isinstance(layer, nn.Linear)], **options)
     refresh, structure = REFRESHES[way]
     objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(2, 6).double()])
-    names = {f"{place}.weight": egop.RandomRotation(seed=place, like=structure) for place in (0, 2, 4)}
+    names = {f"{place}.weight": egop.extras.RandomRotation(seed=place, like=structure) for place in (0, 2, 4)}
     basis = egop.estimate(objective, structure=names, partition="parameter", progress=False)
     outside = torch.optim.AdamW
     return model, egop.ReparameterizedOptimizer(

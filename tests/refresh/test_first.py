@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.numerics.linalg import eigenbasis, orthonormality_error
+from egop.numerics import eigenbasis, orthonormality_error
 from egop.optimizer import rebasing
 from egop.refresh import methods
 

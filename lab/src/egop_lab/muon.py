@@ -97,4 +97,4 @@ class NorMuon(Muon):
 
     def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
         """To one size."""
-        return egop.optim.scales_to(updates, group["update_rms"])
+        return egop.optim.rms_scales(updates, group["update_rms"])

@@ -3,9 +3,9 @@
 ``Sign``, ``Sinkhorn`` and ``PolarAdam``. A new one is a subclass of ``MatrixOptimizer``: a map of matrices.
 """
 
-from egop.optim.matrices import MatrixOptimizer, scales_to, settings_beside_rates
+from egop.optim.matrices import MatrixOptimizer, recorded_settings, rms_scales
 from egop.optim.polar_adam import PolarAdam, polar
 from egop.optim.signs import Sign
 from egop.optim.sinkhorn import Sinkhorn
 
-__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn", "polar", "scales_to", "settings_beside_rates"]
+__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn", "polar", "recorded_settings", "rms_scales"]

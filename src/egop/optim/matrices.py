@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.numerics import SMALL, InPlace, Recorder, check_not_negative, copy_all, in_branches, without_autocast
+from egop.numerics import (
+    SMALL_NETWORK_BYTES,
+    InPlaceGraph,
+    Recorder,
+    check_nonnegative,
+    copy_all,
+    run_in_branches,
+    without_autocast,
+)
 from egop.optim.entries import Entries
 
 # A group of the optimizer, weights of it that have a gradient, and these.
@@ -37,9 +45,9 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     recordable = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        check_not_negative("lr", defaults["lr"])
-        check_not_negative("weight_decay", defaults["weight_decay"])
-        check_not_negative("update_rms", defaults["update_rms"])
+        check_nonnegative("lr", defaults["lr"])
+        check_nonnegative("weight_decay", defaults["weight_decay"])
+        check_nonnegative("update_rms", defaults["update_rms"])
         # Whether a tensor of more than two dimensions is a stack of matrices, its last two; egop's coordinates are.
         super().__init__(params, defaults | {"matrices_last": False})
         self._record_anew()
@@ -104,7 +112,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         for places in _alike(weights):  # of one shape, so that they are mapped together
             own = [weights[place] for place in places], [gradients[place] for place in places]
             works.append(functools.partial(self._step_alike, group, *own, lr, kept))
-        in_branches(works)
+        run_in_branches(works)
 
     def _step_alike(
         self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor], lr: Any, kept: Any
@@ -126,7 +134,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             placed.append((group, weights, slots, *rates[id(group)]))
             states = [tensor for weight in weights for tensor in self.state[weight].values()]
             tensors += [*weights, *slots, *states, *rates[id(group)]]
-        self._again.of(tensors, self, placed, settings_beside_rates(group for group, _, _ in parts))
+        self._again.run(tensors, self, placed, recorded_settings(group for group, _, _ in parts))
         # A recording writes behind autograd's back, which is to see that a graph from before no longer holds.
         torch.autograd.graph.increment_version([weight for _, weights, _ in parts for weight in weights])
 
@@ -146,7 +154,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def _record_anew(self) -> None:
         """Without what was recorded: it goes with tensors that may no longer be those of this optimizer."""
-        self._again = InPlace(_steps, Recorder(branched=True))
+        self._again = InPlaceGraph(_steps, Recorder(branched=True))
         self._entries = Entries(any_order=self.is_recordable)
         self._rates: dict[Any, list[Tensor]] = {}  # by group
         self._slots: dict[Tensor, Tensor] = {}
@@ -186,7 +194,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
         """What each matrix of updates is multiplied by, to have the size that the group says."""
-        return scales_to(updates, group["update_rms"])
+        return rms_scales(updates, group["update_rms"])
 
     def _states(self, weights: Sequence[Tensor], name: str) -> list[Tensor]:
         """What is kept of each weight by this name; zeros at first."""
@@ -197,12 +205,12 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
 
 def _steps(optimizer: MatrixOptimizer, parts: Sequence[Any], settings: str) -> None:
-    """What is recorded; the settings are told apart by :class:`InPlace`."""
+    """What is recorded; the settings are told apart by :class:`InPlaceGraph`."""
     for part in parts:
         optimizer._step(*part)
 
 
-def scales_to(matrices: Tensor, size: float) -> Tensor:
+def rms_scales(matrices: Tensor, size: float) -> Tensor:
     """What each of some matrices is to be multiplied by to have this root mean square; 0 for one of zeros."""
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=dtype)
@@ -230,7 +238,7 @@ def _rates(group: Mapping[str, Any]) -> tuple[Any, Any]:
     return group["lr"], 1 - group["lr"] * group["weight_decay"]
 
 
-def settings_beside_rates(groups: Iterable[Mapping[str, Any]]) -> str:
+def recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
     """What a recording has in it: all of these groups but the rates."""
     rates = ("params", "lr", "weight_decay")
     return str([{key: value for key, value in group.items() if key not in rates} for group in groups])
@@ -240,7 +248,7 @@ def _is_small(parts: Sequence[Part]) -> bool:
     """Whether launching the work of a step takes longer than doing it; rates in half precision would be rounded."""
     weights = [weight for _, weights, _ in parts for weight in weights]
     kinds = {(weight.device.type, weight.dtype) for weight in weights}
-    small = sum(weight.nbytes for weight in weights) <= SMALL
+    small = sum(weight.nbytes for weight in weights) <= SMALL_NETWORK_BYTES
     return small and kinds in ({("cuda", torch.float32)}, {("cuda", torch.float64)})
 
 

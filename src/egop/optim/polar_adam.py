@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction, check_not_negative, check_positive
+from egop.numerics import check_fraction, check_nonnegative, check_positive_int
 from egop.optim.entries import scaled
 from egop.optim.matrices import MatrixOptimizer
 
@@ -58,8 +58,8 @@ class PolarAdam(MatrixOptimizer):
             raise TypeError(f"betas must be two numbers, got {betas!r}.")
         for place, beta in enumerate(betas):
             check_fraction(f"betas[{place}]", beta)
-        check_not_negative("eps", eps)
-        check_positive("iterations", iterations)
+        check_nonnegative("eps", eps)
+        check_positive_int("iterations", iterations)
         settings = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "iterations": iterations}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction, check_positive, near_one, noise_floor
+from egop.numerics import check_fraction, check_positive_int, noise_floor, scale_near_one
 from egop.optim.matrices import MatrixOptimizer
 
 
@@ -45,7 +45,7 @@ class Sinkhorn(MatrixOptimizer):
         update_rms: float = 0.2,
     ) -> None:
         check_fraction("momentum", momentum)
-        check_positive("iterations", iterations)
+        check_positive_int("iterations", iterations)
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
         super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
 
@@ -65,7 +65,7 @@ def balanced(matrices: Tensor, iterations: int) -> Tensor:
     Only the scales of rows and columns are found by iteration: one product by squares a pass, and one by the matrix.
     """
     rows, columns = matrices.shape[-2:]
-    matrices = near_one(matrices)
+    matrices = scale_near_one(matrices)
     squares = matrices.square()
     by_column = matrices.new_ones(*matrices.shape[:-2], columns, 1)
     for _ in range(iterations):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Plan, Shared, Side
-from egop.distributed import whole
-from egop.numerics import InPlace, Recorder, check_positive
+from egop.distributed import to_full
+from egop.numerics import InPlaceGraph, Recorder, check_positive_int
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
 from egop.refresh.beginnings import Beginnings, Choose
 from egop.refresh.choosing import Choice
@@ -50,7 +50,7 @@ class Aligned(Refresh):
     memory: int | str = "2GiB"
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
+        check_positive_int("every", self.every)
         Shared(side=self.side)
 
     def begin(self, optimizer: Rebasable) -> Refresher:
@@ -75,7 +75,7 @@ class _Aligning(Refresher):
     def __init__(self, choose: Choose, every: int) -> None:
         super().__init__()
         self.every, self.beginnings, self._said = every, Beginnings(choose), False
-        self._again = InPlace(_rotations, Recorder())
+        self._again = InPlaceGraph(_rotations, Recorder())
 
     @property
     def unrotated(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ class _Aligning(Refresher):
         marks = {block.name: memories[block.name].get(_MADE) for block in blocks}
         if missing := [name for name, tensor in marks.items() if tensor is None]:
             raise ValueError(f"The state dict is damaged, or of another refresh: it says nothing of {missing[:3]}.")
-        made = [name for name, tensor in marks.items() if bool(whole(tensor).any())]
+        made = [name for name, tensor in marks.items() if bool(to_full(tensor).any())]
         super().load(counts, memories, blocks)
         self._start_with(made)
 
@@ -150,7 +150,7 @@ class _Aligning(Refresher):
         if read is None:
             rotations = _rotations(optimizer, stacks, "")
         else:
-            rotations = self._again.of(read[0], optimizer, stacks, read[1])
+            rotations = self._again.run(read[0], optimizer, stacks, read[1])
         self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
         for stack, (fresh, _) in zip(stacks, rotations, strict=True):
             for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
@@ -160,7 +160,7 @@ class _Aligning(Refresher):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: recordings belong to the stacks of this optimizer."""
-        return self.__dict__ | {"_again": InPlace(_rotations, Recorder())}
+        return self.__dict__ | {"_again": InPlaceGraph(_rotations, Recorder())}
 
 
 def _rotations(optimizer: Rebasable, stacks: Sequence[Stack], settings: str) -> list[tuple[Tensor, Tensor]]:

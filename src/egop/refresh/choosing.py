@@ -21,7 +21,7 @@ from egop.basis import (
     plain_name,
 )
 from egop.formatting import parse_bytes
-from egop.numerics import identity
+from egop.numerics import identity_matrices
 from egop.optimizer import Rebasable, level_of_user
 
 _COMPLEX = "complex numbers"
@@ -88,7 +88,9 @@ class Choice:
         changes = []
         for block, structure in plan.chosen.items():
             shapes = structure.basis_shapes(block).items()
-            changes.append(structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes}))
+            changes.append(
+                structure.change(block, {key: identity_matrices(shape, block.dtype) for key, shape in shapes})
+            )
             if not changes[-1].is_renewable():
                 raise ValueError(self._not_renewable(changes[-1].kind))
         return Basis(changes, unrotated=plan.unrotated)

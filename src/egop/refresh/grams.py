@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import whole
-from egop.numerics import InPlace, Recorder
+from egop.distributed import to_full
+from egop.numerics import InPlaceGraph, Recorder
 from egop.optimizer import BoundBlock, Stack, Stacks
 
 Place = tuple[Stack, slice]  # some neighbours in a stack
@@ -39,7 +39,7 @@ class GramMatrices:
         self._totals = set(totals)
         self._stacks: dict[Stack, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
         self._known: Stacks | None = None  # whose stacks these are
-        self._add = InPlace(add, Recorder())
+        self._add = InPlaceGraph(add, Recorder())
 
     def move_to(self, stacks: Stacks) -> None:
         """Lie side by side as the blocks do now; to be called before anything else is done with stacks."""
@@ -55,7 +55,7 @@ class GramMatrices:
         if steady:
             parts = [(stack.change, stack.gradients, self.of(stack)) for stack in steady]
             tensors = [tensor for _, gradients, grams in parts for tensor in (*gradients, *grams.values())]
-            self._add.of(tensors, parts, self.decay)
+            self._add.run(tensors, parts, self.decay)
         for stack in active:
             if stack not in steady:
                 self._observe(stack)
@@ -130,7 +130,7 @@ class GramMatrices:
             if missing := [key for key in block.change.tensors if f"{_GRAM}{key}" not in memories[block.name]]:
                 where = f"Gram matrix '{missing[0]}' of block '{block.name}'"
                 raise ValueError(f"The state dict is incomplete or damaged: it has no {where}.")
-            matrices = {key: whole(memories[block.name][f"{_GRAM}{key}"]) for key in block.change.tensors}
+            matrices = {key: to_full(memories[block.name][f"{_GRAM}{key}"]) for key in block.change.tensors}
             shapes = {key: gram.shape for key, gram in zeros_for(block.change).items()}
             if {key: gram.shape for key, gram in matrices.items()} != shapes:
                 raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
@@ -140,7 +140,7 @@ class GramMatrices:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks and recordings belong to the optimizer of this one."""
-        return self.__dict__ | {"_stacks": {}, "_known": None, "_add": InPlace(add, Recorder())}
+        return self.__dict__ | {"_stacks": {}, "_known": None, "_add": InPlaceGraph(add, Recorder())}
 
     def _laid_out(self, stack: Stack) -> dict[str, Tensor]:
         """What is remembered of the blocks of a new stack, side by side; that of another structure is dropped."""

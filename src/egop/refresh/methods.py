@@ -16,7 +16,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.distributed import processes
-from egop.numerics import SMALL, linalg, noise_floor, precision
+from egop.numerics import (
+    ROUNDING,
+    SMALL_NETWORK_BYTES,
+    eigenbasis,
+    exact_products,
+    leading_eigenbasis,
+    noise_floor,
+    orthonormalize,
+    scale_near_one,
+)
 
 _PROBES = 4  # vectors that a new basis is tried on
 _SHIFT = 1e-6  # how much of the old basis, relative to the mean eigenvalue, keeps directions without gradient in place
@@ -69,15 +78,15 @@ def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
     The shift keeps weak directions near the old ones. Directions whose gradient is nothing but rounding stay exactly
     where they are: they are orthonormalized first, so that no error of the others reaches them, and come last.
     """
-    with precision.exact_products():  # with fewer digits the weak directions would be drawn anew every time
+    with exact_products():  # with fewer digits the weak directions would be drawn anew every time
         image = gram @ basis
         held = (basis * image).sum(-2, keepdim=True)
-        noise = linalg.ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
+        noise = ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
         null = (held <= noise) & noise.isfinite()
         shift = _SHIFT * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         columns = torch.where(null, basis, image + shift * basis)
         order = torch.where(null, torch.inf, held).argsort(dim=-1, descending=True, stable=True)
-        fresh = linalg.orthonormalized(columns.gather(-1, order.expand_as(columns)))
+        fresh = orthonormalize(columns.gather(-1, order.expand_as(columns)))
         null_last = null.gather(-1, order).int().argsort(dim=-1, stable=True)
         return fresh.gather(-1, null_last.expand_as(fresh))
 
@@ -91,10 +100,10 @@ def clear_null_space(basis: Tensor, gram: Tensor) -> Tensor:
             accurate; in the Gram matrix that the basis comes from they were lost beside the large ones.
     """
     held = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    real = held > linalg.ROUNDING * torch.finfo(gram.dtype).eps * held.amax(-2, keepdim=True)
+    real = held > ROUNDING * torch.finfo(gram.dtype).eps * held.amax(-2, keepdim=True)
     traces = torch.where(real & ~real.mT, gram / torch.where(real, held, 1), 0)
-    with precision.exact_products():
-        return linalg.orthonormalized((basis - basis @ traces).flip(-1)).flip(-1)
+    with exact_products():
+        return orthonormalize((basis - basis @ traces).flip(-1)).flip(-1)
 
 
 def decomposed(
@@ -119,7 +128,7 @@ def renewed(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_scratch(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor, Tensor]:
     """The eigenvectors and whether they could be found; where not, the old basis."""
-    return checked(decomposed(gram, basis, lambda part: linalg.eigenbasis(part)[1], done), basis, gram)
+    return checked(decomposed(gram, basis, lambda part: eigenbasis(part)[1], done), basis, gram)
 
 
 def first(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor, Tensor]:
@@ -129,7 +138,7 @@ def first(gram: Tensor, basis: Tensor, done: Done | None = None) -> tuple[Tensor
     """
     if gram.shape[-1] <= WIDE:
         return from_scratch(gram, basis, done)
-    return checked(decomposed(gram, basis, lambda part: linalg.leading_eigenbasis(part, LEADING), done), basis, gram)
+    return checked(decomposed(gram, basis, lambda part: leading_eigenbasis(part, LEADING), done), basis, gram)
 
 
 def aligned(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,13 +147,13 @@ def aligned(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     A small multiple of the old basis is added: where the rank is smaller than the width, and for dead rows, directions
     stay as near to the old ones as they can, and are not chosen by rounding.
     """
-    with precision.exact_products():
+    with exact_products():
         lengths = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
         largest = lengths.amax(-1, keepdim=True)
         some = lengths > noise_floor(image.dtype) * largest
         columns = torch.where(some, image / torch.where(some, lengths, 1), 0)
         columns.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
-        fresh = linalg.orthonormalized(basis @ columns)
+        fresh = orthonormalize(basis @ columns)
     largest = largest.squeeze((-2, -1))
     nothing, sound = largest == 0, is_sound(fresh, basis) & largest.isfinite()
     return torch.where((sound & ~nothing)[..., None, None], fresh, basis), sound | nothing
@@ -163,7 +172,7 @@ def checked(fresh: Tensor, old: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
 def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
     """Whether a new basis takes a few vectors, the first of the old one, there and back; not if it is not finite."""
     probes = old[..., :_PROBES]
-    with precision.exact_products():
+    with exact_products():
         error = fresh @ (fresh.mT @ probes) - probes
     sound: Tensor = torch.linalg.vector_norm(error, dim=(-2, -1)) < torch.finfo(fresh.dtype).eps ** 0.5
     return sound
@@ -171,7 +180,7 @@ def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
 
 def off_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
     """How much of a Gram matrix is off the diagonal in this basis, relative to all of it."""
-    inside = linalg.near_one(basis.mT @ gram @ basis)
+    inside = scale_near_one(basis.mT @ gram @ basis)
     total = torch.linalg.matrix_norm(inside)
     rest = torch.linalg.matrix_norm(inside - inside.diagonal(dim1=-2, dim2=-1).diag_embed())
     return torch.where(total == 0, 0, rest / total)
@@ -189,10 +198,10 @@ def together(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[t
         alike.setdefault((gram.shape[1:], gram.dtype, gram.device), []).append(index)
     results: dict[int, tuple[Tensor, Tensor]] = {}
     for indices in alike.values():
-        small = sum(pairs[index][0].nbytes for index in indices) <= SMALL
+        small = sum(pairs[index][0].nbytes for index in indices) <= SMALL_NETWORK_BYTES
         for group in [indices] if small else [[index] for index in indices]:
             grams, bases = (joined(side) for side in zip(*(pairs[index] for index in group), strict=True))
-            most = max(1, SMALL // grams[0].nbytes)  # more at once would be no faster, and take memory
+            most = max(1, SMALL_NETWORK_BYTES // grams[0].nbytes)  # more at once would be no faster, and take memory
             parts = [_attempted(renewal, *part) for part in zip(grams.split(most), bases.split(most), strict=True)]
             sizes = [len(pairs[index][0]) for index in group]
             fresh, sound = (joined(side).split(sizes) for side in zip(*parts, strict=True))

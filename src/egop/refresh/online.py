@@ -9,7 +9,7 @@ from egop.basis import (
     StructureChoice,
     check_structure,
 )
-from egop.numerics import check_fraction, check_positive
+from egop.numerics import check_fraction, check_positive_int
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 from egop.refresh.choosing import Choice
 from egop.refresh.grams import GramMatrices
@@ -63,7 +63,7 @@ class Online(Refresh):
     spread: bool = True
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
+        check_positive_int("every", self.every)
         check_fraction("decay", self.decay)
         check_moments(self.moments)
         check_structure(self.structure)
@@ -104,7 +104,7 @@ class WhenDrifted(Refresh):
     moments: Moments = "rotate"
 
     def __post_init__(self) -> None:
-        check_positive("check_every", self.check_every)
+        check_positive_int("check_every", self.check_every)
         check_fraction("decay", self.decay)
         check_moments(self.moments)
         check_structure(self.structure)

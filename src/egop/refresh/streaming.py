@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Plan
-from egop.distributed import whole
-from egop.numerics import Aside, Recorder, Replayed, exact_products
+from egop.distributed import to_full
+from egop.numerics import GraphedFunction, Recorder, SideStream, exact_products
 from egop.optimizer import BoundBlock, Moments, Rebasable, Refresher, Stack
 from egop.refresh.beginnings import Beginnings, Choose
 from egop.refresh.grams import GramMatrices, Place, along
@@ -43,7 +43,7 @@ class Streaming(Refresher):
         super().__init__()
         self.beginnings = Beginnings(choose)
         self.statistic, self.schedule, self.method, self.moments = statistic, schedule, method, moments
-        self._aside, self._renewed = Aside(), self._recorded()
+        self._aside, self._renewed = SideStream(), self._recorded()
         self._fresh: list[tuple[Stack, slice, dict[str, Tensor], Tensor]] = []  # new bases, and which of them are sound
 
     @property
@@ -157,7 +157,7 @@ class Streaming(Refresher):
                 "The state dict is incomplete or damaged, or of another refresh: it has no Gram matrices of "
                 f"{', '.join(missing[:3])}."
             )
-        phases = {block.name: whole(memories[block.name][_PHASE]).tolist() for block in wanted}
+        phases = {block.name: to_full(memories[block.name][_PHASE]).tolist() for block in wanted}
         if wrong := [name for name, phase in phases.items() if not (isinstance(phase, list) and len(phase) == 4)]:
             raise ValueError(f"The state dict is incomplete or damaged: the phase of '{wrong[0]}' is not four numbers.")
         seen, waiting, made = ({name for name, phase in phases.items() if phase[place]} for place in range(3))
@@ -181,10 +181,10 @@ class Streaming(Refresher):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: recordings belong to the stacks of this optimizer."""
-        return self.__dict__ | {"_aside": Aside(), "_renewed": self._recorded()}
+        return self.__dict__ | {"_aside": SideStream(), "_renewed": self._recorded()}
 
     def _recorded(self) -> Renewal:
-        return Replayed(self.method.renewed, Recorder()) if self.method.beside else self.method.renewed
+        return GraphedFunction(self.method.renewed, Recorder()) if self.method.beside else self.method.renewed
 
     def _find_first_bases(self, optimizer: Rebasable, begun: set[str]) -> None:
         """Of blocks that have a first gradient; where that is zero or not sound, the next one will do."""
@@ -222,7 +222,7 @@ class Streaming(Refresher):
             for key, gram in self.statistic.of(stack).items()
         ]
         used = [tensor for stack, _, key, total, gram in inputs for tensor in (total, gram, stack.change.tensors[key])]
-        with self._aside.of(used) as beside:
+        with self._aside.use(used) as beside:
             pairs = [(total, stack.change.tensors[key][members]) for stack, members, key, total, _ in inputs]
             renewed = iter(together(renewal, pairs))
             for (stack, members), matrices in groupby(inputs, lambda given: given[:2]):
