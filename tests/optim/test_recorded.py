@@ -90,9 +90,9 @@ def test_a_class_that_does_not_say_so_itself_is_not_recorded(monkeypatch):
     class Growing(egop.optim.Sign):
         calls = 0
 
-        def updates(self, group, weights, matrices):
+        def compute_updates(self, group, weights, matrices):
             self.calls += 1
-            return self.calls * super().updates(group, weights, matrices)
+            return self.calls * super().compute_updates(group, weights, matrices)
 
     results = []
     for recorded in (False, True):

@@ -46,11 +46,11 @@ class Muon(egop.optim.MatrixOptimizer):
 
     recordable = True
 
-    def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Their polar factors."""
         return egop.optim.polar(matrices, group["iterations"])
 
-    def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
         """As if they were orthogonal to the last digit."""
         size = group["update_rms"] * math.sqrt(max(updates.shape[-2:]))
         dtype = torch.promote_types(updates.dtype, torch.float32)
@@ -83,9 +83,9 @@ class NorMuon(Muon):
 
     recordable = True
 
-    def updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
+    def compute_updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
         """Polar factors, each row divided by the root of its running mean square, then all scaled to one size."""
-        factors = self.mapped(matrices, group)
+        factors = self.transform(matrices, group)
         lengths = torch.linalg.vector_norm(factors, dim=-1, keepdim=True, dtype=matrices.dtype)
         squares = lengths.square().div_(factors.shape[-1])
         means = [
@@ -95,6 +95,6 @@ class NorMuon(Muon):
         torch._foreach_lerp_(means, list(squares.unbind()), 1 - group["beta2"])
         return factors / (torch.stack(means).sqrt() + group["eps"])
 
-    def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
         """To one size."""
         return egop.optim.rms_scales(updates, group["update_rms"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import egop
-from egop.optim import entries
+from egop.optim import elementwise
 
 KINDS = [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -65,7 +65,7 @@ def test_gradients_and_states_may_have_another_layout_than_their_weights(weight,
 
 def test_a_map_that_depends_on_the_order_of_columns_gets_them_in_theirs():
     class Weighted(egop.optim.Sign):
-        def mapped(self, matrices, group):
+        def transform(self, matrices, group):
             return matrices * torch.arange(matrices.shape[-1], dtype=matrices.dtype)
 
     results = []
@@ -77,10 +77,10 @@ def test_a_map_that_depends_on_the_order_of_columns_gets_them_in_theirs():
 
 def test_without_triton_it_is_said_and_done_otherwise(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "egop.optim.kernels", None)  # the import fails
-    entries._working.cache_clear()
+    elementwise._load_kernels.cache_clear()
     with caplog.at_level(logging.INFO, "egop"):
-        assert entries._working(torch.device("cuda")) is None
-    entries._working.cache_clear()
+        assert elementwise._load_kernels(torch.device("cuda")) is None
+    elementwise._load_kernels.cache_clear()
     assert "Triton does not work here" in caplog.text
 
 
@@ -89,10 +89,10 @@ def test_without_triton_it_is_said_and_done_otherwise(monkeypatch, caplog):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_gpu_steps_as_the_cpu_does(kind, layout, recorded, monkeypatch):
-    from egop.optim import matrices
+    from egop.optim import matrix_optimizer
 
     if not recorded:
-        monkeypatch.setattr(matrices, "SMALL", 0)
+        monkeypatch.setattr(matrix_optimizer, "SMALL_NETWORK_BYTES", 0)
     shapes = [(64, 32, 3, 3)] * 3 + [(48, 96)] * 2 + [(96, 48), (7, 13), (1, 5), (40, 8, 1, 1)]
     exact = weights_of("cpu", shapes, torch.float64)
     wanted = stepped(kind(exact, lr=0.01, weight_decay=0.1), exact)
@@ -107,7 +107,7 @@ def test_kernels_are_used_and_take_what_torch_takes(monkeypatch):
     from egop.optim import kernels
 
     calls = []
-    for name in ("take_in", "take_off"):
+    for name in ("update_moments", "apply_updates"):
         own = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, own=own, name=name, **k: (calls.append(name), own(*a, **k)))
     shapes = [(33, 65)] * 4 + [(16, 3, 5, 5)]
@@ -115,7 +115,7 @@ def test_kernels_are_used_and_take_what_torch_takes(monkeypatch):
     for any_order in (True, False):
         weights = weights_of("cuda", shapes, memory_format=LAST)
         optimizer = egop.optim.Sinkhorn(weights, lr=0.01, weight_decay=0.1)
-        optimizer._entries = entries.Entries(any_order=any_order)
+        optimizer._elementwise = elementwise.ElementwiseOps(any_column_order=any_order)
         results.append(stepped(optimizer, weights, 2))
         used, calls = calls, []
         assert bool(used) == any_order
@@ -133,9 +133,9 @@ def test_tensors_that_begin_anywhere_are_not_read_past():
 
 @needs_gpu
 def test_a_graph_from_before_a_step_no_longer_holds(monkeypatch):
-    from egop.optim import matrices
+    from egop.optim import matrix_optimizer
 
-    monkeypatch.setattr(matrices, "SMALL", 0)  # not recorded
+    monkeypatch.setattr(matrix_optimizer, "SMALL_NETWORK_BYTES", 0)  # not recorded
     weight = torch.nn.Parameter(torch.ones(32, 64, device="cuda"))
     loss = (weight @ weight.mT).sum()
     weight.grad = torch.ones_like(weight)
