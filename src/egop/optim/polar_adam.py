@@ -95,7 +95,7 @@ def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
     tall = shape[-2] > shape[-1]
     constant = a * torch.eye(min(shape[-2:]), dtype=dtype, device=x.device)
     for _ in range(iterations):
-        gram = x.mT @ x if tall else x @ x.mT  # of the smaller side
+        gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # of the smaller side
         factor = torch.add(constant, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
-        x = x @ factor if tall else factor @ x
+        x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
     return x.reshape(shape)
