@@ -59,7 +59,7 @@ def scopes_are_precise_and_leave_no_trace():
         with chosen(situation):
             before = seen()
             for scope, kinds in (
-                (exact_products, ["matmul"]),
+                (precision.exact_products, ["matmul"]),
                 (precision.full_precision, ["matmul", "conv", "rnn"]),
             ):
                 with contextlib.suppress(ZeroDivisionError), scope():
@@ -135,7 +135,7 @@ def tf32_is_off_where_it_is_inherited():
     for situation in ("inherited from all", "inherited from the backend", "matrices chosen"):
         with chosen(situation):
             assert min(errors()) > 1e-5, "otherwise this tests nothing"
-            with exact_products():
+            with precision.exact_products():
                 assert errors()[0] < 1e-6
             with precision.full_precision():
                 assert max(errors()) < 1e-5
@@ -153,14 +153,14 @@ def test_a_thread_that_leaves_takes_no_digits_from_another():
     entered, left, inside = threading.Event(), threading.Event(), []
 
     def other():
-        with exact_products():
+        with precision.exact_products():
             entered.set()
             assert left.wait(30)
             inside.append(torch.backends.mkldnn.matmul.fp32_precision)
 
     thread = threading.Thread(target=other)
     try:
-        with exact_products():
+        with precision.exact_products():
             thread.start()
             assert entered.wait(30)
         left.set()
@@ -177,7 +177,7 @@ def test_settings_are_restored_after_an_error():
     try:
         torch.set_float32_matmul_precision("medium")
         before = [kind.fp32_precision for kind in kinds]
-        with contextlib.suppress(ZeroDivisionError), exact_products():
+        with contextlib.suppress(ZeroDivisionError), precision.exact_products():
             assert [kind.fp32_precision for kind in kinds] == ["ieee", "ieee"]
             raise ZeroDivisionError
         assert [kind.fp32_precision for kind in kinds] == before
