@@ -1,4 +1,4 @@
-"""The first layer's rotation moved into the data: the plain optimizer then does what the reparameterised one does."""
+"""A plain optimizer on rotated data takes the steps of the reparameterized one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(model, optimizer, batches):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_plain_training_on_rotated_data_is_the_reparameterised_trajectory(basis, optimizer):
+def test_training_on_rotated_data_equals_reparameterized_training(basis, optimizer):
     model, rotated = MLP.build(), MLP.build()
     wrapped = egop.ReparameterizedOptimizer(model, optimizer.kind, basis, **optimizer.arguments)
     inputs = egop.extras.rotate_inputs(rotated, basis, *(x for x, _ in MLP.batches()))
@@ -52,7 +52,7 @@ def test_plain_training_on_rotated_data_is_the_reparameterised_trajectory(basis,
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_the_model_computes_the_same_on_rotated_data(basis):
+def test_model_computes_the_same_on_rotated_data(basis):
     model, (x, _) = MLP.build(), MLP.batches()[0]
     expected, kept, weight = model(x), x.clone(), model[0].weight.detach().clone()
     (rotated,) = egop.extras.rotate_inputs(model, basis, x)
@@ -100,7 +100,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_moved_into_the_data_is_refused(what):
+def test_rotation_that_cannot_be_moved_into_the_data_is_refused(what):
     build, basis, message = REFUSED[what]
     model, found = build(), basis()
     before = cases.state_of(model)
@@ -109,7 +109,7 @@ def test_what_cannot_be_moved_into_the_data_is_refused(what):
     assert cases.state_of(model) == before
 
 
-def test_data_of_another_width_are_refused_before_anything_changes(basis):
+def test_data_of_another_width_is_refused_before_anything_changes(basis):
     model = MLP.build()
     before = cases.state_of(model)
     with pytest.raises(ValueError, match=r"Data of shape \(2, 7\) do not fit '0', which has 6 inputs"):

@@ -1,4 +1,4 @@
-"""The literal f∘V on torch's own parametrizations: the second, independent route to what the optimizer does."""
+"""f∘V by torch's own parametrizations, an independent way to what the optimizer does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train(model, optimizer, batches, steps=STEPS):
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), PAIRS, ids=str)
-def test_the_optimizer_equals_the_parametrized_model(layout, optimizer):
+def test_optimizer_equals_the_parametrized_model(layout, optimizer):
     case, basis = case_and_basis(layout)
     model, literal = case.build(), egop.extras.parametrize(case.build(), basis)
     train(model, egop.ReparameterizedOptimizer(model, optimizer.kind, basis, **optimizer.arguments), case.batches())
@@ -79,7 +79,7 @@ def whole(case, **options):
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 @pytest.mark.parametrize("case", [MLP, RECURRENT, ATTENTION], ids=str)
-def test_the_model_computes_the_same_function_and_comes_back(case, structure):
+def test_model_computes_the_same_function_and_is_restored(case, structure):
     basis = basis_of(case, structure=structure)
     model, (inputs, _) = case.build(), case.batches()[0]
     expected, before = model(inputs), cases.parameters_of(model)
@@ -94,7 +94,7 @@ def test_the_model_computes_the_same_function_and_comes_back(case, structure):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_the_parameters_are_the_coordinates(structure):
+def test_parameters_are_the_coordinates(structure):
     basis = basis_of(MLP, structure=structure)
     model, start = egop.extras.parametrize(MLP.build(), basis), cases.parameters_of(MLP.build())
     expected = [each for coordinates in basis.encode(start).values() for each in coordinates]
@@ -104,7 +104,7 @@ def test_the_parameters_are_the_coordinates(structure):
         torch.testing.assert_close(one.detach(), other, rtol=0, atol=0)
 
 
-def test_the_coordinates_of_a_joint_block_are_there_once():
+def test_coordinates_of_a_joint_block_are_stored_once():
     basis = whole(RECURRENT, partition="global")
     model = egop.extras.parametrize(RECURRENT.build(), basis)
     coordinates = [parameter for name, parameter in model.named_parameters() if "original" in name]
@@ -126,7 +126,7 @@ def test_gradients_are_the_encoded_gradients():
         torch.testing.assert_close(gradient, expected[name][0], rtol=0, atol=1e-14)
 
 
-def test_a_copy_of_a_parametrized_model_is_independent():
+def test_copy_of_a_parametrized_model_is_independent():
     model = egop.extras.parametrize(RECURRENT.build(), whole(RECURRENT, partition="global"))
     other = copy.deepcopy(model)
     before = cases.parameters_of(other)
@@ -146,7 +146,7 @@ def test_half_precision_weights_have_single_precision_coordinates():
     assert {parameter.dtype for parameter in egop.extras.merge(model).parameters()} == {torch.bfloat16}
 
 
-def test_what_others_have_parametrized_is_left_when_merging():
+def test_merge_keeps_parametrizations_of_others():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
     nn.utils.parametrizations.orthogonal(model[1])
     egop.extras.parametrize(model, egop.Basis([basis_of(DEEP)["0.weight"]]))
@@ -174,7 +174,7 @@ def foreign(name, shape):
         (("0.weight", (6, 5)), r"needs a parameter '0\.weight' of shape \(6, 5\), but the model's has shape \(5, 6\)"),
     ],
 )
-def test_a_basis_of_another_model_is_refused_and_nothing_changes(basis, message):
+def test_basis_of_another_model_is_refused_and_nothing_changes(basis, message):
     model = MLP.build()
     before = cases.state_of(model)
     with pytest.raises(ValueError, match=message):

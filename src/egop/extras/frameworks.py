@@ -32,13 +32,7 @@ class TrainerOptimizer(ReparameterizedOptimizer):
 
 
 class TrainerEGOP(EGOP):
-    """:class:`egop.EGOP` as Hugging Face's ``Trainer`` constructs it, see :class:`TrainerOptimizer`.
-
-    Args:
-        params: parameter groups made by ``Trainer``.
-        network: the model, which provides the parameters' names and roles.
-        **options: other arguments of :class:`egop.EGOP`.
-    """
+    """:class:`egop.EGOP` as Hugging Face's ``Trainer`` constructs it, see :class:`TrainerOptimizer`."""
 
     def __init__(self, params: Any, *, network: nn.Module, **options: Any) -> None:
         super().__init__(params, model=network, **options)

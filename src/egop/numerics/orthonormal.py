@@ -40,12 +40,15 @@ def orthonormalize(matrices: Tensor) -> Tensor:
     divide the columns by the Cholesky factor R of their inner products, twice. A shift makes the first division
     possible for nearly dependent columns; the second one removes the error that the shift leaves.
     """
-    if not _has_fast_float64(matrices.device):
-        vectors, triangle = torch.linalg.qr(matrices)
-        signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
-        signed: Tensor = vectors * torch.where(signs == 0, 1, signs).unsqueeze(-2)
-        return signed
-    return cholesky_qr(matrices)
+    return cholesky_qr(matrices) if _has_fast_float64(matrices.device) else householder_qr(matrices)
+
+
+def householder_qr(matrices: Tensor) -> Tensor:
+    """Orthonormalize the columns by Householder reflections."""
+    vectors, triangle = torch.linalg.qr(matrices)
+    signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
+    signed: Tensor = vectors * torch.where(signs == 0, 1, signs).unsqueeze(-2)
+    return signed
 
 
 def cholesky_qr(matrices: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from egop.distributed import Holding, gather_rows
 from egop.numerics.eigen import fix_signs
+from egop.numerics.orthonormal import householder_qr
 
 # float64 copies are made in slices of at most this size.
 _SLICE_BYTES = 64 * 2**20
@@ -101,48 +102,39 @@ def leading_directions(
     else:
         start = torch.randn(count, width, generator=generator, dtype=rows[0].dtype, device=generator.device)
         start = start.to(rows[0].device)
-        basis = orthonormal_columns(_multiply_transposed(rows, start, width), overwrite=True)
+        basis = orthonormalize_columns(_multiply_transposed(rows, start, width))
         for _ in range(power_iterations):
             image, _ = torch.linalg.qr(_multiply(rows, basis).double())
-            basis = orthonormal_columns(_multiply_transposed(rows, image.to(basis.dtype), width), overwrite=True)
+            basis = orthonormalize_columns(_multiply_transposed(rows, image.to(basis.dtype), width))
         _, singular, right = torch.linalg.svd(_multiply(rows, basis).double(), full_matrices=False)
         values = singular[:rank].square()
         vectors = basis @ right[:rank].mT.to(basis.dtype)
     return _fill_missing(values, vectors, generator)
 
 
-def orthonormal_columns(matrix: Tensor, slice_bytes: int = _SLICE_BYTES, overwrite: bool = False) -> Tensor:
+def orthonormalize_columns(matrix: Tensor) -> Tensor:
     """Orthonormalize the columns in order, in their own dtype; each keeps its direction as far as possible.
 
-    A small matrix goes through Householder QR in float64. A large one is never copied to float64 as a whole: it goes
-    through Cholesky-QR with inner products in float64, first with a shift that keeps the factor positive definite,
-    then until it is exact, at most three times.
-
-    Args:
-        matrix: the columns.
-        slice_bytes: size limit of a small matrix, and of the copies made of a large one.
-        overwrite: whether the result for a large matrix may overwrite it.
+    A small matrix goes through Householder QR in float64. A large one is overwritten, because a float64 copy would not
+    fit: it goes through Cholesky-QR with inner products in float64, first with a shift that keeps the factor positive
+    definite, then until it is exact, at most three times.
     """
-    if matrix.numel() * 8 <= slice_bytes:
-        basis, triangle = torch.linalg.qr(matrix.double())
-        signs = triangle.diagonal().sign()
-        signed: Tensor = basis * torch.where(signs == 0, 1, signs)
-        return signed.to(matrix.dtype)
-    rows = max(1, slice_bytes // (8 * matrix.shape[1]))
-    result = matrix if overwrite else matrix.clone()
+    if matrix.numel() * 8 <= _SLICE_BYTES:
+        return householder_qr(matrix.double()).to(matrix.dtype)
+    rows = max(1, _SLICE_BYTES // (8 * matrix.shape[1]))
     eye = torch.eye(matrix.shape[1], dtype=torch.float64, device=matrix.device)
     for attempt in range(3):
         gram = torch.zeros(matrix.shape[1], matrix.shape[1], dtype=torch.float64, device=matrix.device)
-        for part in result.split(rows):
+        for part in matrix.split(rows):
             gram.addmm_(part.double().mT, part.double())
         if attempt > 0 and (gram - eye).abs().max() < 4 * torch.finfo(matrix.dtype).eps:
             break
         if attempt == 0:
             gram.diagonal().add_(gram.diagonal().sum() * 1e-13)
         triangle = torch.linalg.cholesky(gram, upper=True)
-        for part in result.split(rows):
+        for part in matrix.split(rows):
             part.copy_(torch.linalg.solve_triangular(triangle, part.double(), upper=True, left=False))
-    return result
+    return matrix
 
 
 def _left_singular_vectors(rows: Sequence[Tensor], rank: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +157,7 @@ def _fill_missing(values: Tensor, vectors: Tensor, generator: torch.Generator) -
         dimension, rank - kept, generator=generator, dtype=vectors.dtype, device=generator.device
     ).to(vectors.device)
     vectors /= torch.linalg.vector_norm(vectors, dim=0)
-    vectors = orthonormal_columns(vectors, overwrite=True)
+    vectors = orthonormalize_columns(vectors)
     for part in vectors.split(max(1, _SLICE_BYTES // (8 * dimension)), dim=1):
         part.copy_(fix_signs(part))
     return filled, vectors

@@ -69,15 +69,10 @@ def _scale(matrices, scales, out, size, BLOCK: tl.constexpr):
 def update_moments(
     addresses: Tensor, out: Tensor, momentum: float, second: float | None, *, nesterov: bool, eps: float
 ) -> None:
-    """Update running means of gradients and write the resulting directions.
+    """Update running means of gradients and write the resulting directions to ``out``, stacked.
 
-    Args:
-        addresses: addresses of gradients, of their means and, unless ``second`` is None, of the means of their squares.
-        out: where the directions are written, stacked.
-        momentum: decay of the means.
-        second: decay of the squares; None if there are none.
-        nesterov: write the means one step ahead.
-        eps: added to the root of the squares.
+    The addresses are those of the gradients, of their means and, unless ``second`` is None, of the means of their
+    squares. For the other arguments see :meth:`egop.optim.elementwise.ElementwiseOps.update_moments`.
     """
     count, size = len(out), out[0].numel()
     squares = 0.0 if second is None else second
@@ -87,13 +82,9 @@ def update_moments(
 
 
 def apply_updates(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tensor) -> None:
-    """Apply weight decay, then subtract updates from weights.
+    """Multiply the weights at these addresses by ``kept``, then subtract the updates, matrix by matrix, times scales.
 
-    Args:
-        addresses: addresses of the weights.
-        updates: one update per weight, stacked and contiguous.
-        scales: factor for each matrix of the updates, equally many per weight.
-        kept: fraction of a weight that weight decay leaves.
+    Updates and scales are contiguous, and every weight has equally many matrices.
     """
     count, size = len(updates), updates[0].numel()
     with torch.cuda.device_of(updates):
@@ -102,13 +93,7 @@ def apply_updates(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tens
 
 
 def scale(matrices: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Multiply each matrix by a number.
-
-    Args:
-        matrices: a contiguous stack.
-        scales: one factor per matrix.
-        out: where the result is written, possibly in another precision; may be the matrices themselves.
-    """
+    """Write each matrix of a contiguous stack times its scale to ``out``, which may be the stack itself."""
     size = matrices.shape[-2] * matrices.shape[-1]
     with torch.cuda.device_of(out):
         _scale[_grid(matrices.numel() // size, size)](matrices, scales, out, size, _BLOCK)
