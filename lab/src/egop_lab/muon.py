@@ -1,7 +1,7 @@
 """Fast Muon and NorMuon, with weights of one shape in one stack, to compare with.
 
-torch's own Muon works weight by weight and refuses convolutions. These process a stack of weights in one call, and treat
-a convolution as a matrix with one row per output.
+torch's own Muon works weight by weight and refuses convolutions. These process a stack of weights in one call and
+treat a convolution as a matrix with one row per output.
 """
 
 from __future__ import annotations
