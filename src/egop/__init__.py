@@ -12,7 +12,7 @@ from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.recipes import EGOP
-from egop.refresh import Aligned, Every, Online, Refresh, WhenDrifted
+from egop.refresh import Aligned, Every, Online, Refresh
 
 try:
     __version__ = metadata.version("egop")
@@ -42,7 +42,6 @@ __all__ = [
     "Shared",
     "Spectrum",
     "Structure",
-    "WhenDrifted",
     "diagnose",
     "estimate",
     "extras",
