@@ -4,9 +4,9 @@ They are ordinary torch optimizers, to be used with or without a rotation. A new
 defines ``transform``.
 """
 
-from egop.optim.matrix_optimizer import MatrixOptimizer, recorded_settings, rms_scales
+from egop.optim.matrix_optimizer import MatrixOptimizer, rms_scales
 from egop.optim.polar_adam import PolarAdam, polar
 from egop.optim.sign import Sign
 from egop.optim.sinkhorn import Sinkhorn
 
-__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn", "polar", "recorded_settings", "rms_scales"]
+__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn", "polar", "rms_scales"]

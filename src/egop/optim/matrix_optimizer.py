@@ -57,6 +57,11 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """Whether the class itself declares that its step can be recorded."""
         return bool(vars(type(self)).get("recordable"))
 
+    @property
+    def recorded_settings(self) -> str:
+        """The hyper-parameters that are part of a recording."""
+        return _recorded_settings(self.param_groups)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of weights, each of two or more dimensions."""
         super().add_param_group(param_group)
@@ -194,7 +199,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             buffered.append((group, weights, buffers, *rates[id(group)]))
             states = [tensor for weight in weights for tensor in self.state[weight].values()]
             tensors += [*weights, *buffers, *states, *rates[id(group)]]
-        self._graph.run(tensors, self, buffered, recorded_settings(group for group, _, _ in parts))
+        self._graph.run(tensors, self, buffered, _recorded_settings(group for group, _, _ in parts))
         # Autograd does not see what a graph writes, but must notice that older autograd graphs are invalid.
         torch.autograd.graph.increment_version([weight for _, weights, _ in parts for weight in weights])
 
@@ -236,7 +241,7 @@ def rms_scales(matrices: Tensor, rms: float) -> Tensor:
     return torch.where(lengths > 0, rms * math.sqrt(math.prod(matrices.shape[-2:])) / lengths, 0)
 
 
-def recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
+def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
     """Return the settings that a CUDA graph is recorded with: all but the rates, which it reads from buffers."""
     rates = ("params", "lr", "weight_decay")
     return str([{key: value for key, value in group.items() if key not in rates} for group in groups])
