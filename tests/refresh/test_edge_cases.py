@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.numerics.linalg import eigenbasis
+from egop.numerics import eigenbasis
 from egop.optimizer import rebasing, stacks
 
 

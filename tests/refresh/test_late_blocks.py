@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.numerics.linalg import eigenbasis
+from egop.numerics import eigenbasis
 from egop.refresh.online import assign_turns
 from explicit import identical
 

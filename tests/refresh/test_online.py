@@ -11,7 +11,7 @@ import torch
 import cases
 import egop
 from cases import DEEP, MLP
-from egop.numerics.linalg import eigenbasis, orthonormality_error, random_orthonormal
+from egop.numerics import eigenbasis, orthonormality_error, random_orthonormal
 from egop.refresh.eigenbases import off_diagonal_share, power_iteration
 from explicit import basis_of, distance, identical, logistic
 

@@ -11,8 +11,7 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP
-from egop.numerics import Recorder, Replayed
-from egop.numerics.linalg import orthonormality_error
+from egop.numerics import GraphedFunction, Recorder, orthonormality_error
 from egop.refresh import eigenbases
 from egop.refresh.online import assign_turns
 from explicit import distance, identical, logistic
@@ -154,7 +153,7 @@ def test_no_step_waits_for_the_device(structure):
 @needs_gpu
 def test_replayed_renewals_equal_computed_ones():
     """For several shapes, and with NaN input."""
-    replayed = Replayed(eigenbases.iterate, Recorder())
+    replayed = GraphedFunction(eigenbases.iterate, Recorder())
     generator = torch.Generator("cuda").manual_seed(0)
     for count, size in [(1, 96), (3, 40), (1, 96), (1, 96), (3, 40), (1, 96), (3, 40)]:
         rows = torch.randn(count, 200, size, generator=generator, device="cuda")

@@ -24,7 +24,7 @@ from egop.basis import (
     plain_name,
 )
 from egop.formatting import parse_bytes
-from egop.numerics import identity
+from egop.numerics import identity_matrices
 from egop.optimizer import Rebasable, Refresher, Stacks, level_of_user
 
 
@@ -86,7 +86,7 @@ class BlockChoice:
         changes = []
         for block, structure in plan.chosen.items():
             shapes = structure.basis_shapes(block).items()
-            change = structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes})
+            change = structure.change(block, {key: identity_matrices(shape, block.dtype) for key, shape in shapes})
             if not change.is_renewable():
                 raise ValueError(self._refusal(change.kind))
             changes.append(change)
