@@ -223,15 +223,20 @@ def _drop_nonfinite(value: Any) -> Any:
 
 
 def describe_code() -> dict[str, str]:
-    """Return a hash of the source files that decide what a run computes and, in a git repository, the commit."""
+    """Return a hash of the source files that decide what a run computes and, in a clean git checkout, the commit."""
     lab = Path(__file__).parents[1]
     root = lab.parents[2]
     places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "muon.py"]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     found = {"source": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+    git = ["git", "-C", str(root)]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        found["commit"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        changes, commit = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["status", "--porcelain"], ["rev-parse", "--short", "HEAD"])
+        )
+        if not changes:
+            found["commit"] = commit
     return found
 
 
