@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from egop_lab.race.tasks import CLIPS, TUNING_SEEDS, Run, Task
+from egop_lab.race.tasks import TUNING_SEEDS, Run, Task
 
 RULES = """
 1. Learning rates lie on the grid 1e-3 * 2**(k/2). Tuning starts at a guess for each task and method, with two rates on
@@ -17,16 +17,17 @@ RULES = """
    decides. A run that diverges counts as infinity. Rates are added until the best one has at least two tried rates on
    both sides. Then methods that tried fewer rates than another one of the same task try as many: further rates at the
    side of their best rate that has fewer.
-2. At the best rate each of these is tried alone, with the same three seeds: the other beta (AdamW and SOAP: beta2 0.95
-   or 0.99 on text, 0.99 or 0.999 on images; Muon and NorMuon: momentum 0.95 or 0.9), the other warm-up (50 or 100
-   steps), and gradient clipping (none or a norm of 1.0). Each value with the lower median wins; the base value (the
-   first) wins a tie. The winners are combined, and the rate is tuned again for the combination: the best rate so far
-   and its two neighbours on the grid, with the same three seeds, and further rates while the best one is at an end of
-   those tried. If the combination is worse at every rate than the best single variant, that variant is taken instead.
-   (Second tuning of the rate added on 2026-11-16, after the first 191 runs, all of AdamW, Muon, NorMuon and SOAP on
-   gpt-6x384-400: clipping won for every method, and the rate had been chosen without it. The step is the same for every
-   method, so it can only help the rivals as much as us.) Every method gets the same number of tuning runs, but for
-   rates that are added at an end, and for combinations that are single variants and so have been run once already.
+2. At the best rate each of these is tried alone, with the same three seeds: the other beta (AdamW, SOAP, PolarAdam and
+   EGOP: beta2 0.95 or 0.99 on text, 0.99 or 0.999 on images; Muon and NorMuon: momentum 0.95 or 0.9), the other warm-up
+   (50 or 100 steps), and gradient clipping (none or a norm of 1.0). Each value with the lower median wins; the base
+   value (the first) wins a tie. The winners are combined, and the rate is tuned again for the combination: the best
+   rate so far and its two neighbours on the grid, with the same three seeds, and further rates while the best one is at
+   an end of those tried. If the combination is worse at every rate than the best single variant, that variant is taken
+   instead. (Second tuning of the rate added on 2026-11-16, after the first 191 runs, all of AdamW, Muon, NorMuon and
+   SOAP on gpt-6x384-400: clipping won for every method, and the rate had been chosen without it. The step is the same
+   for every method, so it can only help the rivals as much as us.) Every method gets the same number of tuning runs,
+   but for rates that are added at an end, and for combinations that are single variants and so have been run once
+   already.
 3. Tuning uses the validation part only. The test part is evaluated by final runs alone, once, at their end.
 4. Final runs have the seeds 0, 1, ...: eight on GPT 6x384, five elsewhere, three on GPT 124M. At a seed all methods
    have the same initialisation and the same batches.
@@ -35,7 +36,11 @@ RULES = """
 6. AdamW also runs at 1.5, 2 and 3 times the steps, with its other hyper-parameters as tuned and the rate tuned again
    for each length: three rates around its best one, more until the best has a tried rate on both sides; three tuning
    seeds, and then the final seeds.
-7. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
+7. GPT 124M (gpt-12x768-code) takes a minute a run, so that only the rate is tuned, by runs of a quarter of the steps:
+   three rates around a guess, more until the best has a tried rate on both sides. The rest is fixed for all methods:
+   50 steps of warm-up, clipping at 1.0, beta2 0.95, momentum 0.9 (what most of the rivals chose on gpt-6x384-400).
+8. SGD with momentum is one more rival on ResNet-34 (momentum 0.9 or 0.95). It steps all parameters.
+9. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 """
 
 _FARTHEST = 40  # grid places from the guess at which the search for a rate gives up
@@ -143,23 +148,24 @@ class Tuning:
 
 
 def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
-    """Return the tuning of a method at the task's own length."""
+    """Return the tuning of a method at the task's own length, or by shorter runs if the task says so."""
     base = Run(
         task=task.name,
         method=method,
-        steps=task.steps,
+        steps=task.tuning_steps or task.steps,
         seed=TUNING_SEEDS[0],
         rate=task.guesses[method],
         beta=task.betas[method][0],
         warmup=task.warmups[0],
-        clip=CLIPS[0],
+        clip=task.clips[0],
     )
-    return Tuning(losses, base, room=2)
+    return Tuning(losses, base, room=task.room)
 
 
 def list_variants(task: Task, method: str) -> dict[str, Any]:
     """Return the value of each further hyper-parameter that is tried against the base value."""
-    return {"beta": task.betas[method][1], "warmup": task.warmups[1], "clip": CLIPS[1]}
+    values = {"beta": task.betas[method], "warmup": task.warmups, "clip": task.clips}
+    return {name: some[1] for name, some in values.items() if len(some) > 1}
 
 
 def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[list[Run], dict[str, Choice]]:
@@ -228,11 +234,3 @@ def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "Ad
         else:
             runs += longer
     return [run for run in runs if run not in losses]
-
-
-def finish(task: Task, methods: Sequence[str], race: Callable[[Run], float]) -> dict[Run, float]:
-    """Make all runs of a task one after the other, by a function that returns a loss; for tests and dry runs."""
-    losses: dict[Run, float] = {}
-    while runs := plan(task, methods, losses):
-        losses.update({run: race(run) for run in runs})
-    return losses
