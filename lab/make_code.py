@@ -2,10 +2,10 @@
 
 pip download --no-deps -d dl -r lab/src/egop_lab/race/code_packages.txt && python lab/make_code.py dl OUT
 
-Takes Python files of 400 to 200,000 characters (tests up to 60,000), UTF-8, without lines over 1,000 characters, without
-generated protobuf code, vendored copies and duplicates; at most 1.7 million characters a package; only of packages under
-permissive licences. Files are in the order of the hash of their path; those with a first byte below 5 are for
-validation. A zero byte ends each file.
+Takes Python files of 400 to 200,000 characters (tests up to 60,000), UTF-8, without lines over 1,000 characters,
+without generated protobuf code, vendored copies and duplicates; at most 1.7 million characters a package; only of
+packages under permissive licences. Files are in the order of the hash of their path; those with a first byte below 5
+are for validation. A zero byte ends each file.
 """
 
 from __future__ import annotations

@@ -234,13 +234,10 @@ def describe_code() -> dict[str, str]:
     places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "muon.py"]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     found = {"source": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
-    git = ["git", "-C", str(root)]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        changes, commit = (
-            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["status", "--porcelain"], ["rev-parse", "--short", "HEAD"])
-        )
-        if not changes:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not commit.endswith("-dirty"):
             found["commit"] = commit
     return found
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from egop_lab.race.tasks import TUNING_SEEDS, Run, Task
@@ -46,21 +45,6 @@ RULES = """
 _FARTHEST = 40  # grid places from the guess at which the search for a rate gives up
 
 Losses = Mapping[Run, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Tuned hyper-parameters of a method."""
-
-    rate: int
-    beta: float
-    warmup: int
-    clip: float | None
-
-    @classmethod
-    def read(cls, run: Run) -> Choice:
-        """Return the choice that a run was made with."""
-        return cls(rate=run.rate, beta=run.beta, warmup=run.warmup, clip=run.clip)
 
 
 def read_run(record: Mapping[str, Any]) -> Run:
@@ -131,8 +115,8 @@ class Tuning:
         """Return the runs at these rates that are not made yet."""
         return [run for rate in rates for run in self.runs(rate=rate, **changes) if run not in self.losses]
 
-    def choose(self, variants: Mapping[str, Any]) -> Choice | list[Run]:
-        """Return the choice; or, while it is open, the runs that are missing: first variants, then the rate again."""
+    def choose(self, variants: Mapping[str, Any]) -> Run | list[Run]:
+        """Return a run as tuned; or, while that is open, the runs that are missing: variants, then the rate again."""
         rate = self.best
         if missing := [run for name in variants for run in self.missing_runs([rate], **{name: variants[name]})]:
             return missing
@@ -143,8 +127,8 @@ class Tuning:
             return again.missing_runs(rates)
         best = min(winners, key=lambda name: medians[name], default=None)
         if best is not None and medians[best] < again.tried[again.best]:
-            return Choice.read(dataclasses.replace(self.base, rate=rate, **{best: winners[best]}))
-        return Choice.read(dataclasses.replace(again.base, rate=again.best))
+            return dataclasses.replace(self.base, rate=rate, **{best: winners[best]})
+        return dataclasses.replace(again.base, rate=again.best)
 
 
 def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
@@ -168,45 +152,39 @@ def list_variants(task: Task, method: str) -> dict[str, Any]:
     return {name: some[1] for name, some in values.items() if len(some) > 1}
 
 
-def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[list[Run], dict[str, Choice]]:
-    """Return the tuning runs to make now, and the choices if all methods are tuned (else none)."""
+def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[list[Run], dict[str, Run]]:
+    """Return the tuning runs to make now; and, if all methods are tuned, a run of each with the tuned values."""
     tunings = {method: start_tuning(task, method, losses) for method in methods}
     runs: list[Run] = []
-    choices: dict[str, Choice] = {}
-    settled = {}
+    choices: dict[str, Run] = {}
+    has_rate = []
     for method, tuning in tunings.items():
         if rates := tuning.missing_rates():
             runs += tuning.missing_runs(rates)
             continue
-        settled[method] = tuning
+        has_rate.append(tuning)
         found = tuning.choose(list_variants(task, method))
-        if isinstance(found, Choice):
+        if isinstance(found, Run):
             choices[method] = found
         else:
             runs += found
-    if len(settled) == len(methods):
-        most = max(len(tuning.tried) for tuning in settled.values())
-        for tuning in settled.values():
+    if len(has_rate) == len(methods):
+        most = max(len(tuning.tried) for tuning in has_rate)
+        for tuning in has_rate:
             runs += tuning.missing_runs(tuning.padding(most))
     return runs, {} if runs else choices
 
 
-def plan_longer(task: Task, method: str, multiple: float, choice: Choice, losses: Losses) -> list[Run] | int:
-    """Return the runs that tune the rate of a longer training; or the best rate once it is known."""
-    values = dataclasses.asdict(choice)
-    base = Run(task=task.name, method=method, steps=task.length(multiple), seed=TUNING_SEEDS[0], **values)
-    tuning = Tuning(losses, base, room=1)
+def plan_longer(task: Task, choice: Run, multiple: float, losses: Losses) -> Run | list[Run]:
+    """Return a longer run with its tuned rate; or, while that is open, the runs that are missing."""
+    tuning = Tuning(losses, dataclasses.replace(choice, steps=task.length(multiple)), room=1)
     rates = tuning.missing_rates()
-    return tuning.missing_runs(rates) if rates else tuning.best
+    return tuning.missing_runs(rates) if rates else dataclasses.replace(tuning.base, rate=tuning.best)
 
 
-def final_runs(task: Task, method: str, choice: Choice, multiple: float = 1.0) -> list[Run]:
+def final_runs(task: Task, choice: Run, multiple: float = 1.0) -> list[Run]:
     """Return the runs that are reported."""
-    values = dataclasses.asdict(choice)
-    return [
-        Run(task=task.name, method=method, steps=task.length(multiple), seed=seed, **values)
-        for seed in range(task.seeds)
-    ]
+    return [dataclasses.replace(choice, steps=task.length(multiple), seed=seed) for seed in range(task.seeds)]
 
 
 def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "AdamW") -> list[Run]:
@@ -222,15 +200,9 @@ def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "Ad
         baseline: the method that also runs for longer.
     """
     runs, choices = plan_tuning(task, methods, losses)
-    if not choices:
-        return runs
-    finals = [final_runs(task, method, choice) for method, choice in choices.items()]
-    runs = [run for seed in zip(*finals, strict=True) for run in seed]
+    finals = [final_runs(task, choice) for choice in choices.values()]
+    runs += [run for seed in zip(*finals, strict=True) for run in seed]
     for multiple in task.multiples if baseline in choices else ():
-        longer = plan_longer(task, baseline, multiple, choices[baseline], losses)
-        if isinstance(longer, int):
-            choice = dataclasses.replace(choices[baseline], rate=longer)
-            runs += final_runs(task, baseline, choice, multiple)
-        else:
-            runs += longer
+        longer = plan_longer(task, choices[baseline], multiple, losses)
+        runs += final_runs(task, longer, multiple) if isinstance(longer, Run) else longer
     return [run for run in runs if run not in losses]
