@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop.numerics.randomness import RandomStream, random_state
+from egop.numerics.randomness import RandomStream, get_random_state
 
 
 def mean_square(model, batch):
@@ -331,7 +331,7 @@ def test_random_stream_resumes_and_leaves_others_alone():
 
 
 def test_random_stream_restores_others_after_an_error():
-    state = random_state()
+    state = get_random_state()
 
     def interrupted():
         numbers()
@@ -339,7 +339,7 @@ def test_random_stream_restores_others_after_an_error():
 
     with pytest.raises(KeyboardInterrupt), RandomStream(1):
         interrupted()
-    after = random_state()
+    after = get_random_state()
     assert after[0] == state[0]
     assert after[1][2] == state[1][2]
     assert torch.equal(after[2], state[2])

@@ -93,7 +93,7 @@ def estimate(
         arguments = resolve_arguments(objective, rho, samples, generator)
         return *arguments, make_plan(*partition_objective(objective, partition), structure, parse_bytes(memory))
 
-    distribution, source, plan = processes.agreed(prepare)
+    distribution, source, plan = processes.run_collectively(prepare)
     if progress and structure == "auto" and processes.rank() == 0:
         tqdm.write(str(plan), file=sys.stderr)
     basis = estimate_plan(objective, plan, distribution, samples, source, sampling, progress)
@@ -155,15 +155,15 @@ def estimate_plan(
         return draws > 0 and _accumulate(accumulators, objective, rho, draws, generator, sampling, progress)
 
     with objective.synchronize():
-        has_gradient = processes.agreed(accumulate)
-    require_gradient(plan, draws, any(processes.exchanged(lambda: has_gradient)))
+        has_gradient = processes.run_collectively(accumulate)
+    require_gradient(plan, draws, any(processes.gather_results(lambda: has_gradient)))
     owners = parallel.assign_blocks(plan)
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
     parallel.combine(accumulators, owners, devices)
     own = {block: accumulators[block] for block in plan.chosen if owners[block] == processes.rank()}
     accumulators.clear()
     # Each accumulator is dropped once it is finished, to free its memory.
-    results = processes.agreed(lambda: {block: own.pop(block).finish() for block in list(own)})
+    results = processes.run_collectively(lambda: {block: own.pop(block).finish() for block in list(own)})
     results = parallel.share_results(results, owners)
     spectra = {block.name: spectrum for block, (spectrum, _) in results.items() if spectrum is not None}
     return Basis([change for _, change in results.values()], spectra, plan.unrotated)
@@ -217,7 +217,7 @@ def _accumulate(
         generator=generator,
         method=sampling,
         progress=progress and processes.rank() == 0,
-        share=processes.share_of(draws),
+        share=processes.local_share(draws),
     )
     is_first, has_gradient = True, False
     with closing(chunks):  # restores the model at once if something is interrupted

@@ -16,7 +16,7 @@ from egop.basis import plain_name
 from egop.distributed import is_sharded, processes
 from egop.estimation.batches import move_batches
 from egop.estimation.snapshot import sampling_lock, take_snapshot
-from egop.numerics import random_state, seed_everything, set_random_state
+from egop.numerics import get_random_state, seed_everything, set_random_state
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -188,7 +188,7 @@ class Objective:
         thread may be inside at a time; others wait.
         """
         with sampling_lock:
-            outer, states = (self._current, self._sampled), random_state()
+            outer, states = (self._current, self._sampled), get_random_state()
             if self._sampled is None:
                 self._load_tensors()
             restore = take_snapshot(self._model)
@@ -217,7 +217,7 @@ class Objective:
         sampled = {id(parameter) for parameter in self.parameters.values()}
         others = [tensor for tensor in tensors if id(tensor) not in sampled]
         outer = self._current
-        current, saved = processes.agreed(
+        current, saved = processes.run_collectively(
             lambda: (
                 {name: value.clone() for name, value in self.current.items()},
                 [tensor.detach().clone() for tensor in others],

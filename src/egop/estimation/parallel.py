@@ -38,7 +38,7 @@ def check_agreement(objective: Objective, plan: Plan, generator: torch.Generator
             "the generator's device": repr(generator.device.type),
         }, generator.get_state()
 
-    answers = processes.exchanged(describe)
+    answers = processes.gather_results(describe)
     first, state = answers[0]
     for rank, (settings, _) in enumerate(answers):
         for name, value in settings.items():
@@ -56,7 +56,7 @@ def assign_blocks(plan: Plan) -> dict[Block, int]:
     def estimate_work(block: Block) -> int:
         return sum(math.prod(shape) * shape[-1] for shape in plan.chosen[block].basis_shapes(block).values())
 
-    owners = processes.owners_of([estimate_work(block) for block in plan.chosen])
+    owners = processes.assign_owners([estimate_work(block) for block in plan.chosen])
     return dict(zip(plan.chosen, owners, strict=True))
 
 
@@ -67,7 +67,7 @@ def combine(
     if processes.world_size() == 1:
         return
     summaries = [(block, summary) for block, each in accumulators.items() for summary in each.summaries()]
-    answers = processes.exchanged(lambda: [summary.holding() for _, summary in summaries])
+    answers = processes.gather_results(lambda: [summary.holding() for _, summary in summaries])
     work = [(block, summary, [answer[i] for answer in answers]) for i, (block, summary) in enumerate(summaries)]
 
     def prepare() -> None:
@@ -84,16 +84,16 @@ def combine(
         if error is not None:
             raise error
 
-    processes.agreed(prepare)
-    processes.agreed(collect)
+    processes.run_collectively(prepare)
+    processes.run_collectively(collect)
 
 
 def share_results(results: Mapping[Block, Result], owners: Mapping[Block, int]) -> dict[Block, Result]:
     """Give every process the results of all blocks, bit for bit."""
     if processes.world_size() == 1:
         return dict(results)
-    outlines = processes.exchanged(lambda: {block.name: _outline(*result) for block, result in results.items()})
-    shared = processes.agreed(
+    outlines = processes.gather_results(lambda: {block.name: _outline(*result) for block, result in results.items()})
+    shared = processes.run_collectively(
         lambda: {
             block: results[block] if block in results else _allocate(*outlines[owner][block.name])
             for block, owner in owners.items()

@@ -25,7 +25,7 @@ from egop.estimation.gradients import (
 from egop.estimation.initializers import stack_points
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution
-from egop.numerics import RandomStream, drawn_outside_torch, full_precision
+from egop.numerics import RandomStream, full_precision, has_drawn_outside_torch
 
 logger = logging.getLogger("egop")
 
@@ -235,7 +235,7 @@ def _choose_chunks(
     if method == "loop" or (method == "auto" and _is_slow_convolution(objective, activations)):
         return loop
     reason = None
-    if drawn_outside_torch(point.seeds[0]):
+    if has_drawn_outside_torch(point.seeds[0]):
         reason = "the loss draws random numbers from Python or numpy, which all points would share"
     reason = reason or _find_written_buffer(objective.module, buffers)
     if reason is None:

@@ -18,7 +18,7 @@ from egop.estimation import (
     partition_objective,
 )
 from egop.formatting import parse_bytes
-from egop.numerics import check_positive
+from egop.numerics import check_positive_int
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 
 
@@ -58,7 +58,7 @@ class Every(Refresh):
     progress: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
+        check_positive_int("every", self.every)
         check_moments(self.moments)
         check_structure(self.structure)
         if not isinstance(self.objective, Objective):
@@ -67,7 +67,7 @@ class Every(Refresh):
                 "To learn the basis from the training gradients alone, use egop.Online()."
             )
         if self.samples is not None:
-            check_positive("samples", self.samples)
+            check_positive_int("samples", self.samples)
         if not isinstance(self.rho, Distribution):
             raise TypeError(f"rho must be a distribution such as egop.Recentered(), got {self.rho!r}.")
         self.rho.check(self.objective)
