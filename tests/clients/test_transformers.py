@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 
 import pytest
-import runs
 import torch
+
+import runs
 
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)
 ScheduleFreeAdamW = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW
 pytest.importorskip("accelerate", reason=runs.MISSING)
 
-from language import MATRICES, gpt2, sentences
-
 import egop
 from egop.extras.frameworks import trainer_optimizer
+from language import MATRICES, gpt2, sentences
 
 STEPS = 6
 LR = 3e-3

@@ -31,7 +31,7 @@ _BATCHES = 100
 
 
 def held_batches(objective: Objective, steps: int, seed: int) -> list[Any]:
-    """The batches of runs of so many steps: held, so that every run sees the same ones whatever the loader does."""
+    """Return the batches for runs of this many steps. They are held, so that every run sees the same ones."""
     with objective.preserved(seed=seed):
         return objective.placed(itertools.islice(objective.batches(), min(steps, _BATCHES)))
 
@@ -133,19 +133,19 @@ def check_gradient(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]
 def batch_losses(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]
 ) -> tuple[float, ...]:
-    """The loss of each batch."""
+    """Return the loss of each batch."""
     return tuple(float(loss_fn(model, batch)) for batch in batches)
 
 
 def mean_loss(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
-    """The mean of these losses."""
+    """Return the mean loss over batches."""
     return sum(batch_losses(model, loss_fn, batches)) / len(batches)
 
 
 def clock() -> float:
-    """The seconds of a clock to measure work by, read when kernels that are still running have ended.
+    """Wait for running kernels and return the seconds of a clock to time work with.
 
-    On one core it stands still while other programs have it, so that a busy machine does not count.
+    With one thread it is the processor's time, which does not count other programs.
     """
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+<<<<<<< HEAD
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+=======
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+>>>>>>> w-refresh
 
 import torch
 from torch import Tensor
@@ -243,8 +248,20 @@ class BoundBlock:
         return self.__dict__ | {"seen": self.compute_digests(), "change": self.change.replaced(copies)}
 
 
+<<<<<<< HEAD
 def compares_values(device: torch.device) -> bool:
     """Return True if writes to parameters are noticed by their values, not by torch's version counter.
+=======
+def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
+    """Map each parameter that is in a block, by its ``id``, to the block."""
+    return {id(original): block for block in blocks for original in block.originals}
+
+
+# What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.
+_Look = Tensor | tuple[int, int] | str
+UNKNOWN = "0" * 32  # the digest of nothing
+_LOADED = "f" * 32  # likewise; of coordinates that were loaded, which may have been decoded in other pieces
+>>>>>>> w-refresh
 
     The counter ``_version`` (a private name; a test notices when it changes) misses writes through ``.data``. On the
     CPU a copy of the values costs little and shows those too.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from egop.basis import Basis, ChangeOfBasis, orthonormality_error, plain_name, rebuild
 from egop.distributed import Pieces, part_of, whole
-from egop.optimizer.binding import UNKNOWN, BoundBlock
+from egop.optimizer.binding import UNKNOWN, BoundBlock, map_to_blocks
 from egop.optimizer.engine import Engine
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.states import (
@@ -261,7 +261,7 @@ def restored(
     if groups is not None:
         check_settings(engine.base, groups, engine.param_groups, inner)
     members = [parameter for group in engine.param_groups for parameter in group["params"]]
-    inside: dict[int, BoundBlock] = {id(original): block for block in blocks for original in block.originals}
+    inside = map_to_blocks(blocks)
     states: dict[Tensor, dict[Any, Any] | None] = {}
     labels: dict[Tensor, str] = {}
     for parameter, told in zip(members, parsed, strict=True):
