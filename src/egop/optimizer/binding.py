@@ -5,15 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-<<<<<<< HEAD
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
-=======
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
->>>>>>> w-refresh
 
 import torch
 from torch import Tensor
@@ -191,8 +186,8 @@ class BoundBlock:
         """
         if any(parameter.device != value.device for parameter, value in zip(self.parameters, decoded, strict=True)):
             return  # moved to another device: the next step binds it again
-        triples = zip(self.parameters, self.add_rest(decoded), self.seen, strict=True)
-        if not all((_rounds_to if seen == _LOADED else _equals)(value, parameter) for parameter, value, seen in triples):
+        found = zip(self.parameters, self.add_rest(decoded), self.seen, strict=True)
+        if not all((_rounds_to if seen == _LOADED else _equals)(value, parameter) for parameter, value, seen in found):
             self.encode(self.parameters)
         self.mark_synced()
 
@@ -248,20 +243,13 @@ class BoundBlock:
         return self.__dict__ | {"seen": self.compute_digests(), "change": self.change.replaced(copies)}
 
 
-<<<<<<< HEAD
-def compares_values(device: torch.device) -> bool:
-    """Return True if writes to parameters are noticed by their values, not by torch's version counter.
-=======
 def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
     """Map each parameter that is in a block, by its ``id``, to the block."""
     return {id(original): block for block in blocks for original in block.originals}
 
 
-# What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.
-_Look = Tensor | tuple[int, int] | str
-UNKNOWN = "0" * 32  # the digest of nothing
-_LOADED = "f" * 32  # likewise; of coordinates that were loaded, which may have been decoded in other pieces
->>>>>>> w-refresh
+def compares_values(device: torch.device) -> bool:
+    """Return True if writes to parameters are noticed by their values, not by torch's version counter.
 
     The counter ``_version`` (a private name; a test notices when it changes) misses writes through ``.data``. On the
     CPU a copy of the values costs little and shows those too.
@@ -357,7 +345,7 @@ class BoundParameters:
         return [(tensor.dtype, tensor.device) for tensor in tensors] == self.kinds
 
     def find_names(self, groups: Groups) -> list[str]:
-        """Return the names of the groups' parameters now: a bound one keeps its name, a new one takes its position's."""
+        """Return the names of the groups' current parameters: new ones take the name of their position."""
         tensors = _list_parameters(groups)
         if len(tensors) != len(self.tensors):
             raise ValueError("Their number has changed: add parameters by optimizer.add_param_group.")

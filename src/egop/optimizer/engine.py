@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from egop.basis import Basis, Known, Layer, check_disjoint
 from egop.distributed import Pieces
-from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
+from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding, map_to_blocks
 from egop.optimizer.checks import benefits_from_rotation, check_blocks, check_class, warn_no_basis
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
@@ -44,6 +44,7 @@ class Engine:
         self._inner: InnerOptimizers | None = None
         self._stacks: Stacks | None = None
         self.bound = BoundParameters()
+        self._block_of: tuple[list[BoundBlock], dict[int, BoundBlock]] | None = None  # for find_block
 
     @property
     def is_built(self) -> bool:
@@ -129,17 +130,16 @@ class Engine:
         """Add the last parameter group, which has these blocks."""
         tensors = self.inner.add_group(self.param_groups[-1], blocks, self.pieces)
         self.inner.expose_outside_settings(self.param_groups)
-        for tensor in tensors:  # some optimizers create states in their constructor only
-            if not self.inner.state.get(tensor) and any(fresh := self.inner.make_fresh_states([tensor])):
-                self.inner.state[tensor] = fresh[0]
+        # Some optimizers create states in their constructor only.
+        self.inner.reset([tensor for tensor in tensors if not self.inner.state.get(tensor)])
         self.blocks, self._stacks = self.blocks + blocks, None
         self.bound = BoundParameters.from_groups(self.param_groups)
 
     def find_block(self, parameter: Tensor) -> BoundBlock | None:
         """Return the block of a parameter."""
-        return next(
-            (block for block in self.blocks if any(original is parameter for original in block.originals)), None
-        )
+        if self._block_of is None or self._block_of[0] is not self.blocks:
+            self._block_of = self.blocks, map_to_blocks(self.blocks)
+        return self._block_of[1].get(id(parameter))
 
     # --- a step ---
 
@@ -271,8 +271,7 @@ class Engine:
                 self.inner.state.pop(self.pieces.of(original), None)
         self.blocks, self._stacks = self.blocks + new, None
         self.inner.replace_parameters(self.param_groups, self.blocks, self.pieces)
-        for block in new:
-            self.reset_moments(block)
+        self.reset_moments(new)
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Continue in other bases of some blocks of one stack, without the checks of :meth:`rebase`.
@@ -286,13 +285,12 @@ class Engine:
         stack.rebase(members, tensors, self.inner.state, moments, in_place=self.stacks.still)
         for block in stack.blocks[members]:
             block.spectrum = None  # it belongs to the old basis
-            if moments == "reset":
-                self.reset_moments(block)
+        if moments == "reset":
+            self.reset_moments(stack.blocks[members])
 
-    def reset_moments(self, block: BoundBlock) -> None:
-        """Reset the inner optimizer's state of a block."""
-        fresh = self.inner.make_fresh_states(block.coordinates)
-        self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+    def reset_moments(self, blocks: Sequence[BoundBlock]) -> None:
+        """Reset the inner optimizer's state of some blocks."""
+        self.inner.reset([coordinate for block in blocks for coordinate in block.coordinates])
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
         if moments != "reset" and any(self.inner.state.values()):
@@ -310,7 +308,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: without stacks, whose memory its blocks do not share, and without the model."""
         self.wait_for_refresh()
-        return self.__dict__ | {"_stacks": None, "bound": BoundParameters(), "known": None}
+        return self.__dict__ | {"_stacks": None, "_block_of": None, "bound": BoundParameters(), "known": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from egop.distributed import Pieces
 from egop.optim import MatrixOptimizer, settings_beside_rates
-from egop.optimizer.binding import BoundBlock
+from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
 from egop.optimizer.hooks import step_inner
 from egop.optimizer.moments import find_momentum
@@ -78,10 +78,15 @@ class BaseOptimizer:
         return self.optimizer_class(groups, **self.hyperparameters)
 
     def split_group(
-        self, group: Mapping[str, Any], blocks: Sequence[BoundBlock], pieces: Pieces
+        self, group: Mapping[str, Any], block_of: Mapping[int, BoundBlock], pieces: Pieces
     ) -> tuple[list[Group], Group | None]:
-        """Return the inner groups for one of the user's: those of the first optimizer, and that of ``outside``."""
-        block_of = {id(original): block for block in blocks for original in block.originals}
+        """Return the inner groups for one of the user's: those of the first optimizer, and that of ``outside``.
+
+        Args:
+            group: the user's group.
+            block_of: the block of each parameter, see :func:`egop.optimizer.binding.map_to_blocks`.
+            pieces: the local parts of sharded parameters outside the blocks.
+        """
         members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter is
         others: list[Tensor] = []
         for parameter in group["params"]:
@@ -138,7 +143,8 @@ class InnerOptimizers:
         self, base: BaseOptimizer, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: Pieces
     ) -> None:
         self.base = base
-        splits = [base.split_group(group, blocks, pieces) for group in groups]
+        block_of = map_to_blocks(blocks)
+        splits = [base.split_group(group, block_of, pieces) for group in groups]
         self.coordinates = base.make([each for inside, _ in splits for each in inside])
         outside = [each for _, each in splits if each is not None]
         self.outside = base.make(outside, outside=True) if outside else None
@@ -179,18 +185,19 @@ class InnerOptimizers:
         inside = self.coordinates.param_groups[count * index : count * (index + 1)]
         return inside, None if self.outside is None else self.outside.param_groups[index]
 
-    def find_group(self, tensor: Tensor) -> tuple[Optimizer, Group]:
-        """Return the optimizer that steps a tensor, and the group that it is in."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if any(member is tensor for member in group["params"]):
-                    return optimizer, group
-        raise KeyError("No inner optimizer steps this tensor.")
+    def map_to_groups(self) -> dict[int, tuple[Optimizer, Group]]:
+        """Map each stepped tensor, by its ``id``, to its optimizer and group."""
+        return {
+            id(tensor): (optimizer, group)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
 
     def add_group(self, group: Group, blocks: Sequence[BoundBlock], pieces: Pieces) -> list[Tensor]:
         """Add inner groups for one of the user's; return their tensors."""
         self._synced = []
-        inside, outside = self.base.split_group(group, blocks, pieces)
+        inside, outside = self.base.split_group(group, map_to_blocks(blocks), pieces)
         for each in inside:
             self.coordinates.add_param_group(each)
         if self.outside is not None and outside is not None:
@@ -206,9 +213,11 @@ class InnerOptimizers:
 
     def replace_parameters(self, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: Pieces) -> None:
         """Step the coordinates of these blocks from here on, in the same optimizers: they may keep more than state."""
+        self._synced = []
+        block_of = map_to_blocks(blocks)
         for index, group in enumerate(groups):
             inside, outside = self.find_groups(index)
-            wanted, wanted_outside = self.base.split_group(group, blocks, pieces)
+            wanted, wanted_outside = self.base.split_group(group, block_of, pieces)
             for target, source in zip(inside, wanted, strict=True):
                 target["params"] = source["params"]
             if outside is not None and wanted_outside is not None:
@@ -261,14 +270,27 @@ class InnerOptimizers:
 
     # --- state ---
 
-    def make_fresh_states(self, tensors: Sequence[Tensor], *, stepped: bool = False) -> list[dict[str, Any]]:
+    def reset(self, tensors: Sequence[Tensor]) -> None:
+        """Reset the state of some tensors to that before the first step."""
+        wanted = {id(tensor) for tensor in tensors}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if members := [tensor for tensor in group["params"] if id(tensor) in wanted]:
+                    for tensor, state in zip(members, self.make_fresh_states(members, optimizer, group), strict=True):
+                        self.state.pop(tensor, None)
+                        self.state.update({tensor: state} if state else {})
+
+    def make_fresh_states(
+        self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, stepped: bool = False
+    ) -> list[dict[str, Any]]:
         """Return the states of tensors before their first step, or (``stepped``) what later ones look like.
 
         Args:
-            tensors: some of one group.
+            tensors: some of the group's tensors.
+            optimizer: the one that steps them.
+            group: the group that they are in.
             stepped: take a step with zero gradients on copies first.
         """
-        optimizer, group = self.find_group(tensors[0])
         settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
         used = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
         fresh = self.base.make([{**settings, "params": used}], outside=optimizer is self.outside)

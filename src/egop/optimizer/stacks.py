@@ -109,11 +109,11 @@ class Stack:
     def _find_parameters(self) -> list[tuple[Tensor, ...]]:
         return list(zip(*(block.parameters for block in self.blocks), strict=True))
 
-    def active_part(self) -> Part:
-        """Return the bases and coordinates of the blocks that have a gradient, and memory for decoded ones."""
+    def active_part(self) -> tuple[ChangeOfBasis, list[Tensor]]:
+        """Return the bases and coordinates of the blocks that have a gradient."""
         if len(self.active) == len(self.blocks):
-            return self.change, self.coordinates, self.slots
-        return self.change.part(self.active), [stacked[self.active] for stacked in self.coordinates], []
+            return self.change, self.coordinates
+        return self.change.part(self.active), [stacked[self.active] for stacked in self.coordinates]
 
     def set_gradients(self, encoded: Products) -> None:
         """Give the coordinates of the active blocks their gradients."""
@@ -299,7 +299,9 @@ class Stacks:
     def decode_coordinates(self) -> None:
         """Rotate the stepped coordinates of all active blocks back and write them to the parameters."""
         active = [stack for stack in self._each if stack.active]
-        parts = [stack.active_part() for stack in active]
+        parts: list[Part] = [
+            (*stack.active_part(), stack.slots if len(stack.active) == len(stack.blocks) else []) for stack in active
+        ]
         products = self._multiply_all("decode", parts)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -317,10 +319,10 @@ class Stacks:
                 copy_all(targets, sources)
                 targets, sources = [], []
         copy_all(targets, sources) if targets else None
-        for block, values in written:
+        for block, copied in written:
             if block.sharded:
                 block.scatter()
-            block.mark_synced(values)
+            block.mark_synced(copied)
 
     def rewrite(self, write: Callable[[], object]) -> None:
         """Let ``write`` change the coordinates, outside a step, and write the parameters accordingly."""

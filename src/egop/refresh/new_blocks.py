@@ -25,7 +25,7 @@ from egop.basis import (
 )
 from egop.formatting import parse_bytes
 from egop.numerics import identity
-from egop.optimizer import Rebasable, Refresher, Stacks, level_of_user
+from egop.optimizer import Rebasable, Refresher, Stacks, find_user_level
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class BlockChoice:
             f"and shapes. Weights to rotate: {_join(rotated)}. Skipped weights: {_join(skipped)}. Rotating an "
             "embedding or an output head slows training down. Give the optimizer the model itself, or model=model next "
             "to the parameters; or name the weights: egop.Online(structure={'name pattern': egop.Shared()}).",
-            stacklevel=level_of_user(),  # the line that creates the optimizer
+            stacklevel=find_user_level(),  # the line that creates the optimizer
         )
 
     def _refusal(self, kinds: str) -> str:
