@@ -40,8 +40,8 @@ def stacked(states, key):
 
 def carried(states, old, new, **options):
     """The states after a change of basis: what moves, and what stays as it was."""
-    moved = [moments.movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
-    fresh = moments.rotated(moved, old, new, **options)
+    moved = [moments.select_movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
+    fresh = moments.rotate_states(moved, old, new, **options)
     return [state | own for state, own in zip(states, fresh, strict=True)]
 
 
@@ -121,9 +121,9 @@ def test_vectors_in_containers_are_rotated_as_vectors(container):
         "tuple": (one, other, None),
         "dict of lists": {"a": [one], "b": [other, torch.tensor(2.0)]},
     }[container]
-    moved = moments.movable({"momentum_buffer": pair}, one.shape)
+    moved = moments.select_movable({"momentum_buffer": pair}, one.shape)
     assert [id(tensor) for tensor in moved.values()] == [id(one), id(other)]  # to be written where they are
-    found = moments.rotated([moved], old, new)[0]
+    found = moments.rotate_states([moved], old, new)[0]
     for before, after in zip((one, other), found.values(), strict=True):
         torch.testing.assert_close(after, new.dense().mT @ old.dense() @ before, rtol=0, atol=1e-12)
 
@@ -162,18 +162,18 @@ def test_a_state_that_is_not_known_is_an_error_never_a_guess(what):
         r"in the gradients.* say so once: egop.optimizer.moments.LINEAR.add\(name\). Or use moments='reset'"
     )
     with pytest.raises(ValueError, match=message):
-        moments.movable(state, SHAPE)
-    assert moments.movable(state, SHAPE, "reset") == {}
+        moments.select_movable(state, SHAPE)
+    assert moments.select_movable(state, SHAPE, "reset") == {}
 
 
 def test_single_numbers_stay_whatever_their_name():
     numbers = {"step": torch.tensor(3.0), "norm": torch.zeros(1), "k": 4, "name": "x", "none": None, "betas": (0.9, 1)}
-    assert moments.movable(numbers, SHAPE) == {}
+    assert moments.select_movable(numbers, SHAPE) == {}
 
 
 def test_of_what_is_kept_points_alone_are_rotated():
     state = {name: torch.zeros(SHAPE) for name in ("z", "exp_avg", "exp_avg_sq", "secret")}
-    assert list(moments.movable(state, SHAPE, "keep")) == ["z"]
+    assert list(moments.select_movable(state, SHAPE, "keep")) == ["z"]
 
 
 def test_a_state_of_some_coordinates_only_is_an_error():

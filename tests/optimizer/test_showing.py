@@ -11,8 +11,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.optimizer import inner
-from egop.optimizer.trial import tried
+from egop.optimizer.trial import try_optimizer
 from pages import Page
 
 
@@ -192,7 +191,7 @@ def test_spectra_are_plotted_of_every_block_and_side():
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    monkeypatch.setattr(inner, "_WARNED", set())
+    monkeypatch.setattr(checks, "_warned", set())
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1}], ids=str)
@@ -230,9 +229,9 @@ def test_nobody_is_warned_where_a_basis_may_help_or_there_is_none(unwarned):
 
 
 def test_a_learning_rate_of_zero_says_nothing_of_a_class():
-    assert not tried(torch.optim.SGD, {}, {"lr": 0.0}).same_in_every_rotation
-    assert tried(torch.optim.SGD, {}, {"lr": 0.1}).same_in_every_rotation
-    assert not tried(torch.optim.RAdam, {}, {"lr": 0.1}).same_in_every_rotation  # begins as plain momentum does
+    assert not try_optimizer(torch.optim.SGD, {}, {"lr": 0.0}).is_rotation_invariant
+    assert try_optimizer(torch.optim.SGD, {}, {"lr": 0.1}).is_rotation_invariant
+    assert not try_optimizer(torch.optim.RAdam, {}, {"lr": 0.1}).is_rotation_invariant  # begins as plain momentum does
 
 
 def step(optimizer):

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 import egop
 from damage import WRONG
-from egop.optimizer.restoring import about_of
-from egop.optimizer.states import ABOUT, _as_bytes
+from egop.optimizer.state import ABOUT, encode_about, read_about
 
 
 def build_model():
@@ -70,10 +69,10 @@ def mutate(state, generator):
         place = place[key]
         key = generator.choice(list(place) if isinstance(place, dict) else range(len(place)))
     if key == ABOUT and generator.random() < 0.8:
-        about = about_of(place)
+        about = read_about(place)
         part = generator.choice([about, about.get("block", about)])
         done = mutate_value(part, generator.choice(sorted(part)), generator)
-        place[ABOUT] = _as_bytes(about)
+        place[ABOUT] = encode_about(about)
         return state, f"{ABOUT}: {done}"
     return state, mutate_value(place, key, generator)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import egop
 from egop.numerics.linalg import eigenbasis
-from egop.optimizer import rebasing, stacks
+from egop.optimizer import moments, stacks
 
 
 def network():
@@ -97,7 +97,7 @@ def test_a_failure_in_the_middle_of_a_change_leaves_the_weights(monkeypatch):
         targets[0].copy_(sources[0])
         raise MemoryError
 
-    monkeypatch.setattr(rebasing, "copy_all", copy_the_basis_only)
+    monkeypatch.setattr(moments, "copy_all", copy_the_basis_only)
     with pytest.raises(MemoryError):
         optimizer.rebase(elsewhere.basis)
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from torch import nn
 
 import egop
 from egop.numerics.linalg import eigenbasis, orthonormality_error
-from egop.optimizer import rebasing
+from egop.optimizer import moments
 from egop.refresh import methods
 
 
@@ -80,7 +80,7 @@ def test_of_wider_ones_the_iteration_finds_the_rest(monkeypatch):
 @pytest.mark.parametrize("structure", [egop.Kronecker(), egop.Shared(), egop.Full()], ids=str)
 def test_the_point_of_a_wide_block_moves_to_its_new_basis_without_their_rotation(structure, monkeypatch):
     """SGD is the same in every basis."""
-    monkeypatch.setattr(rebasing, "_WIDE", 1)
+    monkeypatch.setattr(moments, "_WIDE", 1)
     model, plain = nn.Linear(7, 4).double(), nn.Linear(7, 4).double()
     plain.load_state_dict(model.state_dict())
     wrapped = egop.ReparameterizedOptimizer(

@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
+from egop.refresh.schedules import turns_of
 from torch import nn
 
 import egop
 from egop.numerics.linalg import eigenbasis
-from egop.refresh.schedules import turns_of
 from explicit import identical
 
 REFRESHES = [egop.Online(every=4), egop.Online(every=4, spread=False), egop.WhenDrifted(check_every=4, tolerance=1e-3)]

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
+from egop.refresh.methods import off_diagonal, power_iteration
 
 import cases
 import egop
 from cases import DEEP, MLP
 from egop.numerics.linalg import eigenbasis, orthonormality_error, random_orthonormal
-from egop.refresh.methods import off_diagonal, power_iteration
 from explicit import basis_of, distance, identical, logistic
 
 RENEWABLE = [egop.Full(), egop.Shared(), egop.Kronecker()]

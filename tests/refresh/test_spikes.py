@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
+from egop.refresh.methods import off_diagonal, renewed
 from torch import nn
 
 import egop
-from egop.optimizer.moments import squares_rotated
-from egop.refresh.methods import off_diagonal, renewed
+from egop.optimizer.moments import rotate_squares
 from explicit import identical
 from recordings import record_on_the_cpu
 
@@ -219,7 +219,7 @@ def test_second_moments_that_have_overflowed_stop_what_they_are_mixed_with_and_n
     rotation = torch.eye(3)  # infinity times its zeros is not a number
     change = egop.Shared().change(block, {"basis": rotation})
     squares = torch.tensor([[1.0, torch.inf, 2.0], [3.0, 4.0, 5.0]])
-    (moved,) = squares_rotated((squares,), change, {"basis": rotation})
+    (moved,) = rotate_squares((squares,), change, {"basis": rotation})
     assert torch.equal(moved[0], torch.full((3,), torch.inf))
     assert torch.equal(moved[1], squares[1])
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from egop.refresh.schedules import turns_of
 from torch import nn
 
 import cases
@@ -14,7 +15,6 @@ from cases import DEEP
 from egop.numerics import Recorder, Replayed
 from egop.numerics.linalg import orthonormality_error
 from egop.refresh import methods
-from egop.refresh.schedules import turns_of
 from explicit import distance, identical, logistic
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
