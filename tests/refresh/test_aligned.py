@@ -154,7 +154,7 @@ def test_a_base_that_does_not_offer_its_map_is_refused_when_it_is_made(base):
 @pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW])
 def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
     class Watch(egop.Refresh):
-        def begin(self, optimizer):
+        def start(self, optimizer):
             return Watcher()
 
     class Watcher(egop.refresh.Refresher):
@@ -204,7 +204,7 @@ def test_bases_that_it_cannot_rotate_are_refused_or_said():
     loss_of(model, 0).backward()
     optimizer.step()
     optimizer.rebase(basis, moments="reset")
-    with pytest.warns(UserWarning, match="finds no basis that it can rotate, only of structure Kronecker"):
+    with pytest.warns(UserWarning, match="found no basis that it can rotate. Bases of structure Kronecker stay"):
         optimizer.step()
     assert optimizer.refresher.renewals == 1
 

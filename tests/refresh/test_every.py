@@ -224,9 +224,9 @@ REFUSED = {
     "no steps": (
         lambda: egop.Every(0, OBJECTIVE),
         ValueError,
-        r"Invalid steps value: 0\. Must be a whole number of at",
+        r"Invalid every value: 0\. Must be a whole number of at",
     ),
-    "half steps": (lambda: egop.Every(2.5, OBJECTIVE), ValueError, r"Invalid steps value: 2\.5"),
+    "half steps": (lambda: egop.Every(2.5, OBJECTIVE), ValueError, r"Invalid every value: 2\.5"),
     "no samples": (lambda: egop.Every(5, OBJECTIVE, samples=0), ValueError, "Invalid samples value: 0"),
     "moments": (lambda: egop.Every(5, OBJECTIVE, moments="turn"), ValueError, "Invalid moments value: 'turn'"),
     "rho": (lambda: egop.Every(5, OBJECTIVE, rho="here"), TypeError, r"rho must be a distribution .*, got 'here'"),
@@ -255,7 +255,7 @@ def test_what_makes_no_sense_is_refused(what):
 def test_a_refresh_that_is_none_is_refused_and_nothing_changes(refresh):
     model = MLP.build()
     before = cases.state_of(model)
-    with pytest.raises(TypeError, match=r"refresh must be egop\.Every\(.* or an egop\.Refresh of your own, got"):
+    with pytest.raises(TypeError, match=r"refresh must be egop\.Every\(.* or your own egop\.Refresh, got"):
         egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh)
     assert cases.state_of(model) == before
 

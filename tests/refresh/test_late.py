@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 import torch
-from egop.refresh.schedules import turns_of
 from torch import nn
 
 import egop
 from egop.numerics.linalg import eigenbasis
+from egop.refresh.online import assign_turns
 from explicit import identical
 
-REFRESHES = [egop.Online(every=4), egop.Online(every=4, spread=False), egop.WhenDrifted(check_every=4, tolerance=1e-3)]
+REFRESHES = [egop.Online(every=4), egop.Online(every=4, spread=False), egop.Online(every=4, tolerance=1e-3)]
 IDS = ["in turn", "all at once", "when drifted"]
 
 
@@ -43,7 +43,7 @@ def tensors_of(optimizer, name):
     block = next(block for block in optimizer.blocks if block.name == name)
     state = optimizer.inner.state[block.coordinates[0]]
     own = {"coordinates": block.coordinates[0].detach().clone(), **block.change.tensors, **state}
-    own |= {f"gram {key}": gram for key, gram in optimizer.refresher.statistic.grams[name].items()}
+    own |= {f"gram {key}": gram for key, gram in optimizer.refresher.grams.by_block[name].items()}
     return {key: value.clone() for key, value in own.items()}
 
 
@@ -64,7 +64,7 @@ def test_a_layer_that_is_unfrozen_gets_its_basis_from_its_first_gradient(refresh
     assert list(optimizer.basis) == ["1.weight", "2.weight", "3.weight", "0.weight"]
     gradient = model[0].weight.grad
     change = optimizer.basis["0.weight"]
-    if refresh is not REFRESHES[1] and optimizer.refresher.schedule.turns.get("0.weight") != 0:
+    if refresh is not REFRESHES[1] and optimizer.refresher.turns.get("0.weight") != 0:
         torch.testing.assert_close(change.tensors["left"], eigenbasis(gradient @ gradient.mT)[1], rtol=0, atol=1e-12)
     for seed in range(4, 12):
         step(model, optimizer, seed)
@@ -91,7 +91,7 @@ def test_the_other_blocks_go_on_undisturbed(refresh):
     late, never = optimizers
     assert "0.weight" in late.basis
     assert "0.weight" not in never.basis
-    if isinstance(refresh, egop.Online):  # one that has drifted is renewed together with all others
+    if refresh.tolerance is None:  # one that has drifted is renewed together with all others
         for name in never.basis:
             mine, theirs = tensors_of(late, name), tensors_of(never, name)
             for key in theirs:
@@ -244,17 +244,17 @@ NOTHING = {
     "biases only": (
         lambda: nn.ParameterDict({"b": nn.Parameter(torch.zeros(3))}),
         egop.Online(),
-        r"egop\.Online has found no weight to rotate.* all 1 that are trained are biases or of norm layers",
+        r"egop\.Online found no weight to rotate.*Skipped weights: none\. .*Biases and parameters of norm layers",
     ),
     "embeddings": (
         lambda: nn.Embedding(5, 3),
-        egop.WhenDrifted(),
-        r"egop\.WhenDrifted has found no weight.*'weight' is left \(an embedding\).*=\{'\*': egop\.Kronecker\(\)\}",
+        egop.Online(tolerance=0.1),
+        r"egop\.Online found no weight.*Skipped weights: 'weight' \(an embedding\).*=\{'\*': egop\.Kronecker\(\)\}",
     ),
     "frozen": (
         lambda: network().requires_grad_(False),
         egop.Online(),
-        r"10 are frozen, and get a basis when they are unfrozen",
+        r"Frozen parameters: 10 \(weights get a basis once they are unfrozen\)",
     ),
 }
 
@@ -271,7 +271,7 @@ def test_an_optimizer_that_finds_nothing_to_rotate_says_so_once_and_trains(what)
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
             optimizer.step()
-    texts = [str(each.message) for each in caught if "has found no weight" in str(each.message)]
+    texts = [str(each.message) for each in caught if "found no weight" in str(each.message)]
     assert len(texts) == 1
     with pytest.warns(UserWarning, match=message):
         warnings.warn(texts[0], stacklevel=1)
@@ -280,8 +280,8 @@ def test_an_optimizer_that_finds_nothing_to_rotate_says_so_once_and_trains(what)
 
 
 def test_turns_are_kept_and_newcomers_take_the_steps_with_least_to_do():
-    first = turns_of({"a": 8, "b": 8, "c": 1}, 4, {})
-    turns = turns_of({"a": 8, "b": 8, "c": 1, "d": 2, "e": 2}, 4, first)
+    first = assign_turns({"a": 8, "b": 8, "c": 1}, 4, {})
+    turns = assign_turns({"a": 8, "b": 8, "c": 1, "d": 2, "e": 2}, 4, first)
     assert {name: turns[name] for name in first} == first
     assert len({turns["d"], turns["a"], turns["b"]}) == 3
     assert turns["e"] != turns["d"]
@@ -290,7 +290,7 @@ def test_turns_are_kept_and_newcomers_take_the_steps_with_least_to_do():
 @pytest.mark.parametrize("how", ["when drifted", "renew_basis"])
 def test_a_frozen_block_keeps_its_basis(how):
     model = network()
-    refresh = egop.WhenDrifted(check_every=2, tolerance=1e-6) if how == "when drifted" else egop.Online(every=100)
+    refresh = egop.Online(every=2, tolerance=1e-6) if how == "when drifted" else egop.Online(every=100)
     optimizer = begin(model, refresh)
     for seed in range(3):
         step(model, optimizer, seed)

@@ -47,9 +47,7 @@ class Resume:
         refresh = {
             "Every": lambda: egop.Every(PERIOD, objective, samples=8, structure=self.structure),
             "Online": lambda: egop.Online(every=PERIOD, decay=0.7, structure=self.structure),
-            "WhenDrifted": lambda: egop.WhenDrifted(
-                check_every=PERIOD, tolerance=0.05, decay=0.7, structure=self.structure
-            ),
+            "drifted": lambda: egop.Online(every=PERIOD, tolerance=0.05, decay=0.7, structure=self.structure),
         }[self.kind]()
         basis = cases.estimate(objective, structure=self.structure, samples=8) if given else None
         return model, egop.ReparameterizedOptimizer(
@@ -88,7 +86,7 @@ def outcome(model, optimizer):
 
 PHASES = range(PERIOD + 3)  # before any step, and at every offset of a period
 CASES = [
-    *[Resume(kind, given=given) for kind in ("Every", "Online", "WhenDrifted") for given in (False, True)],
+    *[Resume(kind, given=given) for kind in ("Every", "Online", "drifted") for given in (False, True)],
     *[Resume("Every", structure) for structure in cases.STRUCTURES if structure != egop.Kronecker()],
     *[Resume("Online", structure, MOMENTUM) for structure in (egop.Full(), egop.Shared())],
     *[Resume(kind, dtype=torch.bfloat16) for kind in ("Every", "Online")],
@@ -180,9 +178,9 @@ def test_a_copy_of_the_running_means_is_loaded():
     other, loaded = case.start(given=False)
     other.load_state_dict(model.state_dict())
     loaded.load_state_dict(optimizer.state_dict())
-    kept = {key: gram.clone() for key, gram in optimizer.refresher.statistic.grams["0.weight"].items()}
+    kept = {key: gram.clone() for key, gram in optimizer.refresher.grams.by_block["0.weight"].items()}
     case.train(other, loaded, 2, 5)
-    assert identical(optimizer.refresher.statistic.grams["0.weight"], kept)
+    assert identical(optimizer.refresher.grams.by_block["0.weight"], kept)
 
 
 # --- loaded by an optimizer of another kind ---
@@ -217,7 +215,7 @@ CANNOT = "The state has bases of structure Reduced, which egop.Online cannot ren
 WARNED = {
     "Online": (lambda: saved_by("Online"), plain, STAY),
     "Every": (lambda: saved_by("Every"), plain, STAY),
-    "before any step": (lambda: saved_by("WhenDrifted", after=0), plain, STAY),
+    "before any step": (lambda: saved_by("drifted", after=0), plain, STAY),
     "another structure": (
         lambda: saved_by("Online"),
         lambda: Resume("Online", egop.Shared()).start(given=False)[1],
@@ -258,7 +256,7 @@ def test_bases_that_are_not_renewed_or_not_as_told_are_warned_of_where_they_are_
 FITTING = {
     "no refresh in either": (None, plain),
     "the first refresh": (None, lambda: Resume("Online", "auto").start(given=False)[1]),
-    "another one of its kind": ("Online", lambda: Resume("WhenDrifted").start(given=False)[1]),
+    "another one of its kind": ("Online", lambda: Resume("drifted").start(given=False)[1]),
     "no structure named": ("Online", lambda: Resume("Online", "auto").start(given=False)[1]),
     "a basis given, of another structure": (
         "Online",
@@ -296,5 +294,5 @@ def test_every_renews_bases_that_were_learnt_online():
 
 def test_without_gram_matrices_online_does_not_go_on():
     _, optimizer = Resume("Online").start(given=False)
-    with pytest.raises(ValueError, match="of another refresh: it has no Gram matrices"):
+    with pytest.raises(ValueError, match="saved with another refresh: it has no Gram matrices"):
         optimizer.load_state_dict(saved_by("Every"))

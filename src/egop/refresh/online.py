@@ -153,8 +153,10 @@ class _OnlineRefresher(BlockCreatingRefresher):
         else:
             due = self._find_drifted(optimizer.stacks) if is_last else []
             self.renewals += bool(due)
-        if due and not (self._renew(due, self._renewal) and self.config.tolerance is None):
-            self.wait_for_refresh(optimizer)
+        if due:
+            is_alongside = self._renew(due, self._renewal)
+            if not is_alongside or self.config.tolerance is not None:
+                self.wait_for_refresh(optimizer)
 
     def renew(self, optimizer: Rebasable) -> None:
         self.wait_for_refresh(optimizer)
@@ -223,13 +225,8 @@ class _OnlineRefresher(BlockCreatingRefresher):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies the stacks and recordings, which belong to this optimizer."""
-        own: dict[str, Any] = {
-            "_due": {},
-            "_due_for": None,
-            "_side_stream": Aside(),
-            "_renewal": self._record_renewal(),
-        }
-        return super().__getstate__() | own
+        recordings = {"_side_stream": Aside(), "_renewal": self._record_renewal()}
+        return super().__getstate__() | recordings | {"_due": {}, "_due_for": None}
 
     def _record_renewal(self) -> Renewal:
         return Replayed(iterate, Recorder()) if self.config.tolerance is None else decompose
@@ -264,17 +261,13 @@ class _OnlineRefresher(BlockCreatingRefresher):
         assert self.config.tolerance is not None
         self.grams.follow(stacks)
         ranges = [each for stack in stacks for each in self.grams.find_ranges(stack)]
-        drifted = [
-            (
-                off_diagonal_share(stack.summed(gram[members]), stack.change.tensors[key][members])
-                <= self.config.tolerance
-            )
-            .logical_not()  # so that NaN counts as drifted
-            .flatten()
+        shares = [
+            off_diagonal_share(stack.summed(gram[members]), stack.change.tensors[key][members]).flatten()
             for stack, members in ranges
             for key, gram in self.grams.stacked(stack).items()
         ]
-        return ranges if drifted and bool(torch.cat(drifted).any()) else []
+        is_current = not shares or bool((torch.cat(shares) <= self.config.tolerance).all())  # False for NaN
+        return [] if is_current else ranges
 
     def _compute_first_bases(self, optimizer: Rebasable, ready: set[str]) -> None:
         """Compute first bases from the first gradients; after one that is zero or not finite, wait for the next."""
@@ -297,6 +290,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
         matrices = [matrix for gram in grams for matrix in gram]
         with show_progress(matrices, is_leading=first is decompose_leading) as on_done:
             self._renew(ranges, functools.partial(first, on_done=on_done))
+            self._side_stream.join()
             self._pending = [_refine_first_bases(new) for new in self._pending]
             return {
                 block.name
