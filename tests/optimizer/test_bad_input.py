@@ -122,7 +122,7 @@ REFUSED = {
         in_basis(egop.Shared()),
         TypeError,
         (
-            r"got Shared, which says how one is built\. Estimate it: basis = egop\.estimate\(objective, "
+            r"got Shared, which says how a basis is built\. Estimate one: basis = egop\.estimate\(objective, "
             r"structure=egop\.Shared\(\.\.\.\)\)\."
         ),
     ),
@@ -164,8 +164,8 @@ REFUSED = {
         (
             "Muon does not work coordinate by coordinate: the same numbers, arranged as another matrix, got other "
             "steps. The coordinates of a block need not be a matrix, nor have rows and columns that mean the same. Use "
-            "an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop, or pass "
-            "any_class=True to run Muon on the coordinates nonetheless"
+            "an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop. If Muon is "
+            "meant for coordinates that are matrices, set works_on_matrices = True on the class"
         ),
     ),
     # The inner optimizer's own words.

@@ -201,7 +201,7 @@ REFUSED = {
     ),
     "with state of nothing": (
         lambda: changed({"step": torch.tensor(1.0)}, "state", 99),
-        rf"{DAMAGED}: it has state of \[99\], which are no parameters",
+        rf"{DAMAGED}: it has state of \[99\], which are not parameters",
     ),
     "with coordinates cut short": (
         lambda: changed(torch.ones(7), "state", 0, "egop/coordinates/0"),

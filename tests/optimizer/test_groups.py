@@ -89,11 +89,11 @@ def test_a_parameter_of_a_loss_has_a_name_of_its_own():
     [
         (
             lambda m, o: o.parameters(),
-            r"A parameter of shape \(5, 6\) is none of the model's \(Sequential\), so it has no",
+            r"A parameter of shape \(5, 6\) does not belong to the model \(Sequential\), so it has no",
         ),
         (
             lambda m, o: o.named_parameters(),
-            r"given as '0.weight' is another one than the model's parameter of this name",
+            r"given as '0.weight' is not the model's parameter of this name",
         ),
         (
             lambda m, o: [("weight", m[0].weight)],

@@ -10,8 +10,8 @@ import torch
 
 import cases
 import egop
-from egop.optimizer.binding import find_written
 from cases import DEEP, MLP, OptimizerCase
+from egop.optimizer.binding import find_written
 from explicit import Explicit, Wrapped, basis_of, distance, identical, logistic, train
 
 pytest.importorskip("pytorch_optimizer")

@@ -11,6 +11,7 @@ from torch import nn
 
 import cases
 import egop
+from egop.optimizer import checks
 from egop.optimizer.trial import try_optimizer
 from pages import Page
 
@@ -44,7 +45,7 @@ def test_it_names_what_runs_inside_the_refresh_its_counts_the_groups_and_the_blo
     assert repr(optimizer) == "EGOP(PolarAdam, 2 blocks, AdamW outside, Online, lr=0.01)"
     lines = str(optimizer).splitlines()
     assert lines[0] == repr(optimizer)
-    assert lines[1] == "PolarAdam steps the coordinates of 2 blocks, AdamW 4 tensors outside"
+    assert lines[1] == "PolarAdam steps the coordinates of 2 blocks, AdamW steps 4 other tensors"
     assert lines[2] == (
         "refresh: Online(every=20, structure=Shared(side='smaller'), spread=False): 12 steps, 1 renewal, 0 failures"
     )
@@ -99,7 +100,7 @@ def test_a_basis_that_was_estimated_keeps_its_spectrum_and_what_it_left():
     assert optimizer.basis.unrotated == basis.unrotated == {"2.weight": "no pattern names it"}
     assert repr(optimizer.basis.spectrum["0.weight"]) == repr(basis.spectrum["0.weight"])
     assert f"{basis.spectrum['0.weight'].stable_rank:.1f} of 30" in str(optimizer)
-    assert "refresh: none, the basis stays" in str(optimizer)
+    assert "refresh: none, the basis is fixed" in str(optimizer)
     other = cases.estimate(case.objective(), structure={"0.weight": egop.Full()}, samples=50, partition="parameter")
     optimizer.rebase(other)
     assert repr(optimizer.basis.spectrum["0.weight"]) == repr(other.spectrum["0.weight"])
