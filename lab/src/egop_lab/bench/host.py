@@ -28,7 +28,7 @@ _LIBRARY = str(Path(egop.__file__).parent)
 class Calls(NamedTuple):
     """Calls of the library's own functions in one step."""
 
-    count: int
+    own: int
     files: int
     frames: int  # of all Python code, from the step down to the deepest call
 
@@ -44,15 +44,17 @@ def run(setting: Setting) -> Iterator[Row]:
 
 
 def _rows(rounds: int, steps: int) -> Iterator[Row]:
-    optimizers = {name: make(_network()) for name, make in OPTIMIZERS.items()}
+    models = {name: _network() for name in OPTIMIZERS}
+    optimizers = {name: make(models[name]) for name, make in OPTIMIZERS.items()}
     calls = {name: count_calls(optimizer) for name, optimizer in optimizers.items()}
-    times, failed = interleaved({name: _timer(each, steps) for name, each in optimizers.items()}, rounds)
+    turns = {name: _timer(models[name], optimizers[name], steps) for name in OPTIMIZERS}
+    times, failed = interleaved(turns, rounds)
     for name, seconds in times.items():
         ratios = [own / adamw for own, adamw in zip(seconds, times[ADAMW], strict=True)]
         row: Row = {"method": name, "step": median(seconds), "step spread": spread(seconds)}
         row |= {"step over AdamW": median(ratios), "ratio spread": spread(ratios)}
         row["range"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        yield row | {"calls": calls[name].count, "files": calls[name].files, "frames": calls[name].frames}
+        yield row | {"calls": calls[name].own, "files": calls[name].files, "frames": calls[name].frames}
     for name, problem in failed.items():
         yield {"method": name, "failed": problem}
 
@@ -75,18 +77,28 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def _timer(optimizer: Optimizer, steps: int) -> Callable[[], float]:
-    def seconds_per_step() -> float:
+def _timer(model: nn.Module, optimizer: Optimizer, steps: int) -> Callable[[], float]:
+    """Return a function that trains for some steps and returns the seconds of one optimizer step.
+
+    The time is that of this thread, so that other programs do not count. Forward and backward are not timed, but they
+    are there: without them the caches would be warmer than in any training.
+    """
+    inputs = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(2))
+
+    def measure_step() -> float:
         gc.collect()
         gc.disable()
-        began = time.thread_time()
+        elapsed = 0.0
         for _ in range(steps):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            began = time.thread_time()
             optimizer.step()
-        elapsed = time.thread_time() - began
+            elapsed += time.thread_time() - began
         gc.enable()
         return elapsed / steps
 
-    return seconds_per_step
+    return measure_step
 
 
 def count_calls(optimizer: Optimizer, warm_up: int = _WARM_UP) -> Calls:
@@ -116,10 +128,3 @@ def count_calls(optimizer: Optimizer, warm_up: int = _WARM_UP) -> Calls:
     finally:
         sys.setprofile(None)
     return Calls(len(files), len(set(files)), deepest)
-
-
-if __name__ == "__main__":
-    for found in _rows(rounds=15, steps=100):
-        spread_text = f"({found['range']} over 15 rounds)"
-        told = f"{found['calls']} calls, {found['files']} files, {found['frames']} frames deep"
-        print(f"{found['method']}: {found['step over AdamW']:.2f} x AdamW {spread_text}; {told}")
