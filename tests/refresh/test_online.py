@@ -57,7 +57,7 @@ def matrices(structure, gradient):
 
 @pytest.mark.parametrize("decay", [0.0, 0.6, 0.95])
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
-def test_the_gram_matrices_are_running_means_of_those_of_the_gradients(structure, decay):
+def test_gram_matrices_are_running_means(structure, decay):
     model = MLP.build()
     optimizer = begin(model, egop.Online(every=3, decay=decay, structure=structure))
     seen = steps(model, optimizer, 8)
@@ -91,7 +91,7 @@ def test_without_a_basis_the_first_gradient_gives_one(structure, refresh):
 
 @pytest.mark.parametrize("refresh", REFRESHES, ids=["iterated", "drifted"])
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
-def test_a_given_basis_is_where_it_starts_from(structure, refresh):
+def test_refresh_starts_from_a_given_basis(structure, refresh):
     """Whatever structure the refresh names is for when there is none."""
     basis = basis_of(MLP, structure=structure)
     model, plain = MLP.build(), MLP.build()
@@ -122,7 +122,7 @@ def test_each_renewal_is_one_power_iteration():
             torch.testing.assert_close(change.tensors[key], eigenbasis(gram)[1], rtol=0, atol=1e-12)
 
 
-def test_auto_takes_kronecker_and_leaves_embeddings_and_heads():
+def test_auto_chooses_kronecker_and_skips_embeddings_and_heads():
     model = DEEP.build()
     optimizer = begin(model, egop.Online())
     steps(model, optimizer, 1, case=DEEP)
@@ -131,7 +131,7 @@ def test_auto_takes_kronecker_and_leaves_embeddings_and_heads():
 
 
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
-def test_renewals_leave_momentum_descent_where_it_is(structure):
+def test_renewals_do_not_change_sgd_with_momentum(structure):
     """In exact arithmetic SGD with momentum is the same in every basis, whenever it changes."""
     model, plain = MLP.build(), MLP.build()
     refresh = egop.Online(every=1, structure=structure)
@@ -140,7 +140,7 @@ def test_renewals_leave_momentum_descent_where_it_is(structure):
     assert distance(cases.parameters_of(model), cases.parameters_of(plain)) < 1e-12
 
 
-def test_a_basis_in_use_is_renewed_only_when_it_has_drifted():
+def test_with_a_tolerance_a_basis_is_renewed_only_if_it_has_drifted():
     model = MLP.build()
     patient = begin(model, egop.Online(every=1, tolerance=0.99, structure=egop.Kronecker()))
     steps(model, patient, 10)
@@ -218,7 +218,7 @@ def refuse(*_, **__):
 @pytest.mark.parametrize("refresh", REFRESHES, ids=["iterated", "drifted"])
 @pytest.mark.parametrize("start", ["given", "none"])
 @pytest.mark.parametrize("how", ["gradient", "decomposition"])
-def test_a_renewal_that_fails_keeps_the_old_basis_and_training_goes_on(how, start, refresh, monkeypatch):
+def test_a_failed_renewal_keeps_the_old_basis_and_training_continues(how, start, refresh, monkeypatch):
     model = MLP.build()
     basis = basis_of(MLP, structure=egop.Kronecker()) if start == "given" else None
     optimizer = begin(model, with_structure(refresh, egop.Kronecker()), basis, Careful, lr=0.1)
@@ -252,7 +252,7 @@ def test_a_renewal_that_fails_keeps_the_old_basis_and_training_goes_on(how, star
     assert logistic(model, MLP.batches()[0]).item() < loss
 
 
-def test_one_bad_block_does_not_keep_the_others_from_being_renewed():
+def test_one_failed_block_does_not_stop_the_others_from_being_renewed():
     model = MLP.build()
     optimizer = begin(model, egop.Online(every=1, structure=egop.Kronecker()), kind=Careful)
     steps(model, optimizer, 2)
@@ -282,7 +282,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_makes_no_sense_is_refused(what):
+def test_invalid_settings_are_refused(what):
     make, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         make()
@@ -313,5 +313,5 @@ def test_structures_that_cannot_be_renewed_are_refused_and_nothing_changes(struc
     assert cases.state_of(model)["parameters"] == before["parameters"]
 
 
-def test_the_first_settings_can_be_given_by_position():
+def test_the_first_settings_can_be_positional():
     assert egop.Online(5, 0.9) == egop.Online(every=5, decay=0.9)

@@ -124,7 +124,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", INTERRUPTED, ids=str)
-def test_a_resumed_training_is_the_same_bit_for_bit(case, saved):
+def test_a_resumed_run_is_bit_identical(case, saved):
     straight, path = saved
     found = torch.load(path / f"{case}.whole", weights_only=True)
     expected = straight[str(replace(case, after=0))]
@@ -148,7 +148,7 @@ DAMAGES = ["egop/clock", "egop/about", "egop/refresh/phase", "egop/refresh/gram/
 
 @pytest.mark.parametrize("missing", [*DAMAGES, "param_groups", "state"])
 @pytest.mark.parametrize("places", ["first", "all"])
-def test_a_state_dict_that_is_damaged_changes_nothing_at_all(missing, places):
+def test_a_damaged_state_dict_changes_nothing(missing, places):
     case = Resume("Online")
     model, optimizer = case.start(given=False)
     case.train(model, optimizer, 0, 4)
@@ -171,7 +171,7 @@ def test_a_state_dict_that_is_damaged_changes_nothing_at_all(missing, places):
     assert identical(outcome(other, loaded), outcome(twin, straight))
 
 
-def test_a_copy_of_the_running_means_is_loaded():
+def test_loading_copies_the_running_means():
     case = Resume("Online")
     model, optimizer = case.start(given=False)
     case.train(model, optimizer, 0, 2)
@@ -245,7 +245,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("what", WARNED)
-def test_bases_that_are_not_renewed_or_not_as_told_are_warned_of_where_they_are_loaded(what):
+def test_loading_bases_that_do_not_fit_the_refresh_warns(what):
     make, empty, message = WARNED[what]
     state, optimizer = make(), empty()
     with pytest.warns(UserWarning, match=re.escape(message)) as caught:
@@ -275,7 +275,7 @@ FITTING = {
 
 
 @pytest.mark.parametrize("what", FITTING)
-def test_what_is_done_as_asked_is_not_warned_of(what):
+def test_loading_bases_that_fit_the_refresh_does_not_warn(what):
     kind, empty = FITTING[what]
     state = saved_by("Online", egop.Shared(side="smaller")) if kind == "smaller" else saved_by(kind)
     optimizer = empty()
@@ -284,7 +284,7 @@ def test_what_is_done_as_asked_is_not_warned_of(what):
         optimizer.load_state_dict(state)
 
 
-def test_every_renews_bases_that_were_learnt_online():
+def test_every_renews_bases_learnt_online():
     model, optimizer = Resume("Every").start(given=False)
     optimizer.load_state_dict(saved_by("Online"))
     before = {name: change.dense() for name, change in optimizer.basis.items()}
@@ -292,7 +292,7 @@ def test_every_renews_bases_that_were_learnt_online():
     assert not any(torch.equal(change.dense(), before[name]) for name, change in optimizer.basis.items())
 
 
-def test_without_gram_matrices_online_does_not_go_on():
+def test_online_refuses_a_state_without_gram_matrices():
     _, optimizer = Resume("Online").start(given=False)
     with pytest.raises(ValueError, match="saved with another refresh: it has no Gram matrices"):
         optimizer.load_state_dict(saved_by("Every"))

@@ -75,7 +75,7 @@ class Refresh(abc.ABC):
 
 
 class Refresher(abc.ABC):
-    """Keeps the basis of one optimizer current, and counts its steps, renewals and failures.
+    """The running part of a refresh, which renews the basis of one optimizer and counts steps, renewals and failures.
 
     If a decomposition fails (because its input is not finite, or it does not converge), the old basis is kept and
     training continues. The first failure causes a warning, the others are only counted.

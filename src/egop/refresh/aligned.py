@@ -23,7 +23,7 @@ _CREATED = "created"  # saved for each block: whether it was created here
 
 @dataclass(frozen=True)
 class Aligned(Refresh):
-    """Rotate one side of each weight so that the base optimizer's update is well aligned with its momentum.
+    """A refresh that rotates one side of each weight to align the base optimizer's update with its momentum.
 
     In every step, before the update, R becomes the orthonormal factor of M f(RᵀM)ᵀ, where M is the momentum and f the
     base optimizer's map from momentum to update: one step of power iteration. With ``egop.optim.Sinkhorn`` this is ARO

@@ -16,7 +16,7 @@ from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 
 @dataclass(frozen=True)
 class Every(Refresh):
-    """Estimate the basis again every so many steps, around the current point: the paper's periodic variant.
+    """A refresh that estimates the basis again every so many steps, at the current point: the paper's periodic variant.
 
     Args:
         every: number of steps between two estimates.

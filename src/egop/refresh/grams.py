@@ -46,9 +46,7 @@ class GramMatrices:
         """Arrange the matrices like these stacks. Must be called before any method that is given a stack."""
         if self._stacks is stacks:
             return
-        self._stacked = {
-            stack: self._stacked.get(stack) or self._arrange(stack) for stack in stacks if stack.change.is_renewable()
-        }
+        self._stacked = {stack: self._arrange(stack) for stack in stacks if stack.change.is_renewable()}
         self._flat = {
             stack: {key: gram.flatten(0, -3) for key, gram in grams.items()} for stack, grams in self._stacked.items()
         }

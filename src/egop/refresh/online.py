@@ -37,7 +37,7 @@ _PHASE = (
 
 @dataclass(frozen=True)
 class Online(Refresh):
-    """Keep the basis current from the training gradients; nothing is sampled.
+    """A refresh that follows the training gradients; nothing is sampled.
 
     Every step updates running means of the gradients' Gram matrices. A renewal is one step of orthogonal iteration:
     multiply the basis by the Gram matrix and orthonormalize. If the optimizer has no basis to start with, the first
@@ -106,7 +106,7 @@ class _NewBases(NamedTuple):
 
 
 class _OnlineRefresher(BlockCreatingRefresher):
-    """Keeps the bases of one optimizer current from its training gradients.
+    """The refresher of :class:`Online`.
 
     On a GPU, only first bases are waited for. The device itself decides whether a new basis is sound, and the number of
     failures reaches the host later. A failed renewal leaves the basis, coordinates and moments of its block unchanged;

@@ -1,4 +1,4 @@
-"""Blocks take turns in being renewed, and no step waits for the device."""
+"""Blocks are renewed in turn, and no step waits for the GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def online(model, kind=torch.optim.Adam, refresh=None, **arguments):
     return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, **{"lr": 0.01} | arguments)
 
 
-def test_every_block_is_renewed_once_in_a_round_and_never_all_of_them_in_one_step():
+def test_every_block_is_renewed_once_per_round_and_never_all_in_one_step():
     model = DEEP.build()
     optimizer = online(model)
     steps(model, optimizer, 4)
@@ -54,7 +54,7 @@ def test_every_block_is_renewed_once_in_a_round_and_never_all_of_them_in_one_ste
     assert optimizer.refresher.renewals == 1 + 3  # the first one, and three rounds
 
 
-def test_the_steps_of_a_round_have_like_costs():
+def test_the_steps_of_a_round_have_similar_costs():
     widths = [8] * 12 + [16] * 3 + [32] * 10
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in widths))
     optimizer = online(model, refresh=egop.Online(structure=egop.Shared()))
@@ -69,7 +69,7 @@ def test_the_steps_of_a_round_have_like_costs():
     assert max(costs) <= sum(costs) / 10 + 32**3  # no more than one block above an equal share
 
 
-def test_turns_leave_momentum_descent_where_it_is():
+def test_turns_do_not_change_sgd_with_momentum():
     model, plain = DEEP.build(), DEEP.build()
     steps(model, online(model, torch.optim.SGD, momentum=0.9), 25)
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9), 25)
@@ -91,7 +91,7 @@ def test_a_copy_and_a_resumed_run_take_the_same_turns():
     assert identical(cases.parameters_of(model), cases.parameters_of(resumed))
 
 
-def test_a_basis_that_was_looked_at_does_not_change_under_ones_hands():
+def test_a_basis_that_was_read_does_not_change_later():
     model = DEEP.build()
     optimizer = online(model)
     steps(model, optimizer, 2)
@@ -103,7 +103,7 @@ def test_a_basis_that_was_looked_at_does_not_change_under_ones_hands():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_products_of_few_digits_leave_bases_orthonormal_and_points_where_they_are(precision, device):
+def test_low_precision_products_keep_bases_orthonormal_and_points_unchanged(precision, device):
     """With SGD every change of basis must leave the point alone: what it loses would add up over forty renewals."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48)).to(device)
@@ -152,7 +152,7 @@ def test_no_step_waits_for_the_device(structure):
 
 
 @needs_gpu
-def test_what_is_replayed_is_what_is_computed():
+def test_replayed_renewals_equal_computed_ones():
     """Also after copies, for several shapes, and with input that cannot be decomposed."""
     replayed = Replayed(eigenbases.iterate, Recorder())
     generator = torch.Generator("cuda").manual_seed(0)
@@ -171,7 +171,7 @@ def test_what_is_replayed_is_what_is_computed():
     ("saved", "loaded"),
     [({"every": 10}, {"every": 3}), ({"every": 4, "spread": False}, {"every": 4}), ({"every": 3}, {"every": 10})],
 )
-def test_a_state_is_loaded_by_a_schedule_with_other_settings(saved, loaded):
+def test_a_state_can_be_loaded_with_another_schedule(saved, loaded):
     """Turns that no step of its rounds has would never come, and all in one step would not be spread."""
     model = DEEP.build()
     optimizer = online(model, refresh=egop.Online(**saved))
