@@ -24,7 +24,7 @@ FILES = {
 
         class ReversedChange(egop.ChangeOfBasis):
             kind = "Reversed"
-            rowwise = True
+            is_rowwise = True
 
             def encode(self, tensors):
                 (tensor,) = tensors if not isinstance(tensors, torch.Tensor) else (tensors,)
@@ -112,7 +112,7 @@ FILES = {
 
             def renew(self, optimizer):
                 changes = [
-                    block.change.replaced({key: tensor.flip(-1) for key, tensor in block.change.tensors.items()})
+                    block.change.with_tensors({key: tensor.flip(-1) for key, tensor in block.change.tensors.items()})
                     for block in optimizer.blocks
                 ]
                 optimizer.rebase(egop.Basis(changes))
@@ -247,7 +247,7 @@ class PairsChange(egop.ChangeOfBasis):
     """Inputs rotated in pairs: its one tensor is a stack of small matrices, which is no stack of weights."""
 
     kind = "Pairs"
-    rowwise = True
+    is_rowwise = True
 
     def encode(self, tensors):
         (tensor,) = tensors if not isinstance(tensors, torch.Tensor) else (tensors,)
@@ -274,7 +274,7 @@ class PairsChange(egop.ChangeOfBasis):
     def rotation_from(self, old):
         return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
 
-    def rotated(self, coordinates, rotation):
+    def rotate(self, coordinates, rotation):
         matrix = coordinates[0].unflatten(-1, (-1, 1, 2)) @ rotation["basis"].mT.unsqueeze(-4)
         return (matrix.flatten(-3),)
 
@@ -283,13 +283,13 @@ class PairsChange(egop.ChangeOfBasis):
 def test_a_basis_of_many_small_matrices_is_no_stack_of_weights(rows):
     """As many rows as matrices looked like a weight for each of them: where one had changed, others moved."""
     layer = torch.nn.Linear(4, rows, bias=False).double()
-    block = Block.of("weight", {"weight": layer.weight})
+    block = Block.from_tensors("weight", {"weight": layer.weight})
     start = PairsChange(block, {"basis": torch.eye(2, dtype=torch.float64).repeat(2, 1, 1)})
     optimizer = egop.ReparameterizedOptimizer(layer, torch.optim.Adam, egop.Basis([start]), lr=0.0)
     layer.weight.grad = torch.randn_like(layer.weight)
     optimizer.step()
     before = layer.weight.detach().clone()
     rotated = torch.tensor([[[1, 0], [0, 1]], [[0.6, -0.8], [0.8, 0.6]]], dtype=torch.float64)
-    optimizer.rebase(egop.Basis([start.replaced({"basis": rotated})]))
+    optimizer.rebase(egop.Basis([start.with_tensors({"basis": rotated})]))
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), before, rtol=1e-12, atol=1e-12)

@@ -24,7 +24,12 @@ def basis():
     """A block of every structure, on weights that are small."""
     parts = [torch.nn.Linear(2, 2, bias=False) for _ in range(4)]
     model = torch.nn.Sequential(*parts, torch.nn.ConvTranspose2d(2, 1, 1, bias=False)).double()
-    structure = {"0.*": egop.Full(), "1.*": egop.Kronecker(), "2.*": egop.Auxiliary(1), "3.*": egop.Reduced(1)}
+    structure = {
+        "0.*": egop.Full(),
+        "1.*": egop.Kronecker(),
+        "2.*": egop.Auxiliary(rank=1),
+        "3.*": egop.Reduced(rank=1),
+    }
     structure |= {"4.*": egop.Shared()}
     objective = egop.Objective(model, lambda model, batch: model[:4](batch).square().sum() + model[4].weight.sum(), [
         torch.randn(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -28,7 +28,7 @@ OPTIMIZERS = [
 # The routes of Full, and random bases, differ in how the basis is found, not in what is done with it.
 SAME = (egop.Full(route="eigh"), egop.Full(route="svd"), egop.RandomRotation(seed=1, like=egop.Kronecker()))
 STRUCTURES = [each for each in cases.STRUCTURES if each not in SAME]
-DROPPING = egop.Reduced(3, keep_rest=False)
+DROPPING = egop.Reduced(rank=3, keep_rest=False)
 JOINT = [structure for structure in STRUCTURES if structure.joint]
 
 # Model, partition and structure: each layer's tensors together, and all weights of the model in one block.

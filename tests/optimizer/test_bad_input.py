@@ -36,7 +36,7 @@ def block(name="0.weight", shape=(5, 6), parameters=None):
     """A block of one tensor with an identity matrix for a basis."""
     members = parameters or {name: torch.zeros(shape, dtype=torch.float64)}
     size = sum(tensor.numel() for tensor in members.values())
-    return FullChange(Block.of(name, members), {"basis": torch.eye(size, dtype=torch.float64)})
+    return FullChange(Block.from_tensors(name, members), {"basis": torch.eye(size, dtype=torch.float64)})
 
 
 def split(model, at):

@@ -156,7 +156,7 @@ def test_renewals_leave_sgd_where_it_is():
 
 def test_reduced_goes_on_from_its_projection_when_the_rest_is_dropped():
     model = MLP.build()
-    optimizer = begin(model, basis_of(MLP, structure=egop.Reduced(3, keep_rest=False)), kind=torch.optim.SGD)
+    optimizer = begin(model, basis_of(MLP, structure=egop.Reduced(rank=3, keep_rest=False)), kind=torch.optim.SGD)
     steps(model, optimizer, 3)
     optimizer.renew_basis()
     for block in optimizer.blocks:

@@ -296,7 +296,7 @@ def test_a_structure_that_is_none_is_refused(kind):
 
 
 @pytest.mark.parametrize("refresh", REFRESHES, ids=lambda each: type(each).__name__)
-@pytest.mark.parametrize("structure", [egop.Auxiliary(3), egop.Reduced(3), egop.Identity()], ids=str)
+@pytest.mark.parametrize("structure", [egop.Auxiliary(rank=3), egop.Reduced(rank=3), egop.Identity()], ids=str)
 def test_structures_that_cannot_be_renewed_are_refused_and_nothing_changes(structure, refresh):
     message = (
         rf"egop\.{type(refresh).__name__} renews bases of structure Full, Shared, Kronecker, not "

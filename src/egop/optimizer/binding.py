@@ -27,7 +27,7 @@ class BoundBlock:
         self.originals = list(originals)
         self.spectrum: Spectrum | None = None  # of the basis it has, if it is known
         self.sharded = any(is_sharded(original) for original in originals)
-        self.rowwise = change.rowwise and change.block.has_outputs_first and not whole_matrices
+        self.rowwise = change.is_rowwise and change.block.has_outputs_first and not whole_matrices
         self.by_rows = (
             self.sharded
             and self.rowwise
@@ -137,7 +137,7 @@ class BoundBlock:
 
     def keep_rest_of(self, tensors: Sequence[Tensor]) -> None:
         """Keep what the basis leaves out of these tensors, which the coordinates stand for, if it is to be kept."""
-        if not self.change.complete and self.change.settings["keep_rest"]:
+        if not self.change.is_complete and self.change.settings["keep_rest"]:
             with exact_products():
                 inside = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
             self.rest = [whole - part for whole, part in zip(tensors, inside, strict=True)]
@@ -150,7 +150,7 @@ class BoundBlock:
 
     def drop_rest(self) -> None:
         """Write to the parameters what the coordinates stand for, where the rest is not to be kept."""
-        if not self.change.complete and self.rest is None:
+        if not self.change.is_complete and self.rest is None:
             self.accept(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
 
     @property
@@ -228,7 +228,7 @@ class BoundBlock:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: what was noted is not true of their parameters, and views would take the whole stack along."""
         copies = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
-        return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.replaced(copies)}
+        return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.with_tensors(copies)}
 
     def _write(self, coordinates: Sequence[Tensor]) -> None:
         with torch.no_grad():

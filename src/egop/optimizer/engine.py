@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Basis, Known, Layer, check_disjoint
+from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock, map_to_blocks
@@ -48,8 +48,8 @@ class Engine:
         self.gains = False
         self.bare = False  # made without a basis and a refresh, of which the first step has still to warn
         self.param_groups: list[dict[str, Any]] = []
-        self.layers: dict[str, Layer] = {}
-        self.known: Known | None = None  # what the model says of its parameters
+        self.layers: dict[str, Role] = {}
+        self.known: ModuleIndex | None = None  # what the model says of its parameters
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
         self.left: dict[str, str] = {}  # why weights have no basis, as the one that was given says
@@ -116,7 +116,7 @@ class Engine:
         basis: Basis | None,
         groups: Sequence[Mapping[str, Any]],
         first_group: int = 0,
-        layers: Mapping[str, Layer] | None = None,
+        layers: Mapping[str, Role] | None = None,
     ) -> list[BoundBlock]:
         """Bind the blocks of a basis to the parameters of these groups; nothing is changed.
 
@@ -312,7 +312,7 @@ class Engine:
         check_moments(moments)
         self.settle()
         blocks = {block.name: block for block in self.blocks}
-        if not all(name in blocks and blocks[name].whole_change().alike(change) for name, change in basis.items()):
+        if not all(name in blocks and blocks[name].whole_change().matches(change) for name, change in basis.items()):
             self._replace_blocks(self.bind(basis, self.param_groups), moments)
             self.left = dict(basis.unrotated)
             return

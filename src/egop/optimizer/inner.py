@@ -96,11 +96,11 @@ def gains_from_rotation(
 
 def warn_of_no_gain(optimizer_class: type[Optimizer], blocks: Sequence[BoundBlock], refresh: object) -> None:
     """Say once for each class that a change of basis makes no difference to it; not where a basis leaves parts out."""
-    if optimizer_class in _WARNED or any(not block.change.complete for block in blocks):
+    if optimizer_class in _WARNED or any(not block.change.is_complete for block in blocks):
         return
     structure = getattr(refresh, "structure", None)
     wanted = structure.values() if isinstance(structure, Mapping) else [structure]
-    if any(isinstance(each, Structure) and not each.change_type.complete for each in wanted):
+    if any(isinstance(each, Structure) and not each.change_type.is_complete for each in wanted):
         return
     if refresh is None and all(block.change.kind == "Identity" for block in blocks):
         return  # nothing is rotated

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop.basis import WRAPPER, Basis, Layer, Structure, plain_name
+from egop.basis import DDP_PREFIX, Basis, Role, Structure, strip_compile_prefix
 from egop.optimizer.binding import BoundBlock
 
 Groups = Sequence[dict[str, Any]]
@@ -29,7 +29,7 @@ class Bound:
     def of(cls, groups: Groups) -> Self:
         """Those that the groups have now."""
         members = _members(groups)
-        names = [plain_name(name) for group in groups for name in group["param_names"]]
+        names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
         return cls(names, members, [tensor.dtype for tensor in members], [tensor.device for tensor in members])
 
     def are(self, groups: Groups) -> bool:
@@ -84,13 +84,8 @@ def bind(
     """Bind each block of a basis to the parameters of its names, which must all be in one group."""
     if basis is not None and not isinstance(basis, Basis):
         raise TypeError(f"basis must be an egop.Basis, got {_named(basis)}")
-    if basis is not None and basis.owners is not None:
-        raise ValueError(
-            "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
-            "together first, in all processes: basis = basis.gathered()."
-        )
     given = {
-        plain_name(name): (index, parameter)
+        strip_compile_prefix(name): (index, parameter)
         for index, group in enumerate(groups, first_group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
@@ -127,17 +122,17 @@ def bind(
 
 
 def check_padding(
-    blocks: Sequence[BoundBlock], groups: Sequence[Mapping[str, Any]], layers: Mapping[str, Layer]
+    blocks: Sequence[BoundBlock], groups: Sequence[Mapping[str, Any]], layers: Mapping[str, Role]
 ) -> None:
     """Raise ValueError if a block mixes the padding row of an embedding with others, which would move it."""
     padded = {
         id(parameter)
         for group in groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        if plain_name(name) in layers and layers[plain_name(name)].padded
+        if strip_compile_prefix(name) in layers and layers[strip_compile_prefix(name)].has_padding_row
     }
     for block in blocks:
-        if not block.change.rowwise and any(id(original) in padded for original in block.originals):
+        if not block.change.is_rowwise and any(id(original) in padded for original in block.originals):
             raise ValueError(
                 f"Block '{block.name}' ({block.change.kind}) mixes the rows of an embedding with padding_idx, so "
                 "training would move its padding row. Use egop.Shared() for the embedding, which keeps rows apart, or "
@@ -166,4 +161,4 @@ def _named(basis: object) -> str:
 
 
 def _with_or_without_module(name: str, given: Mapping[str, Any]) -> Any:
-    return given.get(f"{WRAPPER}{name}") or given.get(name.removeprefix(WRAPPER))
+    return given.get(f"{DDP_PREFIX}{name}") or given.get(name.removeprefix(DDP_PREFIX))

@@ -146,7 +146,7 @@ def rotated(
             squares = squares_rotated(tuple(value.double().square() for value in values), new, rotation)
             moved = tuple(value.sqrt().to(values[0].dtype) for value in squares)
         elif rotation is not None:
-            moved = new.rotated(values, rotation)
+            moved = new.rotate(values, rotation)
         else:
             decoded = old.decode(values)
             if kind in POINTS and rest is not None:
@@ -168,7 +168,7 @@ def squares_rotated(
     """
     if rotation is None:
         return squares
-    moved = new.rotated(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
+    moved = new.rotate(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
     return tuple(square.nan_to_num(nan=torch.inf, posinf=torch.inf) for square in moved)
 
 

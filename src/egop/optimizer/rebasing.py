@@ -33,7 +33,7 @@ def rebase(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor]
         else:
             rotation = new.rotation_from(old)
             assert rotation is not None
-            moved = new.rotated(tuple(coordinates), rotation)
+            moved = new.rotate(tuple(coordinates), rotation)
             targets, sources = moved_states(old, new, states, rotation, changed=changed)
         encoded = [_where(changed, *pair) for pair in zip(moved, coordinates, strict=True)]
     copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ChangeOfBasis, Layer, Plan, call_it
+from egop.basis import Basis, ChangeOfBasis, Plan, Role, call_hint
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
 from egop.optimizer.stacks import Stack, Stacks
@@ -23,7 +23,7 @@ class Rebasable(Protocol):
     """What a refresh needs of an optimizer."""
 
     param_groups: list[dict[str, Any]]
-    layers: dict[str, Layer]
+    layers: dict[str, Role]
 
     @property
     def outside(self) -> type[Optimizer] | None:
@@ -217,5 +217,5 @@ def check_refresh(refresh: object, basis: object) -> None:
     if refresh is not None and not isinstance(refresh, Refresh):
         raise TypeError(
             "refresh must be egop.Every(...), egop.Online(...), egop.WhenDrifted(...), egop.Aligned(...) or an "
-            f"egop.Refresh of your own, got {refresh!r}.{call_it(refresh, Refresh)}"
+            f"egop.Refresh of your own, got {refresh!r}.{call_hint(refresh, Refresh)}"
         )

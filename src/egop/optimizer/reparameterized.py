@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Basis, Known, Layer, Plan, check_disjoint, layers_of, plain_name
+from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_roles, strip_compile_prefix
 from egop.distributed import Pieces
 from egop.numerics import check_not_text, in_normal_mode, without_autocast
 from egop.optimizer import showing
@@ -129,8 +129,8 @@ class ReparameterizedOptimizer(Optimizer):
         engine.check_class(groups)
         super().__init__(groups, defaults_of(optimizer_class, groups[0], hyperparameters))
         module = params if model is None and isinstance(params, nn.Module) else model
-        engine.known = None if module is None else Known(module)
-        engine.layers = _layers_of(self.param_groups, engine.known)
+        engine.known = None if module is None else ModuleIndex(module)
+        engine.layers = _find_roles(self.param_groups, engine.known)
         blocks = engine.bind(basis, self.param_groups)
         for index, group_basis in enumerate(bases):
             blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
@@ -244,7 +244,7 @@ class ReparameterizedOptimizer(Optimizer):
         return self._engine.refresher
 
     @property
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, Role]:
         """What each parameter is."""
         return self._engine.layers
 
@@ -263,7 +263,7 @@ class ReparameterizedOptimizer(Optimizer):
         (group,) = named_groups([param_group], taken, engine.known)
         basis = group.pop("basis", None)
         engine.check_class([group])
-        layers = _layers_of([group], engine.known)
+        layers = _find_roles([group], engine.known)
         blocks = engine.bind(basis, [group], first_group=len(self.param_groups), layers=layers)
         check_disjoint([block.change.block for block in engine.blocks + blocks])
         super().add_param_group(group)
@@ -419,10 +419,10 @@ class ReparameterizedOptimizer(Optimizer):
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
 
 
-def _layers_of(groups: Iterable[Mapping[str, Any]], known: Known | None) -> dict[str, Layer]:
+def _find_roles(groups: Iterable[Mapping[str, Any]], known: ModuleIndex | None) -> dict[str, Role]:
     """Return what each parameter of these groups is, by its plain name."""
     pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    return layers_of({plain_name(name): parameter for name, parameter in pairs}, known)
+    return find_roles({strip_compile_prefix(name): parameter for name, parameter in pairs}, known)
 
 
 def _take_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ChangeOfBasis, orthonormality_error, plain_name, rebuild
+from egop.basis import Basis, ChangeOfBasis, build_change, strip_compile_prefix
 from egop.distributed import Pieces, part_of, whole
 from egop.optimizer.binding import UNKNOWN, BoundBlock, map_to_blocks
 from egop.optimizer.engine import Engine
@@ -171,7 +171,7 @@ def entries_of(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
                 current = current or exported(engine, complete=True)
                 entry = current[parameter]
             entries.append(entry)
-    names = [f"'{plain_name(name)}'" for group in engine.param_groups for name in group["param_names"]]
+    names = [f"'{strip_compile_prefix(name)}'" for group in engine.param_groups for name in group["param_names"]]
     check_about(list(map(about_of, entries, names)), engine.param_groups, engine.base.name)
     return entries
 
@@ -191,14 +191,14 @@ def _check_groups(saved: list[list[Any]], groups: list[dict[str, Any]]) -> None:
     for index, (members, group) in enumerate(zip(saved, groups, strict=True)):
         if len(members) != len(group["params"]):
             there = sorted(about_of(entry)["name"] for entry in members if entry is not None)
-            here = sorted(map(plain_name, group["param_names"]))
+            here = sorted(map(strip_compile_prefix, group["param_names"]))
             raise ValueError(
                 f"The state dict is of another model: its group {index} has {len(members)} parameter(s), {there}, and "
                 f"the optimizer's {len(here)}, {here}."
             )
         for name, parameter, entry in zip(group["param_names"], group["params"], members, strict=True):
             if entry is None and parameter.requires_grad:
-                raise ValueError(f"{_DAMAGED}: it has no state of '{plain_name(name)}'.")
+                raise ValueError(f"{_DAMAGED}: it has no state of '{strip_compile_prefix(name)}'.")
 
 
 def check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], inner_name: str) -> None:
@@ -209,7 +209,7 @@ def check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[st
         if about["optimizer"] != inner_name:
             raise ValueError(f"The state dict is of {about['optimizer']}, this optimizer runs {inner_name}.")
     members = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    here = {plain_name(name): list(parameter.shape) for name, parameter in members}
+    here = {strip_compile_prefix(name): list(parameter.shape) for name, parameter in members}
     there = {about["name"]: list(about["shape"]) for about in abouts}
     if here.keys() != there.keys():
         raise ValueError(
@@ -245,11 +245,6 @@ def restored(
     parsed = [_Parsed.of(entry) for entry in entries]
     with_block = sorted((told for told in parsed if "block" in told.about), key=lambda told: int(told.about["place"]))
     changes = [_rebuild_change(told) for told in with_block]
-    for change in changes:
-        for key, tensor in change.tensors.items():
-            if not orthonormality_error(tensor) < 1e-3:
-                where = f"the {key} of block '{change.block.name}'"
-                raise ValueError(f"{_DAMAGED}: {where} is not orthonormal.")
     try:
         blocks = engine.bind(Basis(changes), engine.param_groups)
     except ValueError as error:
@@ -294,7 +289,7 @@ def restored(
 def _rebuild_change(parsed: _Parsed) -> ChangeOfBasis:
     tensors = {key: whole(tensor).clone() for key, tensor in parsed.some(BASIS).items()}
     try:
-        return rebuild(parsed.about["block"], tensors)
+        return build_change(parsed.about["block"], tensors)
     except Exception as error:
         where = f"the basis of '{parsed.about['name']}'"
         raise ValueError(f"{_DAMAGED}: {where} cannot be built ({type(error).__name__}: {error}).") from error

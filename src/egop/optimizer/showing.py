@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from egop.basis import Plan, Shown, blocks_as_html, blocks_as_text, shown_block, shown_plan
+from egop.basis import BlockInfo, Plan, format_blocks, format_blocks_html
 from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
 from egop.optimizer.refreshing import Refresh
@@ -36,7 +36,7 @@ def line(name: str, engine: Engine) -> str:
 def as_text(name: str, engine: Engine) -> str:
     """The optimizer in several lines: what runs inside, its refresh, its groups and its blocks."""
     blocks, unrotated, note = _blocks(engine)
-    table = [blocks_as_text(blocks, unrotated)] if blocks or unrotated else []
+    table = [format_blocks(blocks, unrotated)] if blocks or unrotated else []
     return "\n".join([line(name, engine), *_facts(engine), *([note] if note else []), *table])
 
 
@@ -44,7 +44,7 @@ def as_html(name: str, engine: Engine) -> str:
     """The same for a notebook."""
     blocks, unrotated, note = _blocks(engine)
     facts = "<br>".join(escape(fact) for fact in [*_facts(engine), *([note] if note else [])])
-    table = blocks_as_html(blocks, unrotated) if blocks or unrotated else ""
+    table = format_blocks_html(blocks, unrotated) if blocks or unrotated else ""
     return f"<p><strong>{escape(line(name, engine))}</strong><br>{facts}</p>{table}"
 
 
@@ -95,7 +95,7 @@ def _is_told(key: str, value: Any) -> bool:
     return key not in _NOT_SETTINGS and value is not None and value is not False
 
 
-def _blocks(engine: Engine) -> tuple[list[Shown], Mapping[str, str], str]:
+def _blocks(engine: Engine) -> tuple[list[BlockInfo], Mapping[str, str], str]:
     """What is said of each block, what was left, and a word on blocks that are not there yet."""
     if not engine.blocks and engine.refresher is not None and engine.refresher.steps == 0:
         try:
@@ -103,11 +103,11 @@ def _blocks(engine: Engine) -> tuple[list[Shown], Mapping[str, str], str]:
         except (MemoryError, ValueError) as error:
             return [], {}, f"the first step will fail: {error}"
         if plan is not None:
-            return [shown_plan(*pair) for pair in plan.chosen.items()], plan.unrotated, "planned for the first step:"
+            return plan.block_info(), plan.unrotated, "planned for the first step:"
     followed = _followed(engine)
     shown = []
     for block in engine.blocks:
-        one = shown_block(block.whole_change(), block.spectrum)
+        one = BlockInfo.from_change(block.whole_change(), block.spectrum)
         shown.append(_with_followed(one, followed[block.name]) if block.name in followed else one)
     return shown, engine.unrotated, ""
 
@@ -116,7 +116,7 @@ def _followed(engine: Engine) -> dict[str, dict[str, Tensor]]:
     return {} if engine.refresher is None else engine.refresher.spectra(engine)
 
 
-def _with_followed(shown: Shown, sides: Mapping[str, Tensor]) -> Shown:
+def _with_followed(shown: BlockInfo, sides: Mapping[str, Tensor]) -> BlockInfo:
     """The stable rank of what a refresh follows; of two sides that of their Kronecker product."""
     roots = [values.sqrt() for values in sides.values()]
     sums = tops = torch.ones((), dtype=torch.float64, device="cpu")

@@ -173,5 +173,5 @@ def _image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
     (momentum,), (mapped,) = optimizer.lookahead(stack)
     change, _ = stack.active_part()
     # In coordinates, where M is R times the momentum: the factor of R A is that of M f(RᵀM)ᵀ.
-    image = momentum.mT @ mapped if change.rowwise else momentum @ mapped.mT
+    image = momentum.mT @ mapped if change.is_rowwise else momentum @ mapped.mT
     return stack.summed(image), change.tensors["basis"]  # over all rows, so that every process finds the same rotation

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from egop.basis import Basis, Plan, plain_name
+from egop.basis import Basis, Plan, strip_compile_prefix
 from egop.optimizer import Rebasable, Stacks
 from egop.refresh.choosing import Choice
 
@@ -108,17 +108,17 @@ class Beginnings:
     def _undecided(self, optimizer: Rebasable) -> list[tuple[str, Tensor]]:
         inside = {id(original) for block in optimizer.blocks for original in block.originals}
         return [
-            (plain_name(name), parameter)
+            (strip_compile_prefix(name), parameter)
             for group in optimizer.param_groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            if id(parameter) not in inside and plain_name(name) not in self._settled
+            if id(parameter) not in inside and strip_compile_prefix(name) not in self._settled
         ]
 
 
 def _trained_names(optimizer: Rebasable) -> set[str]:
     """The names of the parameters that are not frozen."""
     return {
-        plain_name(name)
+        strip_compile_prefix(name)
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
         if parameter.requires_grad

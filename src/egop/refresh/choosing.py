@@ -8,17 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from egop.basis import (
-    CHANGES,
-    ONLINE,
+    CHANGE_TYPES,
+    ONLINE_CANDIDATES,
     Basis,
-    Layer,
     Partition,
     Plan,
+    Role,
     Structure,
     StructureChoice,
     make_plan,
     partition_parameters,
-    plain_name,
+    strip_compile_prefix,
 )
 from egop.formatting import parse_bytes
 from egop.numerics import identity
@@ -44,7 +44,7 @@ class Choice:
     structure: StructureChoice
     partition: Partition
     memory: int | str
-    candidates: Sequence[Structure] = ONLINE
+    candidates: Sequence[Structure] = ONLINE_CANDIDATES
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)  # what cannot be read is refused here, not in the first step
@@ -57,7 +57,7 @@ class Choice:
             names: some of them, beside the blocks that are there; all by default, as if there were none.
         """
         everything = {
-            plain_name(name): parameter
+            strip_compile_prefix(name): parameter
             for group in optimizer.param_groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
@@ -98,12 +98,12 @@ class Choice:
         kinds = sorted({block.change.kind for block in optimizer.blocks})
         if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
             raise ValueError(self._not_renewable(", ".join(kinds)))
-        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
+        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.is_guess}
         by_role = self.structure == "auto" or (isinstance(self.structure, Structure) and optimizer.outside is not None)
         if not by_role or optimizer.blocks or not guessed:
             return
-        rotated = [name for name, layer in guessed.items() if not layer.unrotated]
-        alone = [f"{name} ({layer.unrotated})" for name, layer in guessed.items() if layer.unrotated]
+        rotated = [name for name, layer in guessed.items() if not layer.skip_reason]
+        alone = [f"{name} ({layer.skip_reason})" for name, layer in guessed.items() if layer.skip_reason]
         warnings.warn(
             f"egop.{self.refresh} chooses by what each weight is, and without its module that was guessed by name "
             f"and shape. Weights to rotate: {_listed(rotated)}. Left as they are: {_listed(alone)}. An embedding or an "
@@ -113,16 +113,16 @@ class Choice:
         )
 
     def _not_renewable(self, kinds: str) -> str:
-        renewable = ", ".join(kind for kind, change in CHANGES.items() if change.is_renewable())
+        renewable = ", ".join(kind for kind, change in CHANGE_TYPES.items() if change.is_renewable())
         return (
             f"egop.{self.refresh} renews bases of structure {renewable}, not {kinds}. "
             "Use egop.Every(...), which can renew every structure."
         )
 
 
-def _weights(layers: Mapping[str, Layer]) -> list[str]:
+def _weights(layers: Mapping[str, Role]) -> list[str]:
     """Those of which a partition makes blocks."""
-    return [name for name, layer in layers.items() if layer.role not in ("bias", "norm")]
+    return [name for name, layer in layers.items() if layer.kind not in ("bias", "norm")]
 
 
 def _partition_for(partition: Partition, everything: Sequence[str], these: Sequence[str]) -> Partition:

@@ -244,7 +244,7 @@ def _refine_first_bases(
     stack: Stack, members: slice, tensors: dict[str, Tensor], sound: Tensor
 ) -> tuple[Stack, slice, dict[str, Tensor], Tensor]:
     """Remove what rounding of the Gram matrices has left of the gradients in directions without gradient."""
-    change = stack.change.part(members).replaced(tensors)
+    change = stack.change.part(members).with_tensors(tensors)
     places = [stack.active.index(index) for index in range(len(stack.blocks))[members]]
     rows = change.rows([gradient[places] for gradient in stack.gradients])
     assert rows is not None
