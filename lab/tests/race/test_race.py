@@ -103,6 +103,13 @@ def test_a_record_that_was_cut_off_is_run_again(tmp_path, capsys):
     assert "line 2: not a whole record" in capsys.readouterr().out
 
 
+def test_code_is_named_by_its_source_and_by_its_commit_where_there_is_git(monkeypatch):
+    with_git = command.describe_code()
+    assert len(with_git["source"]) == 16
+    monkeypatch.setenv("PATH", "")
+    assert command.describe_code() == {"source": with_git["source"]}
+
+
 @pytest.mark.slow
 def test_a_race_that_is_killed_goes_on_where_it_was(tmp_path):
     out, methods = tmp_path / "race.jsonl", ["AdamW"]

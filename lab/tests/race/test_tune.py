@@ -73,6 +73,30 @@ def test_what_lowers_the_median_wins_and_winners_are_combined():
     assert {(run.beta, run.warmup, run.clip) for run in finals} == {(0.99, 50, 1.0)}
 
 
+def test_the_rate_is_tuned_again_for_the_combination():
+    before = bowl(TASK.guesses, clip=-0.1)
+
+    def loss(run):  # clipping moves the best rate up by three places
+        return before(run) if run.clip is None else bowl({"Muon": 8}, clip=-0.1)(run)
+
+    losses = finish(TASK, ["Muon"], loss)
+    assert plan_tuning(TASK, ["Muon"], losses) == ([], {"Muon": Choice(rate=8, beta=0.95, warmup=50, clip=1.0)})
+    assert sorted({run.rate for run in losses if run.clip and run.is_tuning}) == [4, 5, 6, 7, 8, 9]
+    assert {run.rate for run in losses if not run.is_tuning} == {8}
+
+
+def test_the_best_single_variant_is_taken_if_the_combination_is_worse_at_every_rate():
+    plain = bowl(TASK.guesses, beta=-0.1, clip=-0.2)
+    losses = finish(TASK, ["AdamW"], lambda run: plain(run) + 0.2 * (run.beta == 0.99 and run.clip is not None))
+    assert plan_tuning(TASK, ["AdamW"], losses)[1] == {"AdamW": Choice(rate=2, beta=0.95, warmup=50, clip=1.0)}
+
+
+def test_all_methods_get_the_same_second_tuning():
+    losses = finish(TASK, METHODS, bowl(TASK.guesses, beta=-0.1, warmup=-0.1, clip=-0.1))
+    tuning = Counter(run.method for run in losses if run.is_tuning and run.steps == TASK.steps)
+    assert tuning == dict.fromkeys(METHODS, 3 * (5 + 3 + 3))
+
+
 def test_the_base_value_wins_a_tie():
     losses = finish(TASK, ["Muon"], bowl(TASK.guesses))
     assert plan_tuning(TASK, ["Muon"], losses)[1] == {"Muon": Choice(rate=5, beta=0.95, warmup=50, clip=None)}
@@ -116,7 +140,7 @@ def test_final_runs_wait_for_all_methods_and_are_paired():
 
 
 def test_a_plan_does_not_depend_on_where_it_was_interrupted():
-    loss = bowl(TASK.guesses | {"AdamW": 4})
+    loss = bowl(TASK.guesses | {"AdamW": 4}, beta=-0.1, clip=-0.1)
     whole = finish(TASK, METHODS, loss)
     part = {}
     while runs := plan(TASK, METHODS, part):

@@ -60,7 +60,7 @@ def describe(task: Task, methods: Sequence[str], records: Records, baseline: str
         lines.append(f"{method:8} rates {tried or 'none yet'}")
         if tuning.tried:
             for name, value in list_variants(task, method).items():
-                if (median := tuning.median(rate=tuning.best, **{name: value})) is not None:
+                if not math.isnan(median := tuning.median(rate=tuning.best, **{name: value})):
                     lines.append(f"{'':8} {name} {value} instead of {getattr(tuning.base, name)}: {median:.4f}")
     _, choices = plan_tuning(task, methods, losses)
     reference = _test_losses(final_runs(task, baseline, choices[baseline]), records) if baseline in choices else None

@@ -222,18 +222,17 @@ def _drop_nonfinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def describe_code(commit: str | None) -> dict[str, Any]:
-    """Return the git commit, if there is one, and a hash of the source files that decide what a run computes."""
+def describe_code() -> dict[str, str]:
+    """Return a hash of the source files that decide what a run computes and, in a git repository, the commit."""
     lab = Path(__file__).parents[1]
     root = lab.parents[2]
-    if commit is None:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "muon.py"]
+    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "muon.py"]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    return {"commit": commit, "source": digest}
+    found = {"source": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        found["commit"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return found
 
 
 @contextlib.contextmanager
@@ -280,7 +279,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=3, help="processes that share the device (default: 3)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which everything has ended")
     parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--commit", help="recorded as the commit where there is no git repository")
     parser.add_argument("--mps", action="store_true", help="try CUDA MPS")
     parser.add_argument("--show", action="store_true", help="print the results so far and run nothing")
     options = parser.parse_args(arguments)
@@ -291,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.show:
         os.environ["TQDM_DISABLE"] = "1"  # workers print nothing of their own
         began = time.monotonic()
-        info = {**describe_code(options.commit), "workers": options.workers}
+        info = {**describe_code(), "workers": options.workers}
         with share_gpu(options.mps):
             race = Race(
                 tasks=options.tasks,

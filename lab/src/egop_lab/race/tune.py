@@ -20,8 +20,13 @@ RULES = """
 2. At the best rate each of these is tried alone, with the same three seeds: the other beta (AdamW and SOAP: beta2 0.95
    or 0.99 on text, 0.99 or 0.999 on images; Muon and NorMuon: momentum 0.95 or 0.9), the other warm-up (50 or 100
    steps), and gradient clipping (none or a norm of 1.0). Each value with the lower median wins; the base value (the
-   first) wins a tie. The winners are combined. So every method gets the same number of tuning runs, unless a rate that
-   is added for an equal number turns out to be the best one.
+   first) wins a tie. The winners are combined, and the rate is tuned again for the combination: the best rate so far
+   and its two neighbours on the grid, with the same three seeds, and further rates while the best one is at an end of
+   those tried. If the combination is worse at every rate than the best single variant, that variant is taken instead.
+   (Second tuning of the rate added on 2026-11-16, after the first 191 runs, all of AdamW, Muon, NorMuon and SOAP on
+   gpt-6x384-400: clipping won for every method, and the rate had been chosen without it. The step is the same for every
+   method, so it can only help the rivals as much as us.) Every method gets the same number of tuning runs, but for
+   rates that are added at an end, and for combinations that are single variants and so have been run once already.
 3. Tuning uses the validation part only. The test part is evaluated by final runs alone, once, at their end.
 4. Final runs have the seeds 0, 1, ...: eight on GPT 6x384, five elsewhere, three on GPT 124M. At a seed all methods
    have the same initialisation and the same batches.
@@ -47,6 +52,11 @@ class Choice:
     warmup: int
     clip: float | None
 
+    @classmethod
+    def read(cls, run: Run) -> Choice:
+        """Return the choice that a run was made with."""
+        return cls(rate=run.rate, beta=run.beta, warmup=run.warmup, clip=run.clip)
+
 
 def read_run(record: Mapping[str, Any]) -> Run:
     """Return the run that a record is of."""
@@ -71,12 +81,12 @@ class Tuning:
         self.losses, self.base, self.room = losses, base, room
         span = range(base.rate - _FARTHEST, base.rate + _FARTHEST + 1)
         medians = {rate: self.median(rate=rate) for rate in span}
-        self.tried = {rate: median for rate, median in medians.items() if median is not None}
+        self.tried = {rate: median for rate, median in medians.items() if not math.isnan(median)}
 
-    def median(self, **changes: Any) -> float | None:
-        """Return the median loss of the base run with some changes; None while a seed is missing."""
-        found = [self.losses.get(run) for run in self.runs(**changes)]
-        return None if None in found else statistics.median(loss for loss in found if loss is not None)
+    def median(self, **changes: Any) -> float:
+        """Return the median loss of the base run with some changes; nan while a seed is missing."""
+        found = [self.losses.get(run, math.nan) for run in self.runs(**changes)]
+        return math.nan if any(map(math.isnan, found)) else statistics.median(found)
 
     def runs(self, **changes: Any) -> list[Run]:
         """Return the tuning runs for the base run with some changes."""
@@ -112,18 +122,24 @@ class Tuning:
                 added.append(high)
         return added
 
+    def missing_runs(self, rates: Iterable[int], **changes: Any) -> list[Run]:
+        """Return the runs at these rates that are not made yet."""
+        return [run for rate in rates for run in self.runs(rate=rate, **changes) if run not in self.losses]
+
     def choose(self, variants: Mapping[str, Any]) -> Choice | list[Run]:
-        """Return the choice; or, while the variants at the best rate are not all run, the runs that are missing."""
-        base, rate = self.tried[self.best], self.best
-        chosen: dict[str, Any] = {name: getattr(self.base, name) for name in ("beta", "warmup", "clip")}
-        missing: list[Run] = []
-        for name, value in variants.items():
-            median = self.median(rate=rate, **{name: value})
-            if median is None:
-                missing += [run for run in self.runs(rate=rate, **{name: value}) if run not in self.losses]
-            elif median < base:
-                chosen[name] = value
-        return missing or Choice(rate=rate, **chosen)
+        """Return the choice; or, while it is open, the runs that are missing: first variants, then the rate again."""
+        rate = self.best
+        if missing := [run for name in variants for run in self.missing_runs([rate], **{name: variants[name]})]:
+            return missing
+        medians = {name: self.median(rate=rate, **{name: value}) for name, value in variants.items()}
+        winners = {name: variants[name] for name, median in medians.items() if median < self.tried[rate]}
+        again = Tuning(self.losses, dataclasses.replace(self.base, rate=rate, **winners), room=1)
+        if rates := again.missing_rates():
+            return again.missing_runs(rates)
+        best = min(winners, key=lambda name: medians[name], default=None)
+        if best is not None and medians[best] < again.tried[again.best]:
+            return Choice.read(dataclasses.replace(self.base, rate=rate, **{best: winners[best]}))
+        return Choice.read(dataclasses.replace(again.base, rate=again.best))
 
 
 def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
@@ -154,7 +170,7 @@ def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[lis
     settled = {}
     for method, tuning in tunings.items():
         if rates := tuning.missing_rates():
-            runs += _missing(tuning, rates, losses)
+            runs += tuning.missing_runs(rates)
             continue
         settled[method] = tuning
         found = tuning.choose(list_variants(task, method))
@@ -165,7 +181,7 @@ def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[lis
     if len(settled) == len(methods):
         most = max(len(tuning.tried) for tuning in settled.values())
         for tuning in settled.values():
-            runs += _missing(tuning, tuning.padding(most), losses)
+            runs += tuning.missing_runs(tuning.padding(most))
     return runs, {} if runs else choices
 
 
@@ -175,11 +191,7 @@ def plan_longer(task: Task, method: str, multiple: float, choice: Choice, losses
     base = Run(task=task.name, method=method, steps=task.length(multiple), seed=TUNING_SEEDS[0], **values)
     tuning = Tuning(losses, base, room=1)
     rates = tuning.missing_rates()
-    return _missing(tuning, rates, losses) if rates else tuning.best
-
-
-def _missing(tuning: Tuning, rates: Iterable[int], losses: Losses) -> list[Run]:
-    return [run for rate in rates for run in tuning.runs(rate=rate) if run not in losses]
+    return tuning.missing_runs(rates) if rates else tuning.best
 
 
 def final_runs(task: Task, method: str, choice: Choice, multiple: float = 1.0) -> list[Run]:
