@@ -151,6 +151,11 @@ class Reduced(_LowRank):
     change_type = ReducedChange
     keep_rest: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.keep_rest, bool):
+            raise ValueError(f"Invalid keep_rest value: {self.keep_rest!r}. Must be True or False.")
+
     def settings(self, block: Block) -> dict[str, Any]:
         return {"rank": self.rank, "keep_rest": self.keep_rest}
 
