@@ -190,9 +190,7 @@ def test_all_four_train_save_load_and_resume(own, tmp_path):
 
 
 def test_a_kind_that_is_taken_is_refused():
-    with pytest.raises(
-        TypeError, match=r"has the kind 'Full', which is that of egop\.basis\.structures\.full\.FullChange"
-    ):
+    with pytest.raises(TypeError, match=r"has the kind 'Full' of egop\.basis\.structures\.full\.FullChange"):
         type("Another", (egop.ChangeOfBasis,), {"kind": "Full"})
 
 
