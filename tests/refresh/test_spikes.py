@@ -178,7 +178,7 @@ def test_the_first_basis_is_given_by_the_first_gradient_that_can():
             gradients(each, 1)
             own.step()
         for each in (optimizer, again):
-            assert all(each.basis[name].equal(change) for name, change in expected.basis.items())
+            assert all(each.basis[name].equals(change) for name, change in expected.basis.items())
             assert identical(each.refresher.statistic.grams["0.weight"], expected.refresher.statistic.grams["0.weight"])
 
 

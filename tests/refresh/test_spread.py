@@ -181,7 +181,7 @@ def test_a_state_is_loaded_by_a_schedule_with_other_settings(saved, loaded):
     before = other.basis
     steps(model, other, 2 * loaded["every"])
     after = other.basis
-    assert not any(after[name].equal(before[name]) for name in before)
+    assert not any(after[name].equals(before[name]) for name in before)
     assert len(set(other.refresher.schedule.turns.values())) > 1
 
 
