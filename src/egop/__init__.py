@@ -24,7 +24,7 @@ from egop.extras.inputs import rotate_inputs
 from egop.extras.parametrization import merge, parametrize
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.recipes import EGOP
-from egop.refresh import Aligned, Every, Online, Refresh, WhenDrifted
+from egop.refresh import Aligned, Every, Online, Refresh
 
 try:
     __version__ = metadata.version("egop")
@@ -58,7 +58,6 @@ __all__ = [
     "Shared",
     "Spectrum",
     "Structure",
-    "WhenDrifted",
     "diagnose",
     "estimate",
     "find_lr",

@@ -1,4 +1,4 @@
-"""Aligned: the rotation that serves the base, against ARO written from its formulas, and over many steps."""
+"""Aligned, compared with ARO written from its formulas, and over many steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LiteralARO:
             weight.mul_(1 - self.lr * self.decay).sub_(self.lr * (update.mT if tall else update))
 
 
-def test_with_sinkhorn_it_is_aro():
+def test_aligned_with_sinkhorn_is_aro():
     model, plain = network(), network()
     refresh = egop.Aligned()
     names = {"0.weight": egop.Shared(side="smaller"), "2.weight": egop.Shared(side="smaller")}
@@ -115,7 +115,7 @@ def test_rotations_stay_orthonormal_over_many_steps(base, steps):
     assert optimizer.refresher.failures == 0
 
 
-def test_a_state_resumes_exactly():
+def test_a_state_dict_resumes_exactly():
     def made(model):
         return egop.ReparameterizedOptimizer(
             model, egop.optim.Sinkhorn, refresh=egop.Aligned(every=2), outside=torch.optim.AdamW, lr=0.01
@@ -143,7 +143,7 @@ def test_a_state_resumes_exactly():
 
 
 @pytest.mark.parametrize("base", [torch.optim.Adagrad, egop.optim.PolarAdam])
-def test_a_base_that_does_not_offer_its_map_is_refused_when_it_is_made(base):
+def test_an_optimizer_without_a_known_map_is_refused_at_construction(base):
     with pytest.raises(
         TypeError, match=rf"{base.__name__} does not say what it maps a momentum to, which egop\.Aligned"
     ):
@@ -152,9 +152,9 @@ def test_a_base_that_does_not_offer_its_map_is_refused_when_it_is_made(base):
 
 @pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.5}], ids=str)
 @pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW])
-def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
+def test_lookahead_predicts_adams_momentum(base, options):
     class Watch(egop.Refresh):
-        def begin(self, optimizer):
+        def start(self, optimizer):
             return Watcher()
 
     class Watcher(egop.refresh.Refresher):
@@ -191,7 +191,7 @@ def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
         optimizer.step()
 
 
-def test_bases_that_it_cannot_rotate_are_refused_or_said():
+def test_bases_that_cannot_be_aligned_are_refused_or_warned_about():
     model = network()
     blocks = blocks_of(model)
     sides = [{"left": torch.eye(block.shapes[0][0]), "right": torch.eye(block.shapes[0][1])} for block in blocks]
@@ -204,7 +204,7 @@ def test_bases_that_it_cannot_rotate_are_refused_or_said():
     loss_of(model, 0).backward()
     optimizer.step()
     optimizer.rebase(basis, moments="reset")
-    with pytest.warns(UserWarning, match="finds no basis that it can rotate, only of structure Kronecker"):
+    with pytest.warns(UserWarning, match="found no basis that it can rotate. Bases of structure Kronecker stay"):
         optimizer.step()
     assert optimizer.refresher.renewals == 1
 

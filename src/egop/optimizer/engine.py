@@ -304,7 +304,7 @@ class Engine:
     def settle(self) -> None:
         """Bring to an end what a refresh has under way."""
         if self.refresher is not None:
-            self.refresher.settle(self)
+            self.refresher.wait_for_refresh(self)
 
     @torch.no_grad()
     def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:

@@ -67,7 +67,7 @@ class ReparameterizedOptimizer(Optimizer):
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
             options; by default ``optimizer_class`` steps these too. It has the learning rate, the weight decay (if its
             options have none) and ``maximize`` of the groups; its other settings are there as ``"outside/betas"`` ...
-        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)``, ``egop.WhenDrifted(...)`` or
+        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or
             ``egop.Aligned(...)``; never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
         any_class: whether to run a class that was tried and found not to work coordinate by coordinate (``SOAP``,
@@ -140,7 +140,7 @@ class ReparameterizedOptimizer(Optimizer):
         }
         engine.build(blocks, Pieces())
         if refresh is not None:
-            engine.refresher = refresh.begin(engine)
+            engine.refresher = refresh.start(engine)
             engine.refresher.refresh = refresh
         if not engine.gains:
             warn_of_no_gain(optimizer_class, blocks, refresh)
@@ -310,7 +310,7 @@ class ReparameterizedOptimizer(Optimizer):
         before = self._engine.blocks
         self._engine.rebase(basis, moments=moments)
         if self.refresher is not None:
-            self.refresher.rebased(list(basis), replaced=self._engine.blocks is not before)
+            self.refresher.on_rebase(list(basis), replaced=self._engine.blocks is not before)
 
     @property
     def train(self) -> Callable[[], None]:

@@ -46,7 +46,7 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
         engine.refresher.prepare(engine)
     inside = {id(original): (place, block) for place, block in enumerate(engine.blocks) for original in block.originals}
     refresher = engine.refresher
-    remembered = {} if refresher is None else refresher.memories(engine, complete=complete)
+    remembered = {} if refresher is None else refresher.block_states(engine, complete=complete)
     counts = [0, 0, 0] if refresher is None else refresher.counts()
     states: dict[Any, Entry] = {}
     bound = engine.bound

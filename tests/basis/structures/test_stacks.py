@@ -72,9 +72,9 @@ by_storage = pytest.mark.parametrize("inputs_first", [False, True], ids=["output
     [
         lambda structure: egop.Online(every=1, structure=structure),
         lambda structure: egop.Online(every=3, structure=structure, spread=False),
-        lambda structure: egop.WhenDrifted(check_every=2, tolerance=1e-4, structure=structure),
+        lambda structure: egop.Online(every=2, tolerance=1e-4, structure=structure),
     ],
-    ids=["Online", "all at once", "WhenDrifted"],
+    ids=["Online", "all at once", "drifted"],
 )
 def test_experts_in_one_parameter_are_trained_as_experts_apart(refresh, structure, inputs_first):
     found = []
