@@ -129,6 +129,7 @@ def test_a_stack_of_changes_is_each_by_itself(structure, block):
     changes = [build(structure, block, gradients_of(block, seed=seed))[1] for seed in range(3)]
     assert len({change.signature for change in changes}) == 1
     stacked = type(changes[0]).stack(changes)
+    assert stacked.part(slice(None)) is stacked
     x, c = vectors_of(block.shapes, 3), vectors_of(changes[0].coordinate_shapes(), 3)
     encoded, decoded = stacked.encode(x), stacked.decode(c)
     for i, change in enumerate(changes):
