@@ -88,13 +88,15 @@ class Zigzag(egop.Distribution):
 STRUCTURES = {
     "Full": (egop.Full(), 150),
     "Full of few": (egop.Full(), 21),
-    "Full, eigh": (egop.Full(route="eigh"), 150),
     "Shared": (egop.Shared(), 40),
     "Shared of few": (egop.Shared(), 1),
     "Kronecker": (egop.Kronecker(), 40),
-    "Auxiliary": (egop.Auxiliary(4), 30),
-    "Reduced": (egop.Reduced(4), 30),
-    "mixed": ({"0.*": egop.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)}, 9),
+    "Auxiliary": (egop.Auxiliary(rank=4), 30),
+    "Reduced": (egop.Reduced(rank=4), 30),
+    "mixed": (
+        {"0.*": egop.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(rank=2)},
+        9,
+    ),
 }
 RHOS = {"initialisation": egop.Initialization(), "current": egop.Recentered(0.3), "one by one": Zigzag()}
 
@@ -120,7 +122,7 @@ def all_cases(rank, world):
     source = Shuffled(8, torch.Generator().manual_seed(1))
     found |= {f"batches, {k}": values(estimated(objective(batches=source), egop.Shared(), 37)) for k in range(2)}
     low_rank._ROWS_BYTES = 0  # the smallest sketches: of 20 rows
-    found["sketched"] = values(estimated(quadratic(), egop.Reduced(5), 90))
+    found["sketched"] = values(estimated(quadratic(), egop.Reduced(rank=5), 90))
     low_rank._ROWS_BYTES = 512 * 2**20
     found["every"], found["every, bases"] = periodic(rank, world)
     return found
@@ -137,7 +139,7 @@ def periodic(rank, world):
 
 
 def all_of_two(rank, world):
-    return {"kept": kept(rank, world), "errors": errors(rank, world)}
+    return {"errors": errors(rank, world)}
 
 
 @pytest.fixture(scope="module")
@@ -163,35 +165,6 @@ def test_the_basis_is_that_of_one_process_and_the_same_bits_everywhere(alone):
             for found in ranks:
                 assert torch.equal(found[case][name], ranks[0][case][name]), f"{case}: {name} differs between processes"
             torch.testing.assert_close(ranks[0][case][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
-
-
-def kept(rank, world):
-    """The blocks that a process keeps, and what it says of the others."""
-    basis = estimated(objective(), egop.Full(), 20, shard_bases=True)
-    everything = estimated(objective(), egop.Full(), 20)
-    assert all(change.equal(everything[name]) for name, change in basis.items())
-    assert set(basis.spectrum) == set(basis)
-    assert "kept by process" in str(basis)
-    # What would train the processes apart is refused; brought together it is as if it had never been in parts.
-    with pytest.raises(ValueError, match=r"only some of its blocks\. Bring it together first.*basis\.gathered"):
-        egop.ReparameterizedOptimizer(network(), torch.optim.SGD, basis)
-    with pytest.raises(ValueError, match="only some blocks"):
-        basis.save("basis.safetensors")
-    together = basis.gathered()
-    assert list(together) == list(everything)
-    assert all(change.equal(everything[name]) for name, change in together.items())
-    spectra = [(each.spectrum[name].eigenvalues for name in each) for each in (together, everything)]
-    assert all(torch.equal(one, other) for one, other in zip(*spectra, strict=True))
-    assert together.unrotated == everything.unrotated
-    egop.ReparameterizedOptimizer(network(), torch.optim.SGD, together)
-    return {"names": list(basis), "left": basis.unrotated}
-
-
-def test_bases_can_stay_where_they_were_found(two):
-    ranks = [found["kept"] for found in two]
-    assert [found["names"] for found in ranks] == [["0.weight", "2.weight"], ["4.weight", "6.weight"]]
-    for found, other in zip(ranks, (1, 0), strict=True):
-        assert found["left"] == dict.fromkeys(ranks[other]["names"], f"kept by process {other}")
 
 
 class OddError(Exception):
@@ -247,7 +220,7 @@ def errors(rank, world):
         patch.setattr(low_rank, "_ROWS_BYTES", 0)  # sketches of 20 rows: full only when they are merged
         if rank == 0:
             patch.setattr("egop.numerics.sketch.RowSketch._compress", not_converged)
-        found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(5), 36))
+        found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(rank=5), 36))
     model = DistributedDataParallel(network())
     every = egop.Every(3, failing(1, model=model), samples=6, structure=shared)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=every, lr=0.02)
@@ -303,7 +276,7 @@ def group_of_one(tmp_path):
 def test_a_process_group_of_one_makes_no_difference(request):
     alone = values(estimated(objective(), egop.Full(), 20))
     request.getfixturevalue("group_of_one")
-    found = values(estimated(objective(), egop.Full(), 20, shard_bases=True))
+    found = values(estimated(objective(), egop.Full(), 20))
     assert set(found) == set(alone)
     assert all(torch.equal(value, alone[name]) for name, value in found.items())
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, safe_open, save_file
 
 import cases
 import egop
-from egop.basis.spectrum import compare
+from egop.basis.spectrum import compare_halves
 from egop.estimation import chunks
 
 EIGEN = [each for each in cases.STRUCTURES if not isinstance(each, (egop.Identity, egop.RandomRotation))]
@@ -24,7 +21,7 @@ def test_it_compares_the_bases_of_the_even_and_the_odd_draws(structure):
         halves = [structure.accumulator(change.block) for _ in range(2)]
         for index, half in enumerate(halves):
             half.add([gradients[each][index::2] for each in change.block.parameters])
-        expected = compare(*(half.eigenbases() for half in halves)).stability
+        expected = compare_halves(*(half.eigenbases() for half in halves)).stability
         assert basis.spectrum[name].stability == pytest.approx(expected, abs=1e-6)
         assert 0 <= expected <= 1
 
@@ -88,17 +85,3 @@ def test_it_is_saved_and_loaded(tmp_path):
     loaded = egop.Basis.load(tmp_path / "basis.safetensors")
     for name, spectrum in basis.spectrum.items():
         assert loaded.spectrum[name].stability == spectrum.stability is not None
-
-
-def test_a_file_from_before_there_was_any_is_read(tmp_path):
-    path = tmp_path / "basis.safetensors"
-    cases.estimate(cases.MLP.objective()).save(path)
-    with safe_open(path, framework="pt") as file:
-        content = json.loads(file.metadata()["egop"])
-    for block in content["blocks"]:
-        for key in ("held", "chance", "reliability", "surprise"):
-            del block[key]
-        block["samples"] = block.pop("draws")
-        block["stability"] = 0.5  # of another kind
-    save_file(load_file(path), tmp_path / "old.safetensors", metadata={"egop": json.dumps(content)})
-    assert egop.Basis.load(tmp_path / "old.safetensors").spectrum["0.weight"].stability is None

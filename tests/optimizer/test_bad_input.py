@@ -36,7 +36,7 @@ def block(name="0.weight", shape=(5, 6), parameters=None):
     """A block of one tensor with an identity matrix for a basis."""
     members = parameters or {name: torch.zeros(shape, dtype=torch.float64)}
     size = sum(tensor.numel() for tensor in members.values())
-    return FullChange(Block.of(name, members), {"basis": torch.eye(size, dtype=torch.float64)})
+    return FullChange(Block.from_tensors(name, members), {"basis": torch.eye(size, dtype=torch.float64)})
 
 
 def split(model, at):
@@ -216,7 +216,7 @@ REFUSED_GROUPS = {
     "a block name that is taken": (
         lambda m: group(m, basis=egop.Basis([block("0.weight", parameters={"extra": torch.zeros(3, 5).double()})])),
         ValueError,
-        r"Two blocks have one name among \['0\.weight', '0\.weight'\]",
+        r"Two blocks have the same name among \['0\.weight', '0\.weight'\]",
     ),
     "a basis that is none": (
         lambda m: group(m, basis={}),

@@ -52,7 +52,7 @@ def test_it_names_what_runs_inside_the_refresh_its_counts_the_groups_and_the_blo
     assert lines[3].startswith("group 0: 6 tensors, lr 0.01, betas (0.9, 0.95)")
     assert "tensor(" not in str(optimizer)
     assert row(optimizer, "0.weight")[:4] == ["0.weight", "Shared", "6 x 8", "144 B"]
-    assert row(optimizer, "4.weight") == ["4.weight", "the output head"]
+    assert row(optimizer, "4.weight") == ["4.weight", "-", "the output head"]
 
 
 def test_a_learning_rate_that_is_a_tensor_is_a_number():
@@ -97,7 +97,7 @@ def test_a_basis_that_was_estimated_keeps_its_spectrum_and_what_it_left():
     case = cases.MLP
     basis = cases.estimate(case.objective(), structure={"0.weight": egop.Full()}, partition="parameter")
     optimizer = egop.ReparameterizedOptimizer(case.build(), torch.optim.AdamW, basis, lr=0.1)
-    assert optimizer.basis.unrotated == basis.unrotated == {"2.weight": "no pattern names it"}
+    assert optimizer.basis.unrotated == basis.unrotated == {"2.weight": "no pattern matches it"}
     assert repr(optimizer.basis.spectrum["0.weight"]) == repr(basis.spectrum["0.weight"])
     assert f"{basis.spectrum['0.weight'].stable_rank:.1f} of 30" in str(optimizer)
     assert "refresh: none, the basis is fixed" in str(optimizer)
@@ -214,7 +214,7 @@ def quiet(build):
 
 def test_nobody_is_warned_where_a_basis_may_help_or_there_is_none(unwarned):
     case = cases.MLP
-    reduced = cases.estimate(case.objective(), structure=egop.Reduced(2))
+    reduced = cases.estimate(case.objective(), structure=egop.Reduced(rank=2))
     same = cases.estimate(case.objective(), structure=egop.Identity())
     for basis in (reduced, same, None):
         quiet(lambda basis=basis: egop.ReparameterizedOptimizer(case.build(), torch.optim.SGD, basis, lr=0.1))

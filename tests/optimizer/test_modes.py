@@ -18,7 +18,13 @@ pytest.importorskip("pytorch_optimizer")
 from pytorch_optimizer import ScheduleFreeAdamW, ScheduleFreeRAdam, ScheduleFreeSGD
 
 TOLERANCE = 1e-10
-STRUCTURES = [egop.Full(), egop.Kronecker(), egop.Auxiliary(3), egop.Reduced(3), egop.Reduced(3, keep_rest=False)]
+STRUCTURES = [
+    egop.Full(),
+    egop.Kronecker(),
+    egop.Auxiliary(rank=3),
+    egop.Reduced(rank=3),
+    egop.Reduced(rank=3, keep_rest=False),
+]
 
 
 class LikeSchedulefree(torch.optim.Optimizer):
@@ -118,7 +124,9 @@ def explicitly_rebased(side, model, basis, optimizer):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("structure", [egop.Full(), egop.Reduced(3), egop.Reduced(3, keep_rest=False)], ids=str)
+@pytest.mark.parametrize(
+    "structure", [egop.Full(), egop.Reduced(rank=3), egop.Reduced(rank=3, keep_rest=False)], ids=str
+)
 def test_a_change_of_basis_moves_points_as_points(structure, optimizer, mode):
     old, new = two_bases(MLP, structure)
     wrapped, explicit = (kind(MLP.build(), old, optimizer) for kind in (Wrapped, Explicit))

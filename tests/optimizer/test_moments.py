@@ -16,7 +16,7 @@ from egop.optimizer import moments
 from explicit import basis_of, distance, identical, logistic
 
 WEIGHT = cases.block("weight", weight=(3, 4))
-STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(5), egop.Reduced(5)]
+STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=5), egop.Reduced(rank=5)]
 
 
 def random_change(structure, seed, block=WEIGHT):
@@ -82,7 +82,7 @@ def test_magnitudes_are_carried_as_squared_moments_after_squaring(structure):
 
 @pytest.mark.parametrize(
     ("structure", "key"),
-    [(egop.Auxiliary(5), "exp_avg_sq"), (egop.Reduced(5), "exp_avg_sq"), (egop.Full(), "step_size")],
+    [(egop.Auxiliary(rank=5), "exp_avg_sq"), (egop.Reduced(rank=5), "exp_avg_sq"), (egop.Full(), "step_size")],
     ids=str,
 )
 def test_what_cannot_be_rotated_is_kept(structure, key):
@@ -100,7 +100,7 @@ def test_the_given_states_are_not_changed():
 
 
 def test_points_of_an_incomplete_basis_are_rotated_with_the_rest():
-    old, new = (random_change(egop.Reduced(5), seed) for seed in (0, 1))
+    old, new = (random_change(egop.Reduced(rank=5), seed) for seed in (0, 1))
     rest = torch.rand(3, 4, dtype=torch.float64)
     states = states_of(old, "z", "exp_avg")
     found = carried(states, old, new, rest=[rest])
@@ -177,7 +177,7 @@ def test_of_what_is_kept_points_alone_are_rotated():
 
 
 def test_a_state_of_some_coordinates_only_is_an_error():
-    old, new = (random_change(egop.Auxiliary(5), seed) for seed in (0, 1))
+    old, new = (random_change(egop.Auxiliary(rank=5), seed) for seed in (0, 1))
     one, other = states_of(old, "exp_avg")
     del other["exp_avg"]
     with pytest.raises(ValueError, match="'exp_avg' for some of a block's coordinates only"):

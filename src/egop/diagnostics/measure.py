@@ -18,7 +18,7 @@ from egop.basis import (
     Basis,
     Block,
     ChangeOfBasis,
-    Halves,
+    HalfComparison,
     Partition,
     Plan,
     Spectrum,
@@ -231,7 +231,11 @@ def _planned(blocks: list[Block], plan: Plan) -> dict[str, BlockDiagnosis]:
 
 
 def _measured(
-    known: BlockDiagnosis, spectrum: Spectrum | None, change: ChangeOfBasis, halves: Halves | None, pass_seconds: float
+    known: BlockDiagnosis,
+    spectrum: Spectrum | None,
+    change: ChangeOfBasis,
+    halves: HalfComparison | None,
+    pass_seconds: float,
 ) -> BlockDiagnosis:
     """A block with its times, and with all that its spectrum says."""
     seconds = _change_seconds(change)

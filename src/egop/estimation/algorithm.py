@@ -16,15 +16,15 @@ from egop.basis import (
     Basis,
     Block,
     ChangeOfBasis,
-    Halves,
-    Layer,
+    HalfComparison,
     Partition,
     Plan,
+    Role,
     Spectrum,
+    Statistic,
     StructureChoice,
-    Summary,
-    compare,
-    layers_of,
+    compare_halves,
+    find_roles,
     make_plan,
     partition_parameters,
 )
@@ -54,7 +54,6 @@ def estimate(
     progress: bool = True,
     sampling: Sampling = "auto",
     stability: bool = False,
-    shard_bases: bool = False,
 ) -> Basis:
     r"""Estimate the EGOP eigenbasis of an objective, one basis per block.
 
@@ -83,8 +82,6 @@ def estimate(
         sampling: ``"loop"``, ``"vmap"`` or ``"auto"``, see :func:`egop.estimation.sampling.sample_gradients`.
         stability: also find how far two bases agree that are each made from every other draw, see
             :attr:`egop.Spectrum.stability`. This takes two more decompositions of every block, of half the samples.
-        shard_bases: let each process keep only the blocks that it has decomposed, with their spectra, not all blocks;
-            ``basis.gathered()`` brings them together, which an optimizer needs.
 
     Returns:
         The change of basis of each block. The model is left exactly as it was.
@@ -106,7 +103,7 @@ def estimate(
     where, source, plan = processes.agreed(planned)
     if progress and structure == "auto" and processes.rank() == 0:
         tqdm.write(str(plan), file=sys.stderr)
-    basis = estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
+    basis = estimate_plan(objective, plan, where, samples, source, sampling, progress, stability)
     _look_for_support(basis.spectrum)
     return basis
 
@@ -137,11 +134,11 @@ def checked(
     return rho, generator
 
 
-def blocks_of(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Layer]]:
+def blocks_of(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Role]]:
     """The blocks of an objective's parameters, and what each parameter is."""
-    layers = layers_of(objective.parameters, objective.module)
+    layers = find_roles(objective.parameters, objective.module)
     if objective.module is None:  # of a function every tensor is a weight, also a vector
-        layers = {name: Layer("weight") for name in layers}
+        layers = {name: Role("weight") for name in layers}
     return partition_parameters(objective.parameters, layers, partition), layers
 
 
@@ -154,12 +151,11 @@ def estimate_plan(
     sampling: Sampling,
     progress: bool,
     stability: bool = False,
-    shard_bases: bool = False,
 ) -> Basis:
     """The basis of each block of a plan; in a process group all processes have to call this."""
     count = samples_wanted(plan) and (samples or samples_wanted(plan))
     asked = {"samples": count, "rho": type(rho).__name__, "sampling": sampling, "stability": stability}
-    division.agree(objective, plan, generator, asked | {"shard_bases": shard_bases})
+    division.agree(objective, plan, generator, asked)
     share = processes.share_of(count)
     gathered = Gathering(plan, stability=stability, first=share.start)
     progress = progress and processes.rank() == 0
@@ -179,14 +175,10 @@ def estimate_plan(
     blocks = [block for block in plan.chosen if owners[block] == processes.rank()]
     gathered.collected(blocks, count)
     finished = processes.agreed(lambda: {block: gathered.finish(block) for block in blocks})
+    if processes.world_size() > 1:
+        finished = division.gather_blocks(finished, owners)
     spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
-    changes = [change for _, change in finished.values()]
-    if processes.world_size() == 1:
-        return Basis(changes, spectra, plan.unrotated)
-    elsewhere = {block.name: f"kept by process {owner}" for block, owner in owners.items() if block not in blocks}
-    kept_by = {block.name: owner for block, owner in owners.items()}
-    basis = Basis(changes, spectra, plan.unrotated | elsewhere, kept_by)
-    return basis if shard_bases else basis.gathered()
+    return Basis([change for _, change in finished.values()], spectra, plan.unrotated)
 
 
 def gradients_for(
@@ -295,13 +287,13 @@ class Gathering:
                 accumulator.add([gradients[name][rows] for name in block.parameters])
         self.draws += count
 
-    def summaries(self) -> list[tuple[Block, Summary]]:
+    def summaries(self) -> list[tuple[Block, Statistic]]:
         """All that was taken in, in parts that processes can bring together; not asked for where there is only one."""
         return [
             (block, summary)
             for accumulators in self.parts
             for block, accumulator in accumulators.items()
-            for summary in (accumulator.summaries() if processes.world_size() > 1 else [])
+            for summary in (accumulator.statistics() if processes.world_size() > 1 else [])
         ]
 
     def collected(self, own: Collection[Block], draws: int) -> None:
@@ -317,7 +309,7 @@ class Gathering:
             whole.merge(other)
         return _judged(*whole.finish(), halves)
 
-    def so_far(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis, Halves | None]:
+    def so_far(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis, HalfComparison | None]:
         """The same while more gradients may come, and what the halves say of each other."""
         halves = self._compared(block)
         whole = self.plan.chosen[block].accumulator(block)
@@ -325,15 +317,15 @@ class Gathering:
             whole.merge(accumulators[block])
         return *_judged(*whole.finish(), halves), halves
 
-    def _compared(self, block: Block) -> Halves | None:
+    def _compared(self, block: Block) -> HalfComparison | None:
         if len(self.parts) < 2 or self.draws < 2:
             return None
         one, other = (accumulators[block].eigenbases() for accumulators in self.parts)
-        return compare(one, other)
+        return compare_halves(one, other)
 
 
 def _judged(
-    spectrum: Spectrum | None, change: ChangeOfBasis, halves: Halves | None
+    spectrum: Spectrum | None, change: ChangeOfBasis, halves: HalfComparison | None
 ) -> tuple[Spectrum | None, ChangeOfBasis]:
     if spectrum is not None and halves is not None:
         spectrum = replace(spectrum, stability=halves.stability, chance=halves.chance)

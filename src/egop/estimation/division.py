@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from egop.basis import Block, Plan, Summary
+from egop.basis import Block, ChangeOfBasis, Plan, Spectrum, Statistic
 from egop.distributed import processes
 from egop.estimation.objective import Objective
 
@@ -58,7 +59,7 @@ def owners_of(plan: Plan) -> dict[Block, int]:
 
 
 def collect(
-    summaries: Sequence[tuple[Block, Summary]], owners: Mapping[Block, int], devices: Mapping[Block, torch.device]
+    summaries: Sequence[tuple[Block, Statistic]], owners: Mapping[Block, int], devices: Mapping[Block, torch.device]
 ) -> None:
     """Bring together what all processes have of each block, in the process that owns it."""
     if processes.world_size() == 1:
@@ -84,6 +85,46 @@ def collect(
 
     processes.agreed(prepare)
     processes.agreed(bring)
+
+
+Finished = tuple[Spectrum | None, ChangeOfBasis]
+
+
+def gather_blocks(finished: Mapping[Block, Finished], owners: Mapping[Block, int]) -> dict[Block, Finished]:
+    """Send every block from the process that owns it to all others, which get the same bits.
+
+    Args:
+        finished: the blocks that this process owns.
+        owners: the owner of each block.
+    """
+    outlines = processes.exchanged(lambda: {block: _outline(*own) for block, own in finished.items()})
+    everything = processes.agreed(
+        lambda: {block: finished.get(block) or _allocate(*outlines[owner][block]) for block, owner in owners.items()}
+    )
+    for block, owner in owners.items():
+        spectrum, change = everything[block]
+        described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
+        for tensor in [*change.tensors.values(), *described]:
+            processes.broadcast(tensor, owner)
+    return everything
+
+
+def _outline(spectrum: Spectrum | None, change: ChangeOfBasis) -> tuple[Spectrum | None, ChangeOfBasis, str]:
+    """Return a block without its values, and the kind of device that they are on."""
+    if spectrum is not None:
+        spectrum = replace(spectrum, eigenvalues=spectrum.eigenvalues.to("meta"), density=spectrum.density.to("meta"))
+    return spectrum, change.to("meta"), change.device.type
+
+
+def _allocate(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Finished:
+    """Allocate memory for the values of a block that another process has outlined."""
+    if spectrum is not None:
+        eigenvalues, density = (
+            torch.empty_like(tensor, device=device) for tensor in (spectrum.eigenvalues, spectrum.density)
+        )
+        spectrum = replace(spectrum, eigenvalues=eigenvalues, density=density)
+    tensors = {name: torch.empty_like(tensor, device=device) for name, tensor in change.tensors.items()}
+    return spectrum, change.with_tensors(tensors)
 
 
 def _short(text: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from egop.basis import plain_name
+from egop.basis import strip_compile_prefix
 from egop.distributed import is_sharded
 from egop.estimation.keeping import one_at_a_time, remember
 
@@ -72,7 +72,7 @@ class ModuleLoss(Loss):
         """Those of the module's parameters that require a gradient now."""
         with one_at_a_time:  # while another thread samples, values may stand in the parameters' places
             named = self.module.named_parameters()
-            return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
+            return {strip_compile_prefix(name): parameter for name, parameter in named if parameter.requires_grad}
 
     def tensors(self) -> list[Tensor]:
         """All parameters of the module."""
@@ -84,7 +84,7 @@ class ModuleLoss(Loss):
 
     def at(self, values: Mapping[str, Tensor], function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(module, *arguments)`` with these values in the place of the module's own parameters."""
-        names = {name: plain_name(name) for name, _ in self.module.named_parameters()}
+        names = {name: strip_compile_prefix(name) for name, _ in self.module.named_parameters()}
         named = {f"model.{name}": values[plain] for name, plain in names.items() if plain in values}
         return torch.func.functional_call(self._bound, named, (function, *arguments))
 
@@ -109,9 +109,9 @@ class ModuleLoss(Loss):
         for name, parameter in named:
             if is_sharded(parameter):
                 raise TypeError(
-                    f"Parameter '{plain_name(name)}' is sharded over processes by fully_shard, and points cannot be "
-                    "sampled there. Estimate the basis before fully_shard is called, or with an unsharded copy of the "
-                    "model; or use egop.Online(), which learns the basis from the training gradients."
+                    f"Parameter '{strip_compile_prefix(name)}' is sharded over processes by fully_shard, and points "
+                    "cannot be sampled there. Estimate the basis before fully_shard is called, or with an unsharded "
+                    "copy of the model; or use egop.Online(), which learns the basis from the training gradients."
                 )
 
 

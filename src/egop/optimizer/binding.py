@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop.basis import WRAPPER, Basis, ChangeOfBasis, Layer, Spectrum, Structure, plain_name
+from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, Structure, strip_compile_prefix
 from egop.distributed import is_cut_by_rows, is_sharded, layout, like, local, part_of, whole, write
 from egop.numerics import exact_products
 
@@ -36,7 +36,7 @@ class BoundBlock:
         self.originals = list(originals)
         self.spectrum: Spectrum | None = None  # of the current basis, if known
         self.sharded = any(is_sharded(original) for original in originals)
-        self.rowwise = change.rowwise and change.block.has_outputs_first and not needs_matrices
+        self.rowwise = change.is_rowwise and change.block.has_outputs_first and not needs_matrices
         self.by_rows = (
             self.sharded
             and self.rowwise
@@ -150,7 +150,7 @@ class BoundBlock:
 
     def keep_rest(self, tensors: Sequence[Tensor]) -> None:
         """Keep what an incomplete basis leaves out of these tensors, which have just been encoded."""
-        if not self.change.complete and self.change.settings["keep_rest"]:
+        if not self.change.is_complete and self.change.settings["keep_rest"]:
             with exact_products():
                 inside = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
             self.rest = [whole - part for whole, part in zip(tensors, inside, strict=True)]
@@ -163,7 +163,7 @@ class BoundBlock:
 
     def drop_rest(self) -> None:
         """Project the parameters onto an incomplete basis, unless the rest is to be kept."""
-        if not self.change.complete and self.rest is None:
+        if not self.change.is_complete and self.rest is None:
             self.write(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
 
     @torch.no_grad()
@@ -240,7 +240,7 @@ class BoundBlock:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: digests instead of addresses, and bases without the stack they are views of."""
         copies = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
-        return self.__dict__ | {"seen": self.compute_digests(), "change": self.change.replaced(copies)}
+        return self.__dict__ | {"seen": self.compute_digests(), "change": self.change.with_tensors(copies)}
 
 
 def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
@@ -330,7 +330,7 @@ class BoundParameters:
     def from_groups(cls, groups: Groups) -> Self:
         """Record the parameters that the groups have now."""
         tensors = _list_parameters(groups)
-        names = [plain_name(name) for group in groups for name in group["param_names"]]
+        names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
         return cls(names, tensors, [(tensor.dtype, tensor.device) for tensor in tensors])
 
     def matches(self, groups: Groups) -> bool:
@@ -383,13 +383,8 @@ def bind_blocks(
         return []
     if not isinstance(basis, Basis):
         raise TypeError(f"basis must be an egop.Basis, got {_describe_wrong_basis(basis)}")
-    if basis.owners is not None:
-        raise ValueError(
-            "The basis was estimated with shard_bases=True, and this process has only some of its blocks. Bring it "
-            "together first, in all processes: basis = basis.gathered()."
-        )
     given = {
-        plain_name(name): (index, parameter)
+        strip_compile_prefix(name): (index, parameter)
         for index, group in enumerate(groups, first_group)
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
@@ -397,7 +392,7 @@ def bind_blocks(
     for name, change in basis.items():
         members: list[tuple[int, Tensor]] = []
         for key, shape in zip(change.block.parameters, change.block.shapes, strict=True):
-            member = given.get(key) or given.get(f"{WRAPPER}{key}") or given.get(key.removeprefix(WRAPPER))
+            member = given.get(key) or given.get(f"{DDP_PREFIX}{key}") or given.get(key.removeprefix(DDP_PREFIX))
             if member is None:
                 raise ValueError(
                     f"Block '{name}' of the basis is for the parameter '{key}', which the optimizer was not given. "
@@ -426,16 +421,16 @@ def bind_blocks(
     return blocks
 
 
-def check_padding(blocks: Sequence[BoundBlock], groups: Groups, layers: Mapping[str, Layer]) -> None:
+def check_padding(blocks: Sequence[BoundBlock], groups: Groups, layers: Mapping[str, Role]) -> None:
     """Raise ValueError if a block mixes the padding row of an embedding with others, which would move it."""
     padded = {
         id(parameter)
         for group in groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        if plain_name(name) in layers and layers[plain_name(name)].padded
+        if strip_compile_prefix(name) in layers and layers[strip_compile_prefix(name)].has_padding_row
     }
     for block in blocks:
-        if not block.change.rowwise and any(id(original) in padded for original in block.originals):
+        if not block.change.is_rowwise and any(id(original) in padded for original in block.originals):
             raise ValueError(
                 f"Block '{block.name}' ({block.change.kind}) mixes the rows of an embedding with padding_idx, so "
                 "training would move its padding row. Use egop.Shared() for the embedding, which keeps rows apart, or "

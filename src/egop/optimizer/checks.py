@@ -126,11 +126,11 @@ def complete_hyperparameters(
 
 def warn_rotation_invariant(optimizer_class: type[Optimizer], blocks: Sequence[BoundBlock], refresh: object) -> None:
     """Warn once per class that a rotation does not change its steps, unless the basis leaves directions out."""
-    if optimizer_class in _warned or any(not block.change.complete for block in blocks):
+    if optimizer_class in _warned or any(not block.change.is_complete for block in blocks):
         return
     structure = getattr(refresh, "structure", None)
     wanted = structure.values() if isinstance(structure, Mapping) else [structure]
-    if any(isinstance(each, Structure) and not each.change_type.complete for each in wanted):
+    if any(isinstance(each, Structure) and not each.change_type.is_complete for each in wanted):
         return
     if refresh is None and all(block.change.kind == "Identity" for block in blocks):
         return  # nothing is rotated

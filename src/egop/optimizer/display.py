@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from egop.basis import Plan, Shown, blocks_as_html, blocks_as_text, shown_block, shown_plan
+from egop.basis import BlockInfo, Plan, format_blocks, format_blocks_html
 from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
 from egop.plots import plot_spectra
@@ -35,7 +35,7 @@ def format_line(name: str, engine: Engine) -> str:
 def format_text(name: str, engine: Engine) -> str:
     """Return several lines: the inner optimizers, the refresh, the groups and a table of the blocks."""
     blocks, unrotated, note = _list_blocks(engine)
-    table = [blocks_as_text(blocks, unrotated)] if blocks or unrotated else []
+    table = [format_blocks(blocks, unrotated)] if blocks or unrotated else []
     return "\n".join([format_line(name, engine), *_list_facts(engine), *([note] if note else []), *table])
 
 
@@ -43,7 +43,7 @@ def format_html(name: str, engine: Engine) -> str:
     """Return the same as HTML for a notebook."""
     blocks, unrotated, note = _list_blocks(engine)
     facts = "<br>".join(escape(fact) for fact in [*_list_facts(engine), *([note] if note else [])])
-    table = blocks_as_html(blocks, unrotated) if blocks or unrotated else ""
+    table = format_blocks_html(blocks, unrotated) if blocks or unrotated else ""
     return f"<p><strong>{escape(format_line(name, engine))}</strong><br>{facts}</p>{table}"
 
 
@@ -91,7 +91,7 @@ def _list_facts(engine: Engine) -> Iterator[str]:
         yield f"group {index}: {pluralize(len(group['params']), 'tensor')}, {', '.join(settings)}"
 
 
-def _list_blocks(engine: Engine) -> tuple[list[Shown], Mapping[str, str], str]:
+def _list_blocks(engine: Engine) -> tuple[list[BlockInfo], Mapping[str, str], str]:
     """Return a row for each block, the reasons why weights have none, and a note if the blocks are only planned."""
     if not engine.blocks and engine.refresher is not None and engine.refresher.steps == 0:
         try:
@@ -99,11 +99,11 @@ def _list_blocks(engine: Engine) -> tuple[list[Shown], Mapping[str, str], str]:
         except (MemoryError, ValueError) as error:
             return [], {}, f"the first step will fail: {error}"
         if plan is not None:
-            return [shown_plan(*pair) for pair in plan.chosen.items()], plan.unrotated, "planned for the first step:"
+            return plan.block_info(), plan.unrotated, "planned for the first step:"
     spectra = _find_spectra(engine)
     shown = []
     for block in engine.blocks:
-        row = shown_block(block.whole_change(), block.spectrum)
+        row = BlockInfo.from_change(block.whole_change(), block.spectrum)
         shown.append(_add_stable_rank(row, spectra[block.name]) if block.name in spectra else row)
     return shown, engine.unrotated, ""
 
@@ -112,7 +112,7 @@ def _find_spectra(engine: Engine) -> dict[str, dict[str, Tensor]]:
     return {} if engine.refresher is None else engine.refresher.spectra(engine)
 
 
-def _add_stable_rank(shown: Shown, sides: Mapping[str, Tensor]) -> Shown:
+def _add_stable_rank(shown: BlockInfo, sides: Mapping[str, Tensor]) -> BlockInfo:
     """Add the stable rank of the Gram matrices that a refresh follows, or of the Kronecker product of two sides."""
     roots = [values.sqrt() for values in sides.values()]
     sums = tops = torch.ones((), dtype=torch.float64, device="cpu")

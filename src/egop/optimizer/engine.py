@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Basis, Known, Layer, check_disjoint
+from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import Pieces
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding, map_to_blocks
 from egop.optimizer.checks import benefits_from_rotation, check_blocks, check_class, warn_no_basis
@@ -35,8 +35,8 @@ class Engine:
         self.benefits_from_rotation = False
         self.warns_of_no_basis = False  # at the first step, if it has no blocks
         self.param_groups: list[dict[str, Any]] = []
-        self.layers: dict[str, Layer] = {}
-        self.known: Known | None = None  # the model's names and modules
+        self.layers: dict[str, Role] = {}
+        self.known: ModuleIndex | None = None  # the model's names and modules
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
         self.excluded: dict[str, str] = {}  # weights without a basis and the reasons, as the given basis says
@@ -97,7 +97,7 @@ class Engine:
         basis: Basis | None,
         groups: Sequence[Mapping[str, Any]],
         first_group: int = 0,
-        layers: Mapping[str, Layer] | None = None,
+        layers: Mapping[str, Role] | None = None,
     ) -> list[BoundBlock]:
         """Bind the blocks of a basis to the parameters of these groups, without changing anything.
 
@@ -247,7 +247,7 @@ class Engine:
         check_moments(moments)
         self.wait_for_refresh()
         blocks = {block.name: block for block in self.blocks}
-        if not all(name in blocks and blocks[name].whole_change().alike(change) for name, change in basis.items()):
+        if not all(name in blocks and blocks[name].whole_change().matches(change) for name, change in basis.items()):
             self._replace_blocks(self.bind(basis, self.param_groups), moments)
             self.excluded = dict(basis.unrotated)
             return

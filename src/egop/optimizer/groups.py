@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from egop.basis import WRAPPER, Known, plain_name
+from egop.basis import DDP_PREFIX, ModuleIndex, strip_compile_prefix
 
 
-def name_groups(params: Any, taken: Iterable[str] = (), model: nn.Module | Known | None = None) -> list[dict[str, Any]]:
+def name_groups(
+    params: Any, taken: Iterable[str] = (), model: nn.Module | ModuleIndex | None = None
+) -> list[dict[str, Any]]:
     """Return parameter groups with ``params`` and ``param_names``.
 
     Args:
@@ -19,7 +21,7 @@ def name_groups(params: Any, taken: Iterable[str] = (), model: nn.Module | Known
         model: the module that has the parameters, wrapped or not. Parameters without a name get the one that they have
             there, and given names must agree with it.
     """
-    if model is not None and not isinstance(model, nn.Module | Known):
+    if model is not None and not isinstance(model, nn.Module | ModuleIndex):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(params, nn.Module):
         params = params.named_parameters() if model is None else params.parameters()
@@ -35,21 +37,21 @@ def name_groups(params: Any, taken: Iterable[str] = (), model: nn.Module | Known
         raise ValueError("The optimizer got an empty parameter list.")
     if not isinstance(groups[0], Mapping):
         groups = [{"params": groups}]
-    known = Known(model) if isinstance(model, nn.Module) else model
-    names = {plain_name(name) for name in taken}
+    known = ModuleIndex(model) if isinstance(model, nn.Module) else model
+    names = {strip_compile_prefix(name) for name in taken}
     checked = []
     for group in groups:
         members = _read_members(group, known)
         for name, _ in members:
-            if plain_name(name) in names:
+            if strip_compile_prefix(name) in names:
                 raise ValueError(f"The parameter name '{name}' is given twice. Names must be unique.")
-            names.add(plain_name(name))
+            names.add(strip_compile_prefix(name))
         params, param_names = [parameter for _, parameter in members], [name for name, _ in members]
         checked.append({**group, "params": params, "param_names": param_names})
     return checked if known is not None else _strip_wrapper(checked)
 
 
-def _add_name(member: Any, known: Known) -> Any:
+def _add_name(member: Any, known: ModuleIndex) -> Any:
     """Return a parameter with its name in the model, and anything else unchanged."""
     if isinstance(member, Tensor):
         if not known.names(member):
@@ -62,11 +64,11 @@ def _add_name(member: Any, known: Known) -> Any:
     return (_check_name(member[0], member[1], known), member[1]) if _is_named(member) else member
 
 
-def _check_name(given: str, parameter: Any, known: Known) -> str:
+def _check_name(given: str, parameter: Any, known: ModuleIndex) -> str:
     """Return a given name as the model has it; a parameter that is not the model's keeps its name."""
-    names, name = known.names(parameter), plain_name(given)
+    names, name = known.names(parameter), strip_compile_prefix(given)
     if name not in known.parameters:
-        name = name.removeprefix(WRAPPER)
+        name = name.removeprefix(DDP_PREFIX)
     if name in names or (not names and name not in known.parameters):
         return name
     problem = f"is called '{names[0]}' in the model" if names else "is not the model's parameter of this name"
@@ -78,18 +80,18 @@ def _check_name(given: str, parameter: Any, known: Known) -> str:
 
 def _strip_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Remove the ``module.`` that ``DistributedDataParallel`` puts before every name."""
-    names = [[plain_name(name) for name in group["param_names"]] for group in groups]
-    if not all(name.startswith(WRAPPER) for members in names for name in members):
+    names = [[strip_compile_prefix(name) for name in group["param_names"]] for group in groups]
+    if not all(name.startswith(DDP_PREFIX) for members in names for name in members):
         return groups
     pairs = zip(groups, names, strict=True)
-    return [group | {"param_names": [name.removeprefix(WRAPPER) for name in members]} for group, members in pairs]
+    return [group | {"param_names": [name.removeprefix(DDP_PREFIX) for name in members]} for group, members in pairs]
 
 
 def _is_named(member: Any) -> bool:
     return isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)
 
 
-def _read_members(group: Any, known: Known | None) -> list[tuple[str, Any]]:
+def _read_members(group: Any, known: ModuleIndex | None) -> list[tuple[str, Any]]:
     if not isinstance(group, Mapping) or "params" not in group:
         content = list(group) if isinstance(group, Mapping) else type(group).__name__
         raise TypeError(f"A parameter group must be a dict with 'params', got {content}.")

@@ -138,7 +138,7 @@ def rebase_stack(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[T
         else:
             rotation = new.rotation_from(old)
             assert rotation is not None
-            moved = new.rotated(tuple(coordinates), rotation)
+            moved = new.rotate(tuple(coordinates), rotation)
             targets, sources = move_states(old, new, states, rotation, changed=changed)
         encoded = [_select(changed, *pair) for pair in zip(moved, coordinates, strict=True)]
     copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
@@ -217,7 +217,7 @@ def rotate_states(
             squares = rotate_squares(tuple(value.double().square() for value in values), new, rotation)
             moved = tuple(value.sqrt().to(values[0].dtype) for value in squares)
         elif rotation is not None:
-            moved = new.rotated(values, rotation)
+            moved = new.rotate(values, rotation)
         else:
             decoded = old.decode(values)
             if kind in POINTS and rest is not None:
@@ -239,7 +239,7 @@ def rotate_squares(
     """
     if rotation is None:
         return squares
-    moved = new.rotated(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
+    moved = new.rotate(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
     return tuple(square.nan_to_num(nan=torch.inf, posinf=torch.inf) for square in moved)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Basis, Known, Layer, Plan, check_disjoint, layers_of, plain_name
+from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_roles, strip_compile_prefix
 from egop.distributed import Pieces
 from egop.numerics import in_normal_mode, without_autocast
 from egop.optimizer import display
@@ -121,8 +121,8 @@ class ReparameterizedOptimizer(Optimizer):
         engine.check_class(groups)
         super().__init__(groups, complete_hyperparameters(optimizer_class, groups[0], hyperparameters))
         module = params if model is None and isinstance(params, nn.Module) else model
-        engine.known = None if module is None else Known(module)
-        engine.layers = _layers_of(self.param_groups, engine.known)
+        engine.known = None if module is None else ModuleIndex(module)
+        engine.layers = _find_roles(self.param_groups, engine.known)
         blocks = engine.bind(basis, self.param_groups)
         for index, group_basis in enumerate(bases):
             blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
@@ -159,8 +159,8 @@ class ReparameterizedOptimizer(Optimizer):
         engine, exchange = self._engine, self._exchange
         if not engine.is_built:
             return {}
-        if exchange.complete is not None:
-            return exchange.complete
+        if exchange.is_complete is not None:
+            return exchange.is_complete
         if exchange.exported is None:
             self._sync_external_changes()
             engine.wait_for_refresh()
@@ -233,7 +233,7 @@ class ReparameterizedOptimizer(Optimizer):
         return self._engine.refresher
 
     @property
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, Role]:
         """The role of each parameter."""
         return self._engine.layers
 
@@ -252,7 +252,7 @@ class ReparameterizedOptimizer(Optimizer):
         (group,) = name_groups([param_group], taken, engine.known)
         basis = group.pop("basis", None)
         engine.check_class([group])
-        layers = _layers_of([group], engine.known)
+        layers = _find_roles([group], engine.known)
         blocks = engine.bind(basis, [group], first_group=len(self.param_groups), layers=layers)
         check_disjoint([block.change.block for block in engine.blocks + blocks])
         super().add_param_group(group)
@@ -358,11 +358,11 @@ class ReparameterizedOptimizer(Optimizer):
         """
         self._sync_external_changes()
         self._engine.wait_for_refresh()
-        self._exchange.complete = export_state(self._engine, complete=True)
+        self._exchange.is_complete = export_state(self._engine, complete=True)
         try:
             return super().state_dict()
         finally:
-            self._exchange.complete = None
+            self._exchange.is_complete = None
 
     @in_normal_mode
     @torch.no_grad()
@@ -410,10 +410,10 @@ class ReparameterizedOptimizer(Optimizer):
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
 
 
-def _layers_of(groups: Iterable[Mapping[str, Any]], known: Known | None) -> dict[str, Layer]:
+def _find_roles(groups: Iterable[Mapping[str, Any]], known: ModuleIndex | None) -> dict[str, Role]:
     """Return the role of each parameter of these groups, by its plain name."""
     pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    return layers_of({plain_name(name): parameter for name, parameter in pairs}, known)
+    return find_roles({strip_compile_prefix(name): parameter for name, parameter in pairs}, known)
 
 
 def _parse_before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

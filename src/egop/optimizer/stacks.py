@@ -175,7 +175,7 @@ class Stack:
         self.follow_parameters(blocks)
         self._own_basis()
         old = self.select(members)
-        new = old.replaced({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
+        new = old.with_tensors({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
         coordinates = [stacked[members] for stacked in self.coordinates]
         moved = [
             [select_movable(states.get(coordinate, {}), coordinate.shape, moments) for coordinate in block.coordinates]
@@ -226,20 +226,22 @@ class Stack:
             self._incoming = {name: torch.empty_like(tensor) for name, tensor in self.change.tensors.items()}
         places = {name: tensor[members] for name, tensor in self._incoming.items()}
         copy_all(list(places.values()), [new.tensors[name] for name in places])
-        return new.replaced(places)
+        return new.with_tensors(places)
 
     def _own_basis(self) -> None:
         """Copy the basis of a single block before it is written to, since others may use it."""
         if not self._owns_basis:
             layout = torch.contiguous_format  # always the same, so that a resumed run rounds the same way
             copies = {name: tensor.clone(memory_format=layout) for name, tensor in self.change.tensors.items()}
-            self.change = self.change.replaced(copies)
+            self.change = self.change.with_tensors(copies)
             self._share_basis()
             self._owns_basis = True
 
     def _share_basis(self) -> None:
         for index, block in enumerate(self.blocks):  # views, so that every basis is held once
-            block.change = block.change.replaced({name: tensor[index] for name, tensor in self.change.tensors.items()})
+            block.change = block.change.with_tensors(
+                {name: tensor[index] for name, tensor in self.change.tensors.items()}
+            )
 
 
 class Stacks:
@@ -273,7 +275,7 @@ class Stacks:
         for stack in self._each:
             fresh = [basis.get(block.name) for block in stack.blocks]
             pairs = enumerate(zip(stack.blocks, fresh, strict=True))
-            moved = [index for index, (block, new) in pairs if new is not None and not block.change.equal(new)]
+            moved = [index for index, (block, new) in pairs if new is not None and not block.change.equals(new)]
             whole = len(moved) == len(stack.blocks)
             for members in [slice(None)] if whole else [slice(index, index + 1) for index in moved]:
                 changes = [change for change in fresh[members] if change is not None]
