@@ -159,8 +159,8 @@ class ReparameterizedOptimizer(Optimizer):
         engine, exchange = self._engine, self._exchange
         if not engine.is_built:
             return {}
-        if exchange.is_complete is not None:
-            return exchange.is_complete
+        if exchange.complete is not None:
+            return exchange.complete
         if exchange.exported is None:
             self._sync_external_changes()
             engine.wait_for_refresh()
@@ -358,11 +358,11 @@ class ReparameterizedOptimizer(Optimizer):
         """
         self._sync_external_changes()
         self._engine.wait_for_refresh()
-        self._exchange.is_complete = export_state(self._engine, complete=True)
+        self._exchange.complete = export_state(self._engine, complete=True)
         try:
             return super().state_dict()
         finally:
-            self._exchange.is_complete = None
+            self._exchange.complete = None
 
     @in_normal_mode
     @torch.no_grad()
