@@ -63,11 +63,6 @@ class Stack:
         """Return the sum over the processes that hold the rows."""
         return sum_over_shards(tensor, self.blocks[0].originals[0]) if self.by_rows else tensor
 
-    def select(self, members: slice | list[int]) -> ChangeOfBasis:
-        """Return the stacked change of basis of some blocks."""
-        whole = members == slice(None) or members == self._everyone
-        return self.change if whole else self.change.part(members)
-
     # --- a step ---
 
     def collect(self, *, in_place: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -174,7 +169,7 @@ class Stack:
         blocks = self.blocks[members]
         self.follow_parameters(blocks)
         self._own_basis()
-        old = self.select(members)
+        old = self.change.part(members)
         new = old.with_tensors({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
         coordinates = [stacked[members] for stacked in self.coordinates]
         moved = [
