@@ -97,7 +97,7 @@ def test_what_it_is_given_may_have_any_form(given):
         optimizer = one_line(groups_of(model, lr=0.02), model=model)
         expected = train(other, written_out(groups_of(other, lr=0.02), model=other))
     elif given == "names":
-        with pytest.warns(UserWarning, match="guessed by name and shape") as said:
+        with pytest.warns(UserWarning, match="guessed from names and shapes") as said:
             optimizer = one_line(model.named_parameters())
         assert said[0].filename.endswith("test_recipes.py")
         expected = train(other, written_out(other))
@@ -168,7 +168,7 @@ def test_a_model_with_nothing_to_rotate_is_stepped_by_adamw():
             each.zero_grad()
             each(torch.arange(5) + step % 2).pow(3).sum().backward()
             if step == 0 and its is optimizer:
-                with pytest.warns(UserWarning, match="no weight to rotate, so for now AdamW steps them all"):
+                with pytest.warns(UserWarning, match="no weight to rotate, so for now the optimizer leaves all parameters to AdamW"):
                     its.step()
             else:
                 its.step()
