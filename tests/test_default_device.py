@@ -72,7 +72,7 @@ OPTIMIZERS = {
         model, cases.estimate(objective, structure=egop.Reduced(rank=2, keep_rest=False), rho=egop.Ball(1.0))
     ),
     "RandomRotation": lambda model, objective: wrap(
-        model, cases.estimate(objective, structure=egop.RandomRotation(seed=1))
+        model, cases.estimate(objective, structure=egop.extras.RandomRotation(seed=1))
     ),
 }
 

@@ -10,7 +10,7 @@ import egop
 from egop.basis.spectrum import compare_halves
 from egop.estimation import chunks
 
-EIGEN = [each for each in cases.STRUCTURES if not isinstance(each, (egop.Identity, egop.RandomRotation))]
+EIGEN = [each for each in cases.STRUCTURES if not isinstance(each, (egop.Identity, egop.extras.RandomRotation))]
 
 
 @pytest.mark.parametrize("structure", EIGEN, ids=str)

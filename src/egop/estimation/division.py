@@ -36,7 +36,7 @@ def agree(objective: Objective, plan: Plan, generator: torch.Generator, options:
             "the generator's device": repr(generator.device.type),
         }, generator.get_state()
 
-    answers = processes.exchanged(wanted)
+    answers = processes.gather_results(wanted)
     first, state = answers[0]
     for place, (settings, _) in enumerate(answers):
         for name, value in settings.items():
@@ -54,7 +54,7 @@ def owners_of(plan: Plan) -> dict[Block, int]:
     def work(block: Block) -> int:
         return sum(math.prod(shape) * shape[-1] for shape in plan.chosen[block].basis_shapes(block).values())
 
-    owners = processes.owners_of([work(block) for block in plan.chosen])
+    owners = processes.assign_owners([work(block) for block in plan.chosen])
     return dict(zip(plan.chosen, owners, strict=True))
 
 
@@ -64,7 +64,7 @@ def collect(
     """Bring together what all processes have of each block, in the process that owns it."""
     if processes.world_size() == 1:
         return
-    answers = processes.exchanged(lambda: [summary.holding() for _, summary in summaries])
+    answers = processes.gather_results(lambda: [summary.holding() for _, summary in summaries])
     everything = [
         (block, summary, [answer[place] for answer in answers]) for place, (block, summary) in enumerate(summaries)
     ]
@@ -83,8 +83,8 @@ def collect(
         if error is not None:
             raise error
 
-    processes.agreed(prepare)
-    processes.agreed(bring)
+    processes.run_collectively(prepare)
+    processes.run_collectively(bring)
 
 
 Finished = tuple[Spectrum | None, ChangeOfBasis]
@@ -97,8 +97,8 @@ def gather_blocks(finished: Mapping[Block, Finished], owners: Mapping[Block, int
         finished: the blocks that this process owns.
         owners: the owner of each block.
     """
-    outlines = processes.exchanged(lambda: {block: _outline(*own) for block, own in finished.items()})
-    everything = processes.agreed(
+    outlines = processes.gather_results(lambda: {block: _outline(*own) for block, own in finished.items()})
+    everything = processes.run_collectively(
         lambda: {block: finished.get(block) or _allocate(*outlines[owner][block]) for block, owner in owners.items()}
     )
     for block, owner in owners.items():

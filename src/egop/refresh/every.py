@@ -10,7 +10,7 @@ from torch import Tensor
 from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, strip_compile_prefix
 from egop.estimation import Distribution, NoGradientError, Objective, Recentered, blocks_of, estimate, estimate_plan
 from egop.formatting import parse_bytes
-from egop.numerics import check_positive
+from egop.numerics import check_positive_int
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 
 
@@ -50,7 +50,7 @@ class Every(Refresh):
     progress: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
+        check_positive_int("every", self.every)
         check_moments(self.moments)
         check_structure(self.structure)
         if not isinstance(self.objective, Objective):
@@ -59,7 +59,7 @@ class Every(Refresh):
                 "To learn the basis from the training gradients alone, use egop.Online()."
             )
         if self.samples is not None:
-            check_positive("samples", self.samples)
+            check_positive_int("samples", self.samples)
         if not isinstance(self.rho, Distribution):
             raise TypeError(f"rho must be a distribution such as egop.Recentered(), got {self.rho!r}.")
         self.rho.check(self.objective)

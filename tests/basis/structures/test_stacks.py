@@ -107,7 +107,7 @@ def change_of(structure, inputs_first, seed=0):
     shape = (EXPERTS, INPUTS, OUTPUTS) if inputs_first else (EXPERTS, OUTPUTS, INPUTS)
     tensors = {"w": torch.zeros(shape, dtype=torch.float64)}
     block = Block.from_tensors("w", tensors, (int(inputs_first),), (1,))
-    _, change = egop.RandomRotation(seed=seed, like=structure).accumulator(block).finish()
+    _, change = egop.extras.RandomRotation(seed=seed, like=structure).accumulator(block).finish()
     one = Block.from_tensors("w", {"w": torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)})
     singles = [structure.change(one, {key: each[i] for key, each in change.tensors.items()}) for i in range(EXPERTS)]
     return change, singles
