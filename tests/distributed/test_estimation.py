@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import egop
 from egop.basis.structures import low_rank
 from egop.distributed import processes
-from egop.estimation import sampling
-from egop.estimation.algorithm import Gathering
+from egop.estimation import partition_objective, sampling
 from processes import run
 from training import batch, loss_of, network, sharded, steps, weights
 
@@ -45,7 +44,7 @@ def values(basis):
     found = {f"{name}/{key}": tensor for name, change in basis.items() for key, tensor in change.tensors.items()}
     for name, spectrum in basis.spectrum.items():
         found |= {f"{name}/values": spectrum.eigenvalues, f"{name}/density": spectrum.density}
-        found[f"{name}/counts"] = torch.tensor([spectrum.samples, spectrum.stability or 0.0], dtype=torch.float64)
+        found[f"{name}/counts"] = torch.tensor(spectrum.samples, dtype=torch.float64)
     return found
 
 
@@ -107,9 +106,8 @@ def all_cases(rank, world):
     found = {name: values(estimated(objective(), *case)) for name, case in STRUCTURES.items()}
     found |= {f"from {name}": values(estimated(objective(), egop.Shared(), 93, rho)) for name, rho in RHOS.items()}
     found["loop"] = values(estimated(objective(), egop.Shared(), 10, sampling="loop"))
-    found["stability"] = values(estimated(objective(), egop.Kronecker(), 31, stability=True))
-    found["three draws"] = values(estimated(objective(), egop.Full(), 3, stability=True))
-    found["one draw"] = values(estimated(objective(), egop.Full(), 1, stability=True))
+    found["three draws"] = values(estimated(objective(), egop.Full(), 3))
+    found["one draw"] = values(estimated(objective(), egop.Full(), 1))
     # Another state, and another generator, on every process: the first one's count.
     generator = torch.Generator().manual_seed(5 + rank)
     model = normed(rank)
@@ -138,14 +136,10 @@ def periodic(rank, world):
     return weights(model), values(optimizer.basis)
 
 
-def all_of_two(rank, world):
-    return {"errors": errors(rank, world)}
-
-
 @pytest.fixture(scope="module")
 def two():
-    """Return the results of two processes, within a minute so that a hang is noticed."""
-    return run(all_of_two, 2, timeout=60)
+    """Return the errors of two processes, within a minute so that a hang is noticed."""
+    return run(errors, 2, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +195,7 @@ def refused(function):
 def errors(rank, world):
     """Return what each process reports when one of them fails."""
     shared = egop.Shared()
+    block = partition_objective(objective(), "parameter")[0][0]
     found = {
         "not finite": refused(lambda: estimated(failing(1), shared, 16, sampling="loop")),
         "loss": refused(lambda: estimated(failing(0, ValueError("of mine")), shared, 16, sampling="loop")),
@@ -214,7 +209,7 @@ def errors(rank, world):
     }
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Gathering, "finish", not_converged)
+            patch.setattr(type(shared.accumulator(block)), "finish", not_converged)
         found["decomposition"] = refused(lambda: estimated(objective(), shared, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(low_rank, "_ROWS_BYTES", 0)  # sketches of 20 rows: full only when they are merged
@@ -236,7 +231,7 @@ def errors(rank, world):
 
 
 def test_error_in_one_process_is_raised_in_all(two):
-    first, second = (found["errors"] for found in two)
+    first, second = two
     finite = "FloatingPointError: {}The loss is not finite at draw 9. The points may lie too far out"
     assert second["not finite"].startswith(finite.format(""))
     assert first["not finite"].startswith(finite.format("Process 1 failed. FloatingPointError: "))
@@ -245,13 +240,13 @@ def test_error_in_one_process_is_raised_in_all(two):
     assert second["odd"] == "OddError: strange"
     assert first["odd"] == "RuntimeError: Process 1 failed. OddError: strange"
     for name, text in {
-        "samples": "samples is 8 in process 0, and 9 in process 1",
+        "samples": "samples is 8 in process 0 and 9 in process 1",
         "structure": "the structures is [('0.weight', Shared(side='input')",
-        "rho": "rho is 'Gaussian' in process 0, and 'Zigzag' in process 1",
+        "rho": "rho is 'Gaussian' in process 0 and 'Zigzag' in process 1",
         "model": "the model is [('0.weight', (7, 5), torch.float64)",
     }.items():
         assert first[name] == second[name]
-        assert f"The processes do not want the same estimate: {text}" in first[name]
+        assert f"The processes want different estimates: {text}" in first[name]
     assert second["argument"].startswith("TypeError: Invalid structure value: 'fast'")
     assert first["argument"].startswith("TypeError: Process 1 failed. TypeError: Invalid structure value: 'fast'")
     assert second["batches"].startswith("ValueError: The batches are empty")

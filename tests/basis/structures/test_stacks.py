@@ -157,20 +157,6 @@ def test_stacks_in_several_dimensions_and_transposed_kernels_come_back():
     )  # the second output of the second group
 
 
-@by_structure
-def test_halves_of_a_stack_are_compared_matrix_by_matrix(structure):
-    each, _ = both(inputs_first=False)
-    found = egop.estimate(
-        each.objective(),
-        structure={"gate*": structure},
-        samples=64,
-        rho=egop.Gaussian(),
-        stability=True,
-        progress=False,
-    )
-    assert 0 < found.spectrum["gate_up_proj"].stability <= 1
-
-
 def test_experts_without_tokens_keep_their_basis_and_the_others_follow():
     """An expert that no token reached has a gradient of zeros, and so a Gram matrix of zeros."""
     model = case(Stacked).build()
