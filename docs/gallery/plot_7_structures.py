@@ -40,7 +40,7 @@ def train(structure, steps=200):
 
 structures = {
     "Identity()": egop.Identity(),
-    "RandomRotation": egop.RandomRotation(seed=0),
+    "RandomRotation": egop.extras.RandomRotation(seed=0),
     "Auxiliary(rank=16)": egop.Auxiliary(rank=16),
     "Shared()": egop.Shared(),
     "Kronecker()": egop.Kronecker(),

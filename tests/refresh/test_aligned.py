@@ -19,7 +19,7 @@ def network():
 def loss_of(model, step):
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(16, 5, generator=generator, dtype=torch.float64)
-    return (model(inputs) - inputs[:, :4].roll(1, 1).sin()).square().mean()  # whose gradients have full rank
+    return (model(inputs) - inputs[:, :4].roll(1, 1).sin()).square().mean()  # has gradients of full rank
 
 
 def sinkhorn(matrix, iterations=5):
@@ -43,7 +43,7 @@ class LiteralARO:
     @torch.no_grad()
     def step(self):
         for place, weight in enumerate(self.weights):
-            tall = weight.shape[0] >= weight.shape[1]  # then the input side is the smaller one, or as small
+            tall = weight.shape[0] >= weight.shape[1]  # the input side is the smaller one
             G = weight.grad.mT if tall else weight.grad
             M = self.means[place] = self.beta * self.means[place].reshape(G.shape) + (1 - self.beta) * G
             N = self.beta * M + (1 - self.beta) * G
@@ -83,11 +83,11 @@ def test_aligned_with_sinkhorn_is_aro():
 
 
 def blocks_of(model):
-    from egop.estimation import blocks_of
+    from egop.estimation import partition_objective
 
     batches = [(torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.long))]
     objective = egop.Objective(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batches)
-    return blocks_of(objective, "parameter")[0]
+    return partition_objective(objective, "parameter")[0]
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def blocks_of(model):
     ("base", "steps"), [(egop.optim.Sinkhorn, 1000), (egop.optim.Sign, 200), (torch.optim.AdamW, 200)]
 )
 def test_rotations_stay_orthonormal_over_many_steps(base, steps):
-    """In float32, with gradients that are zero, rows that are dead, and fewer samples than rows."""
+    """In float32, with zero gradients, dead rows, and fewer samples than rows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 14), nn.ReLU(), nn.Linear(14, 3))
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_bases_that_cannot_be_aligned_are_refused_or_warned_about():
 
 
 class Experts(nn.Module):
-    """Experts beside an ordinary weight and a position table, as one parameter or one each."""
+    """Experts, as one parameter or one each, next to an ordinary weight and a position table."""
 
     def __init__(self, stacked):
         super().__init__()

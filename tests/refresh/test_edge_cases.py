@@ -8,7 +8,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.numerics.linalg import eigenbasis
+from egop.numerics import eigenbasis
 from egop.optimizer import moments, stacks
 
 
@@ -112,7 +112,7 @@ def test_a_rebase_that_fails_halfway_leaves_the_weights_unchanged(monkeypatch):
 @pytest.mark.parametrize("still", [False, True], ids=["anywhere", "in one place"])
 @pytest.mark.parametrize("structure", [egop.Identity(), egop.Shared(), egop.Kronecker()], ids=str)
 def test_gradients_have_the_strides_of_coordinates_for_fused_kernels(structure, still, monkeypatch):
-    """Weights in channels_last have gradients whose strides are others than those of coordinates."""
+    """In channels_last, gradients have other strides than coordinates."""
     monkeypatch.setattr(stacks, "_is_small", lambda blocks: still)
     results = []
     for basis_wanted in (False, True):

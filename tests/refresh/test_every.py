@@ -1,4 +1,4 @@
-"""Every: the paper's periodic form."""
+"""Every: the paper's periodic variant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def every(model, steps=3, **options):
     return egop.Every(steps, objective, **{"samples": 20, "structure": egop.Full()} | options)
 
 
-def begin(model, basis=None, kind=torch.optim.Adam, **options):
+def make_optimizer(model, basis=None, kind=torch.optim.Adam, **options):
     return egop.ReparameterizedOptimizer(model, kind, basis, refresh=every(model, **options), lr=0.01)
 
 
@@ -39,9 +39,9 @@ def dense(optimizer):
 
 @pytest.mark.parametrize("structure", cases.STRUCTURES, ids=str)
 def test_each_estimate_uses_the_current_parameters(structure):
-    """At steps 0, 3 and 6, before the step, by the plain estimate."""
+    """At steps 0, 3 and 6, before the step, the basis is that of egop.estimate."""
     model = MLP.build()
-    optimizer = begin(model, structure=structure)
+    optimizer = make_optimizer(model, structure=structure)
     for step in range(7):
         expected = None
         if step % 3 == 0:
@@ -58,7 +58,7 @@ def test_each_estimate_uses_the_current_parameters(structure):
 def test_a_given_basis_is_used_until_the_first_renewal():
     basis = basis_of(MLP)
     model, plain = MLP.build(), MLP.build()
-    optimizer = begin(model, basis, steps=4)
+    optimizer = make_optimizer(model, basis, steps=4)
     other = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, basis, lr=0.01)
     steps(model, optimizer, 4)
     steps(plain, other, 4)
@@ -70,7 +70,7 @@ def test_a_given_basis_is_used_until_the_first_renewal():
 
 def test_without_a_basis_the_first_step_estimates_one():
     model = MLP.build()
-    optimizer = begin(model, structure={"0.weight": egop.Shared()}, partition="parameter")
+    optimizer = make_optimizer(model, structure={"0.weight": egop.Shared()}, partition="parameter")
     assert len(optimizer.basis) == 0
     steps(model, optimizer, 1)
     assert {name: change.kind for name, change in optimizer.basis.items()} == {"0.weight": "Shared"}
@@ -79,7 +79,7 @@ def test_without_a_basis_the_first_step_estimates_one():
 
 
 def test_sampling_does_not_change_gradients_or_random_state():
-    """The renewal comes between backward and step: gradients, buffers and random states are as they were."""
+    """A renewal between backward and step leaves gradients, buffers and random states unchanged."""
     case = cases.MODELS[2]  # BatchNorm
     model = case.build()
     objective = egop.Objective(model, logistic, case.batches())
@@ -90,7 +90,7 @@ def test_sampling_does_not_change_gradients_or_random_state():
     optimizer.step()
     after = cases.state_of(model)
     changed = {key for key in before if before[key] != after[key]}
-    assert changed <= {"parameters"}  # encoded and decoded: to rounding
+    assert changed <= {"parameters"}  # by rounding, since they are encoded and decoded
     assert optimizer.refresher.renewals == 1
 
 
@@ -99,7 +99,7 @@ def test_sampling_does_not_change_gradients_or_random_state():
 def test_renewing_an_unchanged_basis_changes_nothing(kind, structure, monkeypatch):
     basis = basis_of(MLP, structure=structure)
     model, plain = MLP.build(), MLP.build()
-    optimizer = begin(model, basis, kind, steps=2, moments="rotate")
+    optimizer = make_optimizer(model, basis, kind, steps=2, moments="rotate")
     monkeypatch.setattr("egop.refresh.every.estimate_plan", lambda *_, **__: copy.deepcopy(basis))
     steps(model, optimizer, 12)
     assert optimizer.refresher.renewals == 5
@@ -112,7 +112,7 @@ def test_renewing_an_unchanged_basis_changes_nothing(kind, structure, monkeypatc
 
 
 def test_estimates_at_one_point_with_one_seed_are_identical():
-    """Not injected: a full-batch objective, sampled around the origin, each time with the same draws."""
+    """With a full-batch objective, sampled around the origin with the same draws each time."""
     batch = MLP.batches()[:1]
     model, plain = MLP.build(), MLP.build()
     objective = egop.Objective(model, logistic, batch)
@@ -122,7 +122,7 @@ def test_estimates_at_one_point_with_one_seed_are_identical():
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis, refresh=refresh, lr=0.01)
     other = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, basis, lr=0.01)
     for _ in range(6):
-        optimizer.refresher.renewals = 0  # the number of the renewal is part of the seed
+        optimizer.refresher.renewals = 0  # because it is part of the seed
         steps(model, optimizer, 1)
         steps(plain, other, 1)
     assert identical(dense(optimizer), dense(other))
@@ -132,7 +132,7 @@ def test_estimates_at_one_point_with_one_seed_are_identical():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_moments_follow_the_policy_at_each_renewal(policy):
     model = MLP.build()
-    optimizer = begin(model, basis_of(MLP), steps=3, moments=policy)
+    optimizer = make_optimizer(model, basis_of(MLP), steps=3, moments=policy)
     steps(model, optimizer, 3)
     (block, *_) = optimizer.blocks
     before, old = copy.deepcopy(optimizer.inner.state[block.coordinates[0]]), block.change.dense()
@@ -147,16 +147,18 @@ def test_moments_follow_the_policy_at_each_renewal(policy):
 
 
 def test_renewals_do_not_change_sgd():
-    """In exact arithmetic SGD is the same in every basis, whenever it changes."""
+    """In exact arithmetic SGD is the same in every basis."""
     model, plain = MLP.build(), MLP.build()
-    steps(model, begin(model, kind=torch.optim.SGD), 20)
+    steps(model, make_optimizer(model, kind=torch.optim.SGD), 20)
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01), 20)
     assert distance(cases.parameters_of(model), cases.parameters_of(plain)) < 1e-12
 
 
 def test_reduced_continues_from_its_projection_if_the_rest_is_dropped():
     model = MLP.build()
-    optimizer = begin(model, basis_of(MLP, structure=egop.Reduced(rank=3, keep_rest=False)), kind=torch.optim.SGD)
+    optimizer = make_optimizer(
+        model, basis_of(MLP, structure=egop.Reduced(rank=3, keep_rest=False)), kind=torch.optim.SGD
+    )
     steps(model, optimizer, 3)
     optimizer.renew_basis()
     for block in optimizer.blocks:
@@ -168,7 +170,7 @@ def test_reduced_continues_from_its_projection_if_the_rest_is_dropped():
 
 
 class Fragile:
-    """A loss that is not a number in the calls of a period, where only sampling calls it."""
+    """Return NaN for a range of calls, all of which come from sampling."""
 
     def __init__(self):
         self.broken = False
@@ -198,7 +200,7 @@ def test_a_failed_estimate_keeps_the_old_basis_and_training_continues(how, start
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps(model, optimizer, 7)
-    failures = 3 if start == "given" else 4  # the latter tries at its first step too
+    failures = 3 if start == "given" else 4  # without a basis, the first step tries, too
     assert optimizer.refresher.failures == failures
     assert identical(dense(optimizer), before)
     (warning,) = [each for each in caught if "could not be renewed" in str(each.message)]
@@ -265,11 +267,11 @@ def test_a_refresh_class_that_was_not_called_is_refused():
         egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, refresh=egop.Online)
 
 
-# --- whose objective it is ---
+# --- objectives of other models ---
 
 
 def by_function(tensors):
-    """The objective of the model as a function of its parameters."""
+    """Return the objective as a function of the model's parameters."""
     model = MLP.build()
 
     def loss(batch, **values):
@@ -340,7 +342,7 @@ def test_renew_basis_without_a_refresh_is_refused():
 
 def test_a_frozen_block_keeps_its_basis_and_is_renewed_again_once_it_trains():
     model = MLP.build()
-    optimizer = begin(model, steps=2)
+    optimizer = make_optimizer(model, steps=2)
     steps(model, optimizer, 1)
     first = dense(optimizer)
     model[0].weight.requires_grad_(False)
@@ -374,7 +376,7 @@ def test_sampling_leaves_frozen_weights_at_their_values():
 def test_training_continues_if_all_blocks_are_frozen():
     model = MLP.build()
     for given in (None, basis_of(MLP)):
-        optimizer = begin(model, given, steps=1)
+        optimizer = make_optimizer(model, given, steps=1)
         steps(model, optimizer, 1)
         for weight in (model[0].weight, model[2].weight):
             weight.requires_grad_(False)

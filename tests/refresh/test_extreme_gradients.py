@@ -47,13 +47,13 @@ def run(model, optimizer, count, first=0, spike=None, size=1.0):
         optimizer.step()
 
 
-def begin(model, refresh, kind=torch.optim.AdamW, **changed):
+def make_optimizer(model, refresh, kind=torch.optim.AdamW, **changed):
     settings = {"structure": egop.Kronecker()} | changed
     return egop.ReparameterizedOptimizer(model, kind, refresh=dataclasses.replace(refresh, **settings), lr=1e-2)
 
 
 def tensors_of(optimizer):
-    """All that a renewal may change: bases, coordinates and moments."""
+    """Copy everything that a renewal may change: bases, coordinates and moments."""
     found = {}
     for block in optimizer.blocks:
         found |= {(block.name, key): value.clone() for key, value in block.change.tensors.items()}
@@ -72,7 +72,7 @@ def has_no_nan(tensors):
     return not any(torch.isnan(tensor).any() for tensor in tensors)
 
 
-# How large, and in which step: the first, one in which bases are renewed, one between.
+# Scale and step of the spike: the first step, a step that renews bases, and one in between.
 SPIKES = [(1e18, 3), (1e19, 0), (1e20, 2), (1e22, 0), (1e22, 2), (1e22, 3), (1e37, 3)]
 
 
@@ -90,7 +90,7 @@ def test_one_huge_gradient_leaves_the_weights_finite_without_a_basis(kind):
 def test_one_huge_gradient_leaves_the_weights_finite_in_a_basis(kind, refresh, structure):
     for size, spike in SPIKES:
         model = network()
-        optimizer = begin(model, refresh, kind, structure=structure)
+        optimizer = make_optimizer(model, refresh, kind, structure=structure)
         run(model, optimizer, 10, spike=spike, size=size)
         assert is_finite(model.parameters())
         assert is_finite(gram for own in optimizer.refresher.grams.by_block.values() for gram in own.values())
@@ -101,9 +101,9 @@ def test_one_huge_gradient_leaves_the_weights_finite_in_a_basis(kind, refresh, s
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 @pytest.mark.parametrize("refresh", REFRESHES.values(), ids=list(REFRESHES))
 def test_training_and_renewals_continue_after_a_huge_gradient(refresh, structure):
-    """SGD forgets it at once; the step itself is not taken."""
+    """With SGD, which has no memory of it; the step itself has a learning rate of zero."""
     model = network()
-    optimizer = begin(model, refresh, torch.optim.SGD, structure=structure)
+    optimizer = make_optimizer(model, refresh, torch.optim.SGD, structure=structure)
     run(model, optimizer, 4)
     gradients(model, 4, 1e22)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -126,14 +126,14 @@ def test_a_failed_renewal_leaves_its_block_unchanged_bit_for_bit(structure, mome
     if how == "recorded":
         record_on_the_cpu(monkeypatch)
     model = network().to("cuda" if how == "on a GPU" else "cpu")
-    optimizer = begin(model, egop.Online(every=1, spread=False), structure=structure, moments=moments)
+    optimizer = make_optimizer(model, egop.Online(every=1, spread=False), structure=structure, moments=moments)
     run(model, optimizer, 6)
     seen = {}
     monkeypatch.setattr(optimizer.refresher, "_renew", renewing(optimizer, seen))
     gradients(model, 6)
     model[2].weight.grad[0] *= 1e22
     optimizer.step()
-    assert optimizer.basis  # which waits for a renewal that is under way
+    assert optimizer.basis  # waits for a running renewal
     after = tensors_of(optimizer)
     assert optimizer.refresher.failures == 1
     for (name, key), value in seen.items():
@@ -148,7 +148,7 @@ def egop_keys(structure):
 
 
 def renewing(optimizer, seen):
-    """The renewal, before which all is noted."""
+    """Wrap the renewal so that it first records all tensors in ``seen``."""
     original = optimizer.refresher._renew
 
     def renew(*arguments):
@@ -159,10 +159,10 @@ def renewing(optimizer, seen):
 
 
 def test_the_first_usable_gradient_gives_the_first_basis():
-    """Not by zeros, as the first gradient of a LoRA layer is, and not by one whose Gram matrix overflows."""
+    """Neither a zero gradient (the first of a LoRA layer) nor one whose Gram matrix overflows is usable."""
     for scale, failures in ((0.0, 0), (1e22, 2)):
         model, other = network(), network()
-        optimizer, expected = (begin(each, egop.Online(every=50), torch.optim.SGD) for each in (model, other))
+        optimizer, expected = (make_optimizer(each, egop.Online(every=50), torch.optim.SGD) for each in (model, other))
         optimizer.param_groups[0]["lr"] = 0.0
         gradients(model, 0, scale)
         optimizer.step()
@@ -173,7 +173,7 @@ def test_the_first_usable_gradient_gives_the_first_basis():
         )
         assert optimizer.refresher.failures == failures
         resumed = network()
-        again = begin(resumed, egop.Online(every=50), torch.optim.SGD)
+        again = make_optimizer(resumed, egop.Online(every=50), torch.optim.SGD)
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for each, own in ((model, optimizer), (other, expected), (resumed, again)):
             gradients(each, 1)
@@ -189,7 +189,7 @@ def test_zero_and_tiny_gradients_do_no_harm(scale, refresh):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = network()
-        optimizer = begin(model, refresh)
+        optimizer = make_optimizer(model, refresh)
         for step in range(10):
             gradients(model, step, scale)
             model[0].weight.grad[3] = 0  # a dead unit
@@ -218,7 +218,7 @@ def test_the_drift_check_does_not_depend_on_the_gradient_scale(scale):
 
 def test_overflowed_second_moments_only_affect_entries_mixed_with_them():
     block = egop.basis.partition.Block("w", ("w",), (torch.Size([2, 3]),), torch.float32)
-    rotation = torch.eye(3)  # infinity times its zeros is not a number
+    rotation = torch.eye(3)  # infinity times its zeros is NaN
     change = egop.Shared().change(block, {"basis": rotation})
     squares = torch.tensor([[1.0, torch.inf, 2.0], [3.0, 4.0, 5.0]])
     (moved,) = rotate_squares((squares,), change, {"basis": rotation})
@@ -228,14 +228,14 @@ def test_overflowed_second_moments_only_affect_entries_mixed_with_them():
 
 def test_adamax_magnitudes_whose_squares_overflow_stay_finite():
     model = network()
-    optimizer = begin(model, egop.Online(every=2), torch.optim.Adamax)
+    optimizer = make_optimizer(model, egop.Online(every=2), torch.optim.Adamax)
     run(model, optimizer, 12, spike=3, size=1e25)
     assert is_finite(tensors_of(optimizer).values())
 
 
 def test_gradients_skipped_by_a_scaler_are_not_observed():
     model, other = network(), network()
-    optimizer, expected = begin(model, egop.Online(every=2)), begin(other, egop.Online(every=2))
+    optimizer, expected = make_optimizer(model, egop.Online(every=2)), make_optimizer(other, egop.Online(every=2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     for step in range(8):
         if step == 3:

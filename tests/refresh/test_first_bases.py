@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.numerics.linalg import eigenbasis, orthonormality_error
+from egop.numerics import eigenbasis, orthonormality_error
 from egop.optimizer import moments
 from egop.refresh import eigenbases
 
@@ -27,11 +27,11 @@ def one_step(model, refresh):
 def test_slow_first_bases_show_a_progress_bar_before_the_work_starts(refresh, capsys, monkeypatch):
     def shown_before(matrix):
         assert "First bases: 4 up to 9 wide, about 0 s:   0%" in capsys.readouterr().err
-        monkeypatch.setattr(eigenbases.linalg, "eigenbasis", eigenbasis)
+        monkeypatch.setattr(eigenbases, "eigenbasis", eigenbasis)
         return eigenbasis(matrix)
 
     monkeypatch.setattr(eigenbases, "_PROGRESS_AFTER", 0.0)
-    monkeypatch.setattr(eigenbases.linalg, "eigenbasis", shown_before)
+    monkeypatch.setattr(eigenbases, "eigenbasis", shown_before)
     one_step(nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2)), refresh)
     assert "4/4" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.numerics.linalg import eigenbasis
+from egop.numerics import eigenbasis
 from egop.refresh.online import assign_turns
 from explicit import identical
 
@@ -25,12 +25,12 @@ def network():
         return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)).double()
 
 
-def begin(model, refresh, kind=torch.optim.Adam, **arguments):
+def make_optimizer(model, refresh, kind=torch.optim.Adam, **arguments):
     return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, **{"lr": 0.01} | arguments)
 
 
 def step(model, optimizer, seed):
-    """One step with gradients that depend on name and seed alone."""
+    """Take one step with gradients that depend only on the parameter and the seed."""
     for index, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(1000 * seed + index)
         gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -39,8 +39,8 @@ def step(model, optimizer, seed):
 
 
 def tensors_of(optimizer, name):
-    """All that belongs to a block."""
-    assert optimizer.basis is not None  # which waits for a renewal that is under way
+    """Copy all tensors of a block."""
+    assert optimizer.basis is not None  # waits for a running renewal
     block = next(block for block in optimizer.blocks if block.name == name)
     state = optimizer.inner.state[block.coordinates[0]]
     own = {"coordinates": block.coordinates[0].detach().clone(), **block.change.tensors, **state}
@@ -56,7 +56,7 @@ def same(one, other):
 def test_a_layer_that_is_unfrozen_gets_its_basis_from_its_first_gradient(refresh):
     model = network()
     model[0].requires_grad_(False)
-    optimizer = begin(model, refresh)
+    optimizer = make_optimizer(model, refresh)
     for seed in range(3):
         step(model, optimizer, seed)
     assert list(optimizer.basis) == ["1.weight", "2.weight", "3.weight"]
@@ -76,12 +76,12 @@ def test_a_layer_that_is_unfrozen_gets_its_basis_from_its_first_gradient(refresh
 
 @pytest.mark.parametrize("refresh", REFRESHES, ids=IDS)
 def test_late_blocks_do_not_disturb_the_others(refresh):
-    """Their bases, moments and turns are those of a run in which nothing was ever unfrozen."""
+    """Their bases, moments and turns equal those of a run without late blocks."""
     model, other = network(), network()
     optimizers = []
     for each in (model, other):
         each[0].requires_grad_(False)
-        optimizers.append(begin(each, refresh))
+        optimizers.append(make_optimizer(each, refresh))
     for seed in range(14):
         if seed == 5:
             model[0].requires_grad_(True)
@@ -92,7 +92,7 @@ def test_late_blocks_do_not_disturb_the_others(refresh):
     late, never = optimizers
     assert "0.weight" in late.basis
     assert "0.weight" not in never.basis
-    if refresh.tolerance is None:  # one that has drifted is renewed together with all others
+    if refresh.tolerance is None:  # otherwise a late block that has drifted renews all others, too
         for name in never.basis:
             mine, theirs = tensors_of(late, name), tensors_of(never, name)
             for key in theirs:
@@ -102,8 +102,8 @@ def test_late_blocks_do_not_disturb_the_others(refresh):
 def test_a_late_block_trains_like_one_from_the_start():
     model, other = network(), network()
     model[1].requires_grad_(False)
-    late = begin(model, egop.Online(every=100), torch.optim.Adagrad)
-    early = begin(other, egop.Online(every=100), torch.optim.Adagrad)
+    late = make_optimizer(model, egop.Online(every=100), torch.optim.Adagrad)
+    early = make_optimizer(other, egop.Online(every=100), torch.optim.Adagrad)
     for seed in range(3):
         step(model, late, seed)
     model[1].requires_grad_(True)
@@ -120,7 +120,7 @@ def test_a_run_with_late_blocks_resumes_bit_for_bit(when, refresh):
     model = network()
     model[0].requires_grad_(False)
     model[2].requires_grad_(False)
-    optimizer = begin(model, refresh)
+    optimizer = make_optimizer(model, refresh)
     for seed in range(3):
         step(model, optimizer, seed)
     if when != "before it is unfrozen":
@@ -130,7 +130,7 @@ def test_a_run_with_late_blocks_resumes_bit_for_bit(when, refresh):
     resumed = network()
     resumed[2].requires_grad_(False)
     resumed[0].requires_grad_(when != "before it is unfrozen")
-    other = begin(resumed, refresh)
+    other = make_optimizer(resumed, refresh)
     resumed.load_state_dict(model.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     twins = copy.deepcopy((model, optimizer))
@@ -147,7 +147,7 @@ def test_a_run_with_late_blocks_resumes_bit_for_bit(when, refresh):
 @pytest.mark.parametrize("refresh", REFRESHES, ids=IDS)
 def test_a_group_added_during_training_gets_bases(refresh):
     model, extra = network(), nn.Linear(6, 4).double()
-    optimizer = begin(model, refresh)
+    optimizer = make_optimizer(model, refresh)
     both = nn.ModuleList([model, extra])
     step(model, optimizer, 0)
     optimizer.add_param_group({"params": [(f"extra.{name}", value) for name, value in extra.named_parameters()]})
@@ -161,7 +161,7 @@ def test_a_group_added_during_training_gets_bases(refresh):
 
 def test_no_blocks_are_added_to_a_given_basis():
     model = network()
-    first = begin(model, egop.Online())
+    first = make_optimizer(model, egop.Online())
     step(model, first, 0)
     given = egop.Basis([first.basis["1.weight"]])
     model[0].requires_grad_(False)
@@ -170,7 +170,7 @@ def test_no_blocks_are_added_to_a_given_basis():
     model[0].requires_grad_(True)
     step(model, optimizer, 2)
     assert list(optimizer.basis) == ["1.weight"]
-    first.rebase(given, moments="keep")  # some blocks: the others stay
+    first.rebase(given, moments="keep")  # of some blocks; the others stay
     step(model, first, 3)
     assert len(first.basis) == 4
     first.rebase(egop.Basis([changed_to_shared(first.basis["1.weight"])]), moments="reset")
@@ -185,7 +185,7 @@ def changed_to_shared(change):
 @pytest.mark.parametrize("refresh", REFRESHES, ids=IDS)
 def test_a_frozen_layer_keeps_its_basis(refresh):
     model = network()
-    optimizer = begin(model, refresh)
+    optimizer = make_optimizer(model, refresh)
     for seed in range(6):
         step(model, optimizer, seed)
     model[1].requires_grad_(False)
@@ -205,21 +205,21 @@ def test_structure_patterns_may_name_frozen_layers():
     model = network()
     model[0].requires_grad_(False)
     refresh = egop.Online(structure={"0.*": egop.Shared(), "1.*": egop.Kronecker()}, every=3)
-    optimizer = begin(model, refresh)
+    optimizer = make_optimizer(model, refresh)
     step(model, optimizer, 0)
     assert {name: change.kind for name, change in optimizer.basis.items()} == {"1.weight": "Kronecker"}
     model[0].requires_grad_(True)
     step(model, optimizer, 1)
     assert optimizer.basis["0.weight"].kind == "Shared"
     with pytest.raises(ValueError, match=r"Pattern '7\.\*' matches no block"):
-        step(model, begin(model, egop.Online(structure={"7.*": egop.Shared()})), 2)
+        step(model, make_optimizer(model, egop.Online(structure={"7.*": egop.Shared()})), 2)
 
 
 def test_partition_patterns_may_name_frozen_layers():
     model = network()
     model[0].requires_grad_(False)
     refresh = egop.Online(partition={"a": ["0.weight"], "b": ["1.weight", "1.bias"]}, structure=egop.Full())
-    optimizer = begin(model, refresh)
+    optimizer = make_optimizer(model, refresh)
     step(model, optimizer, 0)
     assert list(optimizer.basis) == ["b"]
     model[0].requires_grad_(True)
@@ -230,7 +230,7 @@ def test_partition_patterns_may_name_frozen_layers():
 def test_late_blocks_beyond_the_memory_limit_are_skipped_with_a_warning():
     model = network()
     model[0].requires_grad_(False)
-    optimizer = begin(model, egop.Online(structure=egop.Kronecker(), memory=4 * 2 * 36 * 8))
+    optimizer = make_optimizer(model, egop.Online(structure=egop.Kronecker(), memory=4 * 2 * 36 * 8))
     step(model, optimizer, 0)
     model[0].requires_grad_(True)
     with pytest.warns(UserWarning, match=r"trained from now on \(0\.weight, 0\.bias\) get no basis: Block '0\.weight'"):
@@ -245,7 +245,7 @@ NOTHING = {
     "biases only": (
         lambda: nn.ParameterDict({"b": nn.Parameter(torch.zeros(3))}),
         egop.Online(),
-        r"egop\.Online found no weight to rotate.*Skipped weights: none\. .*Biases and parameters of norm layers",
+        r"egop\.Online found no weight to rotate.*Skipped weights: none\. .*Biases and norm layers are never",
     ),
     "embeddings": (
         lambda: nn.Embedding(5, 3),
@@ -255,7 +255,7 @@ NOTHING = {
     "frozen": (
         lambda: network().requires_grad_(False),
         egop.Online(),
-        r"Frozen parameters: 10 \(weights get a basis once they are unfrozen\)",
+        r"10 parameters are frozen; weights get a basis once they are unfrozen",
     ),
 }
 
@@ -290,7 +290,7 @@ def test_turns_are_kept_and_new_blocks_take_the_cheapest_steps():
 
 def test_renew_basis_skips_frozen_blocks():
     model = network()
-    optimizer = begin(model, egop.Online(every=100))
+    optimizer = make_optimizer(model, egop.Online(every=100))
     for seed in range(3):
         step(model, optimizer, seed)
     model[1].requires_grad_(False)
@@ -306,7 +306,7 @@ def test_renew_basis_skips_frozen_blocks():
 def test_no_blocks_are_added_after_a_user_has_replaced_them():
     model = network()
     model[2].requires_grad_(False)
-    optimizer = begin(model, egop.Online(every=4))
+    optimizer = make_optimizer(model, egop.Online(every=4))
     for seed in range(3):
         step(model, optimizer, seed)
     blocks = [block.change.block for block in optimizer.blocks]

@@ -11,12 +11,12 @@ import torch
 import cases
 import egop
 from cases import DEEP, MLP
-from egop.numerics.linalg import eigenbasis, orthonormality_error, random_orthonormal
+from egop.numerics import eigenbasis, orthonormality_error, random_orthonormal
 from egop.refresh.eigenbases import off_diagonal_share, power_iteration
 from explicit import basis_of, distance, identical, logistic
 
 RENEWABLE = [egop.Full(), egop.Shared(), egop.Kronecker()]
-# All blocks at once, so that it is known when a basis changes; how they take turns has tests of its own.
+# All blocks at once, so that it is known when a basis changes. For turns see test_turns.py.
 REFRESHES = [egop.Online(every=2, spread=False), egop.Online(every=2, tolerance=1e-6)]
 
 
@@ -24,12 +24,12 @@ def with_structure(refresh, structure, **options):
     return dataclasses.replace(refresh, structure=structure, **options)
 
 
-def begin(model, refresh, basis=None, kind=torch.optim.Adam, **arguments):
+def make_optimizer(model, refresh, basis=None, kind=torch.optim.Adam, **arguments):
     return egop.ReparameterizedOptimizer(model, kind, basis, refresh=refresh, **{"lr": 0.01} | arguments)
 
 
 def steps(model, optimizer, count, first=0, case=MLP):
-    """Plain training; the gradients it saw."""
+    """Train, and return the gradients of each step."""
     seen = []
     for step in range(first, first + count):
         optimizer.zero_grad()
@@ -44,7 +44,7 @@ def dense(optimizer):
 
 
 def matrices(structure, gradient):
-    """The Gram matrices of one gradient, written out."""
+    """Return the Gram matrices of one gradient."""
     if structure == egop.Full():
         return {"basis": torch.outer(gradient.flatten(), gradient.flatten())}
     if structure == egop.Shared():
@@ -59,7 +59,7 @@ def matrices(structure, gradient):
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
 def test_gram_matrices_are_running_means(structure, decay):
     model = MLP.build()
-    optimizer = begin(model, egop.Online(every=3, decay=decay, structure=structure))
+    optimizer = make_optimizer(model, egop.Online(every=3, decay=decay, structure=structure))
     seen = steps(model, optimizer, 8)
     for name in ("0.weight", "2.weight"):
         expected = matrices(structure, seen[0][name])
@@ -70,21 +70,21 @@ def test_gram_matrices_are_running_means(structure, decay):
             torch.testing.assert_close(gram, expected[key], rtol=0, atol=1e-13)
 
 
-# --- the renewal ---
+# --- renewals ---
 
 
 @pytest.mark.parametrize("refresh", REFRESHES, ids=["iterated", "drifted"])
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
 def test_without_a_basis_the_first_gradient_gives_one(structure, refresh):
     model = MLP.build()
-    optimizer = begin(model, with_structure(refresh, structure))
+    optimizer = make_optimizer(model, with_structure(refresh, structure))
     assert len(optimizer.basis) == 0
     (seen,) = steps(model, optimizer, 1)
     assert list(optimizer.basis) == ["0.weight", "2.weight"]
     for name, change in optimizer.basis.items():
         for key, gram in matrices(structure, seen[name]).items():
             values, vectors = eigenbasis(gram)
-            some = values > 1e-10 * values[0]  # among directions without gradient rounding decides
+            some = values > 1e-10 * values[0]  # directions without gradient are arbitrary
             torch.testing.assert_close(change.tensors[key][:, some], vectors[:, some], rtol=0, atol=1e-12)
             assert orthonormality_error(change.tensors[key]) < 1e-12
 
@@ -92,10 +92,10 @@ def test_without_a_basis_the_first_gradient_gives_one(structure, refresh):
 @pytest.mark.parametrize("refresh", REFRESHES, ids=["iterated", "drifted"])
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
 def test_refresh_starts_from_a_given_basis(structure, refresh):
-    """Whatever structure the refresh names is for when there is none."""
+    """The structure of the refresh is ignored then."""
     basis = basis_of(MLP, structure=structure)
     model, plain = MLP.build(), MLP.build()
-    optimizer = begin(model, refresh, basis)
+    optimizer = make_optimizer(model, refresh, basis)
     other = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, basis, lr=0.01)
     steps(model, optimizer, 1)
     steps(plain, other, 1)
@@ -108,7 +108,7 @@ def test_refresh_starts_from_a_given_basis(structure, refresh):
 
 def test_each_renewal_is_one_power_iteration():
     model = MLP.build()
-    optimizer = begin(model, egop.Online(every=2, structure=egop.Kronecker(), spread=False))
+    optimizer = make_optimizer(model, egop.Online(every=2, structure=egop.Kronecker(), spread=False))
     steps(model, optimizer, 3)
     before = {name: change.tensors for name, change in optimizer.basis.items()}
     steps(model, optimizer, 1, first=3)
@@ -116,7 +116,7 @@ def test_each_renewal_is_one_power_iteration():
         for key, gram in optimizer.refresher.grams.by_block[name].items():
             expected = power_iteration(gram, before[name][key])
             torch.testing.assert_close(change.tensors[key], expected, rtol=0, atol=1e-12)
-    optimizer.renew_basis()  # on demand: from scratch
+    optimizer.renew_basis()  # decomposes from scratch
     for name, change in optimizer.basis.items():
         for key, gram in optimizer.refresher.grams.by_block[name].items():
             torch.testing.assert_close(change.tensors[key], eigenbasis(gram)[1], rtol=0, atol=1e-12)
@@ -124,7 +124,7 @@ def test_each_renewal_is_one_power_iteration():
 
 def test_auto_chooses_kronecker_and_skips_embeddings_and_heads():
     model = DEEP.build()
-    optimizer = begin(model, egop.Online())
+    optimizer = make_optimizer(model, egop.Online())
     steps(model, optimizer, 1, case=DEEP)
     kinds = {name: change.kind for name, change in optimizer.basis.items()}
     assert kinds == {"0.weight": "Kronecker", "2.weight": "Kronecker", "4.weight": "Kronecker"}
@@ -132,23 +132,23 @@ def test_auto_chooses_kronecker_and_skips_embeddings_and_heads():
 
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
 def test_renewals_do_not_change_sgd_with_momentum(structure):
-    """In exact arithmetic SGD with momentum is the same in every basis, whenever it changes."""
+    """In exact arithmetic SGD with momentum is the same in every basis."""
     model, plain = MLP.build(), MLP.build()
     refresh = egop.Online(every=1, structure=structure)
-    steps(model, begin(model, refresh, kind=torch.optim.SGD, momentum=0.9), 25)
+    steps(model, make_optimizer(model, refresh, kind=torch.optim.SGD, momentum=0.9), 25)
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9), 25)
     assert distance(cases.parameters_of(model), cases.parameters_of(plain)) < 1e-12
 
 
 def test_with_a_tolerance_a_basis_is_renewed_only_if_it_has_drifted():
     model = MLP.build()
-    patient = begin(model, egop.Online(every=1, tolerance=0.99, structure=egop.Kronecker()))
+    patient = make_optimizer(model, egop.Online(every=1, tolerance=0.99, structure=egop.Kronecker()))
     steps(model, patient, 10)
-    assert patient.refresher.renewals == 1  # the first one, from nothing
+    assert patient.refresher.renewals == 1  # only the first basis
     found = dense(patient)
     steps(model, patient, 5)
     assert identical(dense(patient), found)
-    strict = begin(model, egop.Online(every=1, tolerance=1e-6, structure=egop.Kronecker()))
+    strict = make_optimizer(model, egop.Online(every=1, tolerance=1e-6, structure=egop.Kronecker()))
     steps(model, strict, 10)
     assert strict.refresher.renewals == 10  # in its own eigenbasis the first gradient has not drifted
     for name, change in strict.basis.items():
@@ -156,7 +156,7 @@ def test_with_a_tolerance_a_basis_is_renewed_only_if_it_has_drifted():
             assert off_diagonal_share(gram, change.tensors[key]) < 1e-12
 
 
-# --- the iteration itself ---
+# --- power iteration ---
 
 
 def gram_with(values, seed=0):
@@ -175,7 +175,7 @@ def test_power_iteration_converges_to_the_eigenvectors_strongest_first():
 
 
 def test_signs_and_order_are_stable():
-    """A basis that already diagonalises stays as it is, whatever the signs of its vectors."""
+    """A basis that already diagonalizes stays, whatever the signs of its vectors."""
     gram, V = gram_with([8.0, 4.0, 2.0, 1.0, 0.5])
     basis = V * torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0]).double()
     torch.testing.assert_close(power_iteration(gram, basis), basis, rtol=0, atol=1e-12)
@@ -202,7 +202,7 @@ def test_off_diagonal_is_the_share_of_the_frobenius_norm():
 
 
 class Careful(torch.optim.SGD):
-    """Skips what is not finite, so that training survives a bad gradient."""
+    """SGD that ignores non-finite gradients."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -221,7 +221,7 @@ def refuse(*_, **__):
 def test_a_failed_renewal_keeps_the_old_basis_and_training_continues(how, start, refresh, monkeypatch):
     model = MLP.build()
     basis = basis_of(MLP, structure=egop.Kronecker()) if start == "given" else None
-    optimizer = begin(model, with_structure(refresh, egop.Kronecker()), basis, Careful, lr=0.1)
+    optimizer = make_optimizer(model, with_structure(refresh, egop.Kronecker()), basis, Careful, lr=0.1)
     steps(model, optimizer, 3)
     before, renewals = dense(optimizer), optimizer.refresher.renewals
     if how == "gradient":
@@ -254,7 +254,7 @@ def test_a_failed_renewal_keeps_the_old_basis_and_training_continues(how, start,
 
 def test_one_failed_block_does_not_stop_the_others_from_being_renewed():
     model = MLP.build()
-    optimizer = begin(model, egop.Online(every=1, structure=egop.Kronecker()), kind=Careful)
+    optimizer = make_optimizer(model, egop.Online(every=1, structure=egop.Kronecker()), kind=Careful)
     steps(model, optimizer, 2)
     before = dense(optimizer)
     logistic(model, MLP.batches()[3]).backward()
@@ -305,9 +305,9 @@ def test_structures_that_cannot_be_renewed_are_refused_and_nothing_changes(struc
     model = MLP.build()
     before = cases.state_of(model)
     with pytest.raises(ValueError, match=message):
-        begin(model, refresh, basis_of(MLP, structure=structure))
+        make_optimizer(model, refresh, basis_of(MLP, structure=structure))
     assert cases.state_of(model) == before
-    optimizer = begin(model, with_structure(refresh, structure))
+    optimizer = make_optimizer(model, with_structure(refresh, structure))
     with pytest.raises(ValueError, match=message):
         steps(model, optimizer, 1)
     assert cases.state_of(model)["parameters"] == before["parameters"]

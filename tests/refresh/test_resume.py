@@ -1,4 +1,4 @@
-"""A refresh survives save and resume at every phase, bit for bit, also in a new process."""
+"""A refresh resumes bit for bit at every phase, also in a new process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DROPPING = egop.Reduced(rank=3, keep_rest=False)
 
 @dataclass(frozen=True)
 class Resume:
-    """One training, interrupted after some steps."""
+    """A run that is interrupted after some steps."""
 
     kind: str
     structure: egop.Structure = egop.Kronecker()  # noqa: RUF009 - frozen
@@ -62,9 +62,9 @@ class Resume:
             optimizer.step()
 
     def finish(self, state):
-        """In another place: everything anew, then what was saved."""
+        """Build everything again, load the saved state and finish the run."""
         model, optimizer = self.start(given=False)
-        self.train(model, optimizer, 0, 2)  # whatever was before is gone after loading
+        self.train(model, optimizer, 0, 2)  # loading must replace this
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self.train(model, optimizer, self.after, STEPS)
@@ -72,7 +72,7 @@ class Resume:
 
 
 def outcome(model, optimizer):
-    """The weights, the bases, the moments and the counts at the end."""
+    """Collect the final weights, bases, moments and counts."""
     found = cases.parameters_of(model)
     for block in optimizer.blocks:
         name = block.change.block.name
@@ -91,15 +91,14 @@ CASES = [
     *[Resume("Online", structure, MOMENTUM) for structure in (egop.Full(), egop.Shared())],
     *[Resume(kind, dtype=torch.bfloat16) for kind in ("Every", "Online")],
 ]
-# What a phase is does not depend on the structure, the optimizer, the precision or the start: with others than the
-# first ones, before any step and between two renewals.
+# All phases for the first case of each refresh. The others are interrupted before any step and between two renewals.
 INTERRUPTED = [
     replace(case, after=phase) for case in CASES for phase in (PHASES if case == Resume(case.kind) else (0, PERIOD + 1))
 ]
 
 
 def go_on(rank, world, folder):
-    """In a new process: finish what was interrupted."""
+    """Finish the interrupted runs in a new process."""
     for each in INTERRUPTED:
         half = torch.load(Path(folder) / f"{each}.half", weights_only=True)
         torch.save(each.finish(half), Path(folder) / f"{each}.whole")
@@ -107,7 +106,7 @@ def go_on(rank, world, folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What straight training came to, and the folder with what was saved at each phase and gone on with elsewhere."""
+    """Return the results of uninterrupted runs, and the folder with the saved states and the resumed results."""
     path = tmp_path_factory.mktemp("refreshed")
     straight = {}
     for case in CASES:
@@ -133,7 +132,7 @@ def test_a_resumed_run_is_bit_identical(case, saved):
 
 
 def test_a_basis_that_dropped_the_rest_is_not_dropped_again_while_loading():
-    """Projecting what is already projected would change its last bits."""
+    """A second projection would change the last bits."""
     case = Resume("Every", DROPPING)
     model, optimizer = case.start(given=False)
     case.train(model, optimizer, 0, 2)
@@ -183,11 +182,11 @@ def test_loading_copies_the_running_means():
     assert identical(optimizer.refresher.grams.by_block["0.weight"], kept)
 
 
-# --- loaded by an optimizer of another kind ---
+# --- states loaded with another refresh ---
 
 
 def saved_by(kind, structure=None, after=4):
-    """The state of a training, or of one without a refresh in a basis of this structure."""
+    """Return the state of a run with this refresh, or of one without a refresh in a basis of this structure."""
     structure = structure or egop.Kronecker()
     if kind is None:
         model = MLP.build()

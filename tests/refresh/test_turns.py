@@ -11,8 +11,7 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP
-from egop.numerics import Recorder, Replayed
-from egop.numerics.linalg import orthonormality_error
+from egop.numerics import GraphedFunction, Recorder, orthonormality_error
 from egop.refresh import eigenbases
 from egop.refresh.online import assign_turns
 from explicit import distance, identical, logistic
@@ -104,7 +103,7 @@ def test_a_basis_that_was_read_does_not_change_later():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_low_precision_products_keep_bases_orthonormal_and_points_unchanged(precision, device):
-    """With SGD every change of basis must leave the point alone: what it loses would add up over forty renewals."""
+    """With SGD no change of basis may move the point: errors would add up over forty renewals."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48)).to(device)
     optimizer = online(model, torch.optim.SGD, egop.Online(every=1, structure=egop.Kronecker()), lr=0.0)
@@ -122,7 +121,7 @@ def test_low_precision_products_keep_bases_orthonormal_and_points_unchanged(prec
                 assert orthonormality_error(vectors.double()) < 1e-5
     finally:
         torch.set_float32_matmul_precision(kept)
-    rounding = {"highest": 1e-5, "high": 2e-3, "medium": 2e-2}[precision]  # of the last decoding alone
+    rounding = {"highest": 1e-5, "high": 2e-3, "medium": 2e-2}[precision]  # of the last decoding only
     for parameter, value in zip(model.parameters(), start, strict=True):
         assert torch.linalg.vector_norm(parameter - value) <= rounding * torch.linalg.vector_norm(value)
     for block in optimizer.blocks:  # the point itself, decoded exactly
@@ -153,8 +152,8 @@ def test_no_step_waits_for_the_device(structure):
 
 @needs_gpu
 def test_replayed_renewals_equal_computed_ones():
-    """Also after copies, for several shapes, and with input that cannot be decomposed."""
-    replayed = Replayed(eigenbases.iterate, Recorder())
+    """For several shapes, and with NaN input."""
+    replayed = GraphedFunction(eigenbases.iterate, Recorder())
     generator = torch.Generator("cuda").manual_seed(0)
     for count, size in [(1, 96), (3, 40), (1, 96), (1, 96), (3, 40), (1, 96), (3, 40)]:
         rows = torch.randn(count, 200, size, generator=generator, device="cuda")
@@ -172,7 +171,7 @@ def test_replayed_renewals_equal_computed_ones():
     [({"every": 10}, {"every": 3}), ({"every": 4, "spread": False}, {"every": 4}), ({"every": 3}, {"every": 10})],
 )
 def test_a_state_can_be_loaded_with_another_schedule(saved, loaded):
-    """Turns that no step of its rounds has would never come, and all in one step would not be spread."""
+    """Turns beyond the new round are assigned again, and so are turns that were not spread."""
     model = DEEP.build()
     optimizer = online(model, refresh=egop.Online(**saved))
     steps(model, optimizer, 12)

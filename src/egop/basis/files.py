@@ -81,8 +81,11 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Co
                 raise ValueError(f"{name} is a safetensors file, but not one that egop saved.")
             try:
                 content = _read(file, metadata)
-            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            except ValueError as error:
                 raise ValueError(f"{name} cannot be loaded: {error}") from error
+            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+                problem = f"its header is invalid ({type(error).__name__}: {error!s:.80})."
+                raise ValueError(f"{name} cannot be loaded: {problem}") from error
     except SafetensorError as error:
         raise ValueError(f"{name} is not a complete safetensors file: {error}") from error
     return content._replace(changes=[change.to(device) for change in content.changes])

@@ -56,10 +56,10 @@ def here(objective: Objective, blocks: Sequence[Block], draws: int, seed: int, t
     if not grams:
         return None
     names = list(grams)
-    with objective.preserved(seed=seed):
+    with objective.preserve(seed=seed):
         values = objective.current
         first: list[Tensor] = []
-        for batch in objective.placed(itertools.islice(objective.batches(), draws)):
+        for batch in objective.move_batches(itertools.islice(objective.batches(), draws)):
             _, gradients = objective.gradients(values, batch, names)
             if first and all(map(torch.equal, first, gradients)):
                 break  # from here on the same again
@@ -78,7 +78,7 @@ def along(
     if not grams:
         return None
     batches = held_batches(objective, steps, seed)
-    with objective.preserved(seed=seed):
+    with objective.preserve(seed=seed):
         model, loss_fn = objective.trainable_copy()
         check_gradient(model, loss_fn, batches[0])
         parameters = dict(model.named_parameters())

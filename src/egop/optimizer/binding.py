@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, Structure, strip_compile_prefix
-from egop.distributed import is_cut_by_rows, is_sharded, layout, like, local, part_of, whole, write
+from egop.distributed import (
+    is_sharded,
+    is_sharded_by_rows,
+    shard_like,
+    sharding_layout,
+    take_shard,
+    to_full,
+    to_local,
+    write_shard,
+)
 from egop.numerics import exact_products
 
 Groups = Sequence[Mapping[str, Any]]
@@ -40,9 +49,9 @@ class BoundBlock:
         self.by_rows = (
             self.sharded
             and self.rowwise
-            and all(is_sharded(original) and is_cut_by_rows(original) for original in originals)
+            and all(is_sharded(original) and is_sharded_by_rows(original) for original in originals)
         )
-        self.parameters = [local(original) if self.by_rows else whole(original) for original in originals]
+        self.parameters = [to_local(original) if self.by_rows else to_full(original) for original in originals]
         # The dtype of the parameters now: the model may have been cast since the basis was estimated.
         dtype = functools.reduce(torch.promote_types, [original.dtype for original in originals], torch.float32)
         shapes = tuple(parameter.shape for parameter in self.parameters)
@@ -87,7 +96,7 @@ class BoundBlock:
     def signature(self) -> tuple[Any, ...]:
         """What two blocks must share to be stacked; the same in all processes, even if their shards differ in size."""
         return self.change.signature, tuple(
-            (original.shape, original.device, layout(original)) for original in self.originals
+            (original.shape, original.device, sharding_layout(original)) for original in self.originals
         )
 
     def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
@@ -97,7 +106,7 @@ class BoundBlock:
 
     def as_sharded(self, place: int, tensor: Tensor) -> Tensor:
         """Return a tensor like one of the coordinates, sharded as its parameter is, for a state dict."""
-        return like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
+        return shard_like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
 
     def find_temporaries(self) -> list[Tensor]:
         """Return what has gradients during a step only: coordinates, and views or copies of sharded parameters."""
@@ -106,7 +115,7 @@ class BoundBlock:
 
     def gather(self) -> None:
         """Read sharded parameters and their gradients."""
-        view = local if self.by_rows else whole
+        view = to_local if self.by_rows else to_full
         for index, original in enumerate(self.originals):
             self.parameters[index] = view(original)
             self.parameters[index].requires_grad_(original.requires_grad)
@@ -116,7 +125,7 @@ class BoundBlock:
         """Write gathered parameters back to the sharded ones."""
         for original, parameter in zip(self.originals, self.parameters, strict=True):
             if is_sharded(original) and not self.by_rows:
-                write(original, parameter)
+                write_shard(original, parameter)
 
     def read_gradients(self) -> list[Tensor]:
         """Return the gradients in the basis's dtype, with zeros for parameters that have none."""
@@ -219,7 +228,7 @@ class BoundBlock:
     def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor], digests: Sequence[str] | None) -> None:
         """Take saved coordinates (and rest) that stand for the parameters with these digests, if known."""
         for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
-            here = part_of(saved, self.originals[place]) if self.by_rows else whole(saved)
+            here = take_shard(saved, self.originals[place]) if self.by_rows else to_full(saved)
             if coordinate.shape != here.shape:
                 raise ValueError(
                     f"Block '{self.name}' has coordinates of shape {tuple(saved.shape)} in the state dict, but "
@@ -273,7 +282,7 @@ def find_written(blocks: Sequence[BoundBlock]) -> list[BoundBlock]:
 
 
 def _read_version(original: Tensor) -> tuple[int, int]:
-    return original._version, local(original).data_ptr()
+    return original._version, to_local(original).data_ptr()
 
 
 def _matches_snapshot(parameter: Tensor, original: Tensor, seen: Snapshot) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
-from egop.distributed import Pieces
+from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding, map_to_blocks
 from egop.optimizer.checks import benefits_from_rotation, check_blocks, check_class, warn_no_basis
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
@@ -40,7 +40,7 @@ class Engine:
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
         self.excluded: dict[str, str] = {}  # weights without a basis and the reasons, as the given basis says
-        self.pieces = Pieces()
+        self.pieces = LocalShards()
         self._inner: InnerOptimizers | None = None
         self._stacks: Stacks | None = None
         self.bound = BoundParameters()
@@ -113,7 +113,7 @@ class Engine:
             check_blocks(self.base.optimizer_class, blocks)
         return blocks
 
-    def build(self, blocks: list[BoundBlock], pieces: Pieces, inner: InnerOptimizers | None = None) -> None:
+    def build(self, blocks: list[BoundBlock], pieces: LocalShards, inner: InnerOptimizers | None = None) -> None:
         """Work with these blocks from here on.
 
         Args:
@@ -156,7 +156,7 @@ class Engine:
         stacks = self.stacks
         try:
             stacks.collect()
-            self.pieces.pull()
+            self.pieces.sync()
             if refresher is not None:
                 refresher.observe(self)
                 if self.stacks is not stacks:  # it has made other blocks, which take this step
@@ -167,7 +167,7 @@ class Engine:
             self._step_coordinates(stacks)
         finally:
             stacks.drop_gradients()
-            self.pieces.drop_gradients()
+            self.pieces.clear_gradients()
         self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
@@ -184,14 +184,14 @@ class Engine:
         """Call ``train`` or ``eval`` of the inner optimizers, which write other weights."""
         self.wait_for_refresh()
         self.inner.load_settings(self.param_groups)
-        self.pieces.pull()
+        self.pieces.sync()
         try:
             self.stacks.rewrite(lambda: [switch() for switch in self.inner.find_mode(name)])
         except BaseException:  # some coordinates may have been written already
             self._invalidate_blocks()
             raise
         finally:
-            self.pieces.drop_gradients()
+            self.pieces.clear_gradients()
         self.inner.store_settings(self.param_groups)
 
     def _invalidate_blocks(self) -> None:
@@ -268,7 +268,7 @@ class Engine:
         for block in new:
             block.drop_rest()
             for original in block.originals:
-                self.inner.state.pop(self.pieces.of(original), None)
+                self.inner.state.pop(self.pieces.get(original), None)
         self.blocks, self._stacks = self.blocks + new, None
         self.inner.replace_parameters(self.param_groups, self.blocks, self.pieces)
         self.reset_moments(new)

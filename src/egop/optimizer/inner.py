@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.distributed import Pieces
-from egop.optim import MatrixOptimizer, settings_beside_rates
+from egop.distributed import LocalShards
+from egop.optim import MatrixOptimizer
 from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
 from egop.optimizer.hooks import step_inner
@@ -78,7 +78,7 @@ class BaseOptimizer:
         return self.optimizer_class(groups, **self.hyperparameters)
 
     def split_group(
-        self, group: Mapping[str, Any], block_of: Mapping[int, BoundBlock], pieces: Pieces
+        self, group: Mapping[str, Any], block_of: Mapping[int, BoundBlock], pieces: LocalShards
     ) -> tuple[list[Group], Group | None]:
         """Return the inner groups for one of the user's: those of the first optimizer, and that of ``outside``.
 
@@ -94,9 +94,9 @@ class BaseOptimizer:
             if block is not None:
                 members |= {id(tensor): tensor for tensor in block.coordinates}
             elif self.outside_class is not None or self.groups_per_group == 2:
-                others.append(pieces.of(parameter))
+                others.append(pieces.get(parameter))
             else:
-                piece = pieces.of(parameter)
+                piece = pieces.get(parameter)
                 members[id(piece)] = piece
         settings = self.inside_settings(group)
         last = {_LAST: True} if _LAST in group else {}
@@ -140,7 +140,7 @@ class InnerOptimizers:
     """
 
     def __init__(
-        self, base: BaseOptimizer, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: Pieces
+        self, base: BaseOptimizer, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: LocalShards
     ) -> None:
         self.base = base
         block_of = map_to_blocks(blocks)
@@ -194,7 +194,7 @@ class InnerOptimizers:
             for tensor in group["params"]
         }
 
-    def add_group(self, group: Group, blocks: Sequence[BoundBlock], pieces: Pieces) -> list[Tensor]:
+    def add_group(self, group: Group, blocks: Sequence[BoundBlock], pieces: LocalShards) -> list[Tensor]:
         """Add inner groups for one of the user's; return their tensors."""
         self._synced = []
         inside, outside = self.base.split_group(group, map_to_blocks(blocks), pieces)
@@ -211,7 +211,7 @@ class InnerOptimizers:
         if self.outside is not None:
             del self.outside.param_groups[index:]
 
-    def replace_parameters(self, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: Pieces) -> None:
+    def replace_parameters(self, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: LocalShards) -> None:
         """Step the coordinates of these blocks from here on, in the same optimizers: they may keep more than state."""
         self._synced = []
         block_of = map_to_blocks(blocks)
@@ -418,4 +418,4 @@ def find_lookahead_inputs(optimizer: Optimizer, tensors: Sequence[Tensor]) -> tu
     known = [mean for mean in means if mean is not None]
     if not isinstance(optimizer, MatrixOptimizer) or not optimizer.is_recordable or len(known) < len(means):
         return None
-    return known, settings_beside_rates(optimizer.param_groups)
+    return known, optimizer.recorded_settings

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.numerics import copy_all, exact_products, side_by_side
+from egop.numerics import copy_all, exact_products, stack_tensors
 
 Moments = Literal["rotate", "keep", "reset"]
 
@@ -169,7 +169,7 @@ def move_states(
     sources: list[Tensor] = []
     for kind, places in kinds.items():
         stacked = [
-            {key: side_by_side([states[i][place][key] for i in places]) for key in keys}
+            {key: stack_tensors([states[i][place][key] for i in places]) for key in keys}
             for place, keys in enumerate(kind)
         ]
         whole = len(kinds) == 1

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_roles, strip_compile_prefix
-from egop.distributed import Pieces
-from egop.numerics import in_normal_mode, without_autocast
+from egop.distributed import LocalShards
+from egop.numerics import outside_inference_mode, without_autocast
 from egop.optimizer import display
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.checks import check_optimizer, complete_hyperparameters, warn_rotation_invariant
@@ -130,7 +130,7 @@ class ReparameterizedOptimizer(Optimizer):
         engine.excluded = {
             name: reason for each in (basis, *bases) if each is not None for name, reason in each.unrotated.items()
         }
-        engine.build(blocks, Pieces())
+        engine.build(blocks, LocalShards())
         if refresh is not None:
             engine.refresher = refresh.start(engine)
             engine.refresher.refresh = refresh
@@ -149,7 +149,7 @@ class ReparameterizedOptimizer(Optimizer):
         self._engine.param_groups[:] = groups  # in the list that wrappers share
 
     @property  # type: ignore[override]
-    @in_normal_mode
+    @outside_inference_mode
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter: that of the inner optimizer and the refresh, coordinates and basis.
 
@@ -180,7 +180,7 @@ class ReparameterizedOptimizer(Optimizer):
         return self._engine.blocks
 
     @property
-    @in_normal_mode
+    @outside_inference_mode
     def basis(self) -> Basis:
         """A copy of the current basis of each block, with the reasons why other weights have none."""
         self._engine.wait_for_refresh()
@@ -199,7 +199,7 @@ class ReparameterizedOptimizer(Optimizer):
         """The weights that are (or before the first step: will be) rotated, their structures, and the reasons."""
         return display.make_plan(self._engine)
 
-    @in_normal_mode
+    @outside_inference_mode
     def plot_spectra(self) -> Figure:
         """Plot the spectra of all blocks: those of their basis, or of the gradients that the refresh follows."""
         self._engine.wait_for_refresh()
@@ -209,11 +209,11 @@ class ReparameterizedOptimizer(Optimizer):
         name = type(self).__name__
         return display.format_line(name, self._engine) if self._engine.is_built else f"{name}(not made yet)"
 
-    @in_normal_mode
+    @outside_inference_mode
     def __str__(self) -> str:
         return display.format_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
 
-    @in_normal_mode
+    @outside_inference_mode
     def _repr_html_(self) -> str:
         return display.format_html(type(self).__name__, self._engine) if self._engine.is_built else escape(repr(self))
 
@@ -237,7 +237,7 @@ class ReparameterizedOptimizer(Optimizer):
         """The role of each parameter."""
         return self._engine.layers
 
-    @in_normal_mode
+    @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters, which may have a ``"basis"`` of its own.
 
@@ -282,7 +282,7 @@ class ReparameterizedOptimizer(Optimizer):
             self._engine.step()
         return loss
 
-    @in_normal_mode
+    @outside_inference_mode
     @torch.no_grad()
     def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
         """Continue in another basis from the same point.
@@ -318,7 +318,7 @@ class ReparameterizedOptimizer(Optimizer):
             raise AttributeError(f"{engine.base.optimizer_class.__name__} has no {name}()")
         return partial(self._switch, name)
 
-    @in_normal_mode
+    @outside_inference_mode
     @torch.no_grad()
     def _switch(self, name: str) -> None:
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
@@ -327,7 +327,7 @@ class ReparameterizedOptimizer(Optimizer):
         with without_autocast():
             self._engine.switch_mode(name)
 
-    @in_normal_mode
+    @outside_inference_mode
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, as ``refresh`` does."""
         if self.refresher is None:
@@ -348,7 +348,7 @@ class ReparameterizedOptimizer(Optimizer):
             engine.wait_for_refresh()
             self._use(rebind(engine))
 
-    @in_normal_mode
+    @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to resume exactly: hyper-parameters, inner state, bases and coordinates.
 
@@ -364,7 +364,7 @@ class ReparameterizedOptimizer(Optimizer):
         finally:
             self._exchange.complete = None
 
-    @in_normal_mode
+    @outside_inference_mode
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state dict, in its bases. If it does not fit, raise ValueError and change nothing."""
@@ -384,7 +384,7 @@ class ReparameterizedOptimizer(Optimizer):
         twin.__dict__.update(self.__dict__)
         return twin
 
-    @in_normal_mode
+    @outside_inference_mode
     def __getstate__(self) -> dict[str, Any]:
         self._sync_external_changes()
         return {"defaults": self.defaults, "_engine": self._engine}

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import is_first_shard, sum_over_shards
-from egop.numerics import SMALL, InPlace, Recorder, copy_all, exact_products, in_branches, side_by_side
+from egop.distributed import has_first_shard, sum_over_shards
+from egop.numerics import (
+    SMALL_NETWORK_BYTES,
+    InPlaceGraph,
+    Recorder,
+    copy_all,
+    exact_products,
+    run_in_branches,
+    stack_tensors,
+)
 from egop.optimizer.binding import BoundBlock, find_written
 from egop.optimizer.moments import Moments, StackedStates, move_states, rebase_stack, select_movable
 
@@ -43,7 +51,7 @@ class Stack:
         self._parameters = self._find_parameters()
         self._owns_basis = len(blocks) > 1
         self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if always in the same memory
-        self._rebases: dict[tuple[int | None, int | None], InPlace[..., None]] = {}
+        self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
         self._share_basis()
         for index, block in enumerate(blocks):
             for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
@@ -57,7 +65,7 @@ class Stack:
     @property
     def is_first(self) -> bool:
         """Whether this process has the first rows."""
-        return not self.by_rows or is_first_shard(self.blocks[0].originals[0])
+        return not self.by_rows or has_first_shard(self.blocks[0].originals[0])
 
     def summed(self, tensor: Tensor) -> Tensor:
         """Return the sum over the processes that hold the rows."""
@@ -90,7 +98,7 @@ class Stack:
             columns.append(column)
         self.active = self._everyone
         if not in_place:
-            self.gradients = [side_by_side(column) for column in columns]
+            self.gradients = [stack_tensors(column) for column in columns]
             return []
         self.gradients = self.slots = self.slots or [_allocate_stack(column, dtype) for column in columns]
         pairs = zip(self.slots, columns, strict=True)
@@ -99,7 +107,7 @@ class Stack:
     def _collect_some(self) -> None:
         self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
         gradients = [self.blocks[index].read_gradients() for index in self.active]
-        self.gradients = [side_by_side(column) for column in zip(*gradients, strict=True)]
+        self.gradients = [stack_tensors(column) for column in zip(*gradients, strict=True)]
 
     def _find_parameters(self) -> list[tuple[Tensor, ...]]:
         return list(zip(*(block.parameters for block in self.blocks), strict=True))
@@ -184,9 +192,9 @@ class Stack:
                 used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
                 used += [tensor for block in moved for state in block for tensor in state.values()]
                 recorded = self._rebases.setdefault(
-                    (members.start, members.stop), InPlace(rebase_stack, self._recorder)
+                    (members.start, members.stop), InPlaceGraph(rebase_stack, self._recorder)
                 )
-                recorded.of(used, old, new, coordinates, moved)
+                recorded.run(used, old, new, coordinates, moved)
             else:
                 rebase_stack(old, new, coordinates, moved)
         except BaseException:  # coordinates and basis may not belong together
@@ -206,9 +214,9 @@ class Stack:
         with exact_products():
             decoded = zip(*old.decode(coordinates), strict=True)
             values = [block.add_rest(tensors) for block, tensors in zip(blocks, decoded, strict=True)]
-            encoded = new.encode([side_by_side(group) for group in zip(*values, strict=True)])
+            encoded = new.encode([stack_tensors(group) for group in zip(*values, strict=True)])
             rests = [block.rest for block in blocks if block.rest is not None]  # all have one, or none
-            rest = [side_by_side(group) for group in zip(*rests, strict=True)] if rests else None
+            rest = [stack_tensors(group) for group in zip(*rests, strict=True)] if rests else None
             targets, sources = move_states(old, new, moved, None, rest)
         copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
         for block, value in zip(blocks, values, strict=True):
@@ -257,7 +265,7 @@ class Stacks:
         # Whether a step works in the same memory every time, so that its products can be recorded.
         self.still = reused and not compiled and _is_small([block for members in groups.values() for block in members])
         self._apply_all = torch.compile(_apply_to_all) if compiled else None
-        self._recorded = {method: InPlace(_apply_in_branches, recorder) for method in ("encode", "decode")}
+        self._recorded = {method: InPlaceGraph(_apply_in_branches, recorder) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self._each)
@@ -342,7 +350,7 @@ class Stacks:
         if not self.still:
             return []
         tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
-        return self._recorded[method].of(tensors, method, parts)
+        return self._recorded[method].run(tensors, method, parts)
 
 
 def _multiply(method: str, part: Part) -> Products:
@@ -359,7 +367,7 @@ def _apply_to_all(method: str, parts: Sequence[Part]) -> list[Products]:
 
 
 def _apply_in_branches(method: str, parts: Sequence[Part]) -> list[Products]:
-    return in_branches([functools.partial(_multiply, method, part) for part in parts])
+    return run_in_branches([functools.partial(_multiply, method, part) for part in parts])
 
 
 def _match_layout(tensor: Tensor, slot: Tensor) -> Tensor:
@@ -372,7 +380,7 @@ def _is_small(blocks: Sequence[BoundBlock]) -> bool:
     coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
     kinds = {coordinate.device.type for coordinate in coordinates}
     is_rotated = any(block.change.tensors for block in blocks)
-    return is_rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= SMALL
+    return is_rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= SMALL_NETWORK_BYTES
 
 
 def _allocate_stack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

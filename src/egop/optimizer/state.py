@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from egop.basis import Basis, ChangeOfBasis, build_change, strip_compile_prefix
-from egop.distributed import Pieces, local, part_of, whole
+from egop.distributed import LocalShards, take_shard, to_full, to_local
 from egop.optimizer.binding import UNKNOWN, BoundBlock, map_to_blocks
 from egop.optimizer.engine import Engine
 from egop.optimizer.inner import Group, InnerOptimizers
@@ -68,7 +68,7 @@ def export_state(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
         about |= {"shape": list(parameter.shape), "dtype": str(dtype), "refresh": refresher is not None}
         entry, stepped = {}, False
         if block is None:
-            piece = engine.pieces.of(parameter)
+            piece = engine.pieces.get(parameter)
             inner, stepped = _export_inner(engine, [piece], groups)
             entry = dict(inner[0])
             if piece is not parameter:
@@ -221,7 +221,7 @@ class ExportedState:
         block, now = engine.find_block(parameter), self.states.get(parameter, {})
         if block is not None and block.originals[0] is not parameter:
             return  # its state is with the first parameter
-        tensors = [engine.pieces.of(parameter)] if block is None else block.coordinates
+        tensors = [engine.pieces.get(parameter)] if block is None else block.coordinates
         inner_keys = {key for key in now if not str(key).startswith(OWN)}
         is_stepped = any(engine.inner.state.get(tensor) for tensor in tensors)
         if not inner_keys:  # all of it was dropped
@@ -232,7 +232,7 @@ class ExportedState:
             for key in keys if is_stepped else keys | inner_keys:
                 if str(key) == f"{COORDINATES}{place}" and key in now:
                     with torch.no_grad():
-                        tensor.copy_(local(now[key]))
+                        tensor.copy_(to_local(now[key]))
                 elif not str(key).startswith(OWN) and (inner_key := _find_inner_key(place, key)) is not None:
                     state = engine.inner.state[tensor]
                     state.pop(inner_key, None)
@@ -245,7 +245,7 @@ def _is_same(before: Any, now: Any) -> bool:
         return True
     if not isinstance(before, Tensor) or not isinstance(now, Tensor):
         return False
-    before, now = local(before), local(now)
+    before, now = to_local(before), to_local(now)
     return before.shape == now.shape and torch.equal(now.to(before), before)
 
 
@@ -253,10 +253,10 @@ def _write_over(before: Any, value: Any) -> Any:
     """Return a new value, in the memory of the one before if it fits, since that may be part of a stack."""
     if not isinstance(value, Tensor):
         return value
-    value = local(value)
-    if isinstance(before, Tensor) and local(before).shape == value.shape:
+    value = to_local(value)
+    if isinstance(before, Tensor) and to_local(before).shape == value.shape:
         with torch.no_grad():
-            return local(before).copy_(value)
+            return to_local(before).copy_(value)
     return value
 
 
@@ -268,7 +268,7 @@ class RestoredParts:
     """The working parts that a state describes, ready to replace those of an engine."""
 
     blocks: list[BoundBlock]
-    pieces: Pieces
+    pieces: LocalShards
     inner: InnerOptimizers
     refresher: Refresher | None  # a copy of the optimizer's own, with the loaded state
     with_refresh: bool  # whether the state was saved with a refresh
@@ -283,7 +283,7 @@ class _SavedEntry:
         for key, value in entry.items():
             if str(key).startswith(OWN) and not (isinstance(value, Tensor) and value.layout == torch.strided):
                 raise ValueError(f"{_DAMAGED}: '{key}' of '{name}' is {value!r:.80}. Must be a dense tensor.")
-        clock = whole(entry[CLOCK]) if CLOCK in entry else torch.empty(0, device="cpu")
+        clock = to_full(entry[CLOCK]) if CLOCK in entry else torch.empty(0, device="cpu")
         if clock.shape != (4,) or clock.is_floating_point() or clock.is_complex():
             raise ValueError(f"{_DAMAGED}: '{CLOCK}' of '{name}' does not hold four counts.")
         *self.counts, self.stepped = clock.tolist()
@@ -311,7 +311,7 @@ class _SavedEntry:
 def read_about(entry: Mapping[str, Any], name: str = "a parameter") -> dict[str, Any]:
     """Return the description in the state of a parameter; errors call it by ``name``."""
     try:
-        about: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
+        about: dict[str, Any] = json.loads(to_full(entry[ABOUT]).cpu().numpy().tobytes())
         has_place = type(about.get("place", 0)) is int
     except Exception as error:
         raise ValueError(
@@ -470,7 +470,7 @@ def _restore(
         raise ValueError(str(error) if groups is None else f"{_DAMAGED}: {error}") from error
     for block, each in zip(blocks, of_blocks, strict=True):
         _restore_block(block, each)
-    pieces = Pieces()
+    pieces = LocalShards()
     inner = InnerOptimizers(engine.base, engine.param_groups if groups is None else groups, blocks, pieces)
     parameters = [parameter for group in engine.param_groups for parameter in group["params"]]
     block_of = map_to_blocks(blocks)
@@ -479,7 +479,7 @@ def _restore(
     for parameter, each in zip(parameters, saved, strict=True):
         owner = block_of.get(id(parameter))
         if owner is None:
-            piece = pieces.of(parameter)
+            piece = pieces.get(parameter)
             states[piece] = _copy_local(each.find_inner(0), parameter, is_cut=True)
             labels[piece] = f"parameter '{each.about['name']}'"
         elif owner.originals[0] is parameter:
@@ -505,7 +505,7 @@ def _restore(
 
 
 def _rebuild_change(saved: _SavedEntry) -> ChangeOfBasis:
-    tensors = {key: whole(tensor).clone() for key, tensor in saved.select(BASIS).items()}
+    tensors = {key: to_full(tensor).clone() for key, tensor in saved.select(BASIS).items()}
     try:
         return build_change(saved.about["block"], tensors)
     except Exception as error:
@@ -516,11 +516,11 @@ def _rebuild_change(saved: _SavedEntry) -> ChangeOfBasis:
 def _restore_block(block: BoundBlock, saved: _SavedEntry) -> None:
     digests = None
     if STANDS_FOR in saved.entry and not block.by_rows:
-        rows = whole(saved.entry[STANDS_FOR])
+        rows = to_full(saved.entry[STANDS_FOR])
         if rows.shape != (len(block.originals), len(UNKNOWN) // 2) or rows.dtype != torch.uint8:
             raise ValueError(f"{_DAMAGED}: '{STANDS_FOR}' of block '{block.name}' does not hold digests.")
         digests = [bytes(row).hex() for row in rows.tolist()]
-    rest = [whole(tensor) for tensor in saved.select_numbered(REST, len(block.rest or ()))]
+    rest = [to_full(tensor) for tensor in saved.select_numbered(REST, len(block.rest or ()))]
     block.restore(saved.select_numbered(COORDINATES, len(block.coordinates)), rest, digests)
 
 
@@ -531,7 +531,7 @@ def _copy_local(state: Mapping[Any, Any] | None, original: Tensor, *, is_cut: bo
 
     def copy_tensor(value: Tensor) -> Tensor:
         if value.dim() == 0:
-            return whole(value).clone()
-        return (part_of(value, original) if is_cut else whole(value)).to(original.device, copy=True)
+            return to_full(value).clone()
+        return (take_shard(value, original) if is_cut else to_full(value)).to(original.device, copy=True)
 
     return _map_tensors(copy_tensor, state)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Shared, Side
-from egop.distributed import whole
-from egop.numerics import InPlace, Recorder, check_positive
+from egop.distributed import to_full
+from egop.numerics import InPlaceGraph, Recorder, check_positive_int
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
 from egop.refresh.eigenbases import align, renew_in_batches
 from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
@@ -49,7 +49,7 @@ class Aligned(Refresh):
     memory: int | str = "2GiB"
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
+        check_positive_int("every", self.every)
         Shared(side=self.side)  # checks the side
 
     def start(self, optimizer: Rebasable) -> Refresher:
@@ -75,7 +75,7 @@ class _AlignedRefresher(BlockCreatingRefresher):
         super().__init__(choice)
         self.every = every
         self._has_warned = False
-        self._recorded = InPlace(_compute_rotations, Recorder())
+        self._recorded = InPlaceGraph(_compute_rotations, Recorder())
 
     def observe(self, optimizer: Rebasable) -> None:
         self.report_failures()
@@ -116,7 +116,7 @@ class _AlignedRefresher(BlockCreatingRefresher):
                 "The state dict is damaged, or was saved with another refresh: the refresh has no entry for "
                 f"{', '.join(missing[:3])}."
             )
-        created = [block.name for block in blocks if bool(whole(states[block.name][_CREATED]).any())]
+        created = [block.name for block in blocks if bool(to_full(states[block.name][_CREATED]).any())]
         super().load(counts, states, blocks)
         self.restart(created)
 
@@ -129,7 +129,7 @@ class _AlignedRefresher(BlockCreatingRefresher):
         if read is None:
             rotations = _compute_rotations(optimizer, stacks, "")
         else:
-            rotations = self._recorded.of(read[0], optimizer, stacks, read[1])
+            rotations = self._recorded.run(read[0], optimizer, stacks, read[1])
         self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
         for stack, (fresh, _) in zip(stacks, rotations, strict=True):
             for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
@@ -139,7 +139,7 @@ class _AlignedRefresher(BlockCreatingRefresher):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies the recordings, which belong to the stacks of this optimizer."""
-        return super().__getstate__() | {"_recorded": InPlace(_compute_rotations, Recorder())}
+        return super().__getstate__() | {"_recorded": InPlaceGraph(_compute_rotations, Recorder())}
 
 
 def _compute_rotations(optimizer: Rebasable, stacks: Sequence[Stack], settings: str) -> list[tuple[Tensor, Tensor]]:

@@ -14,7 +14,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.distributed import processes
-from egop.numerics import SMALL, linalg, noise_floor, precision
+from egop.numerics import (
+    ROUNDING,
+    SMALL_NETWORK_BYTES,
+    eigenbasis,
+    exact_products,
+    leading_eigenbasis,
+    noise_floor,
+    orthonormalize,
+    scale_near_one,
+)
 
 _PROBES = 4  # vectors on which a new basis is tested
 _SHIFT = 1e-6  # weight of the old basis, relative to the mean eigenvalue: it keeps directions without gradient in place
@@ -37,15 +46,15 @@ def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
     The shift keeps weak directions close to the old ones. Directions whose gradient is only rounding error stay exactly
     where they are: they are orthonormalized first, so that no error of the others reaches them, and then moved last.
     """
-    with precision.exact_products():  # with fewer digits the weak directions would change at random every time
+    with exact_products():  # with fewer digits the weak directions would change at random every time
         image = gram @ basis
         held = (basis * image).sum(-2, keepdim=True)
-        noise = linalg.ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
+        noise = ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
         null = (held <= noise) & noise.isfinite()
         shift = _SHIFT * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         columns = torch.where(null, basis, image + shift * basis)
         order = torch.where(null, torch.inf, held).argsort(dim=-1, descending=True, stable=True)
-        fresh = linalg.orthonormalized(columns.gather(-1, order.expand_as(columns)))
+        fresh = orthonormalize(columns.gather(-1, order.expand_as(columns)))
         null_last = null.gather(-1, order).int().argsort(dim=-1, stable=True)
         return fresh.gather(-1, null_last.expand_as(fresh))
 
@@ -59,10 +68,10 @@ def clear_null_space(basis: Tensor, gram: Tensor) -> Tensor:
             are accurate; in the Gram matrix that was decomposed they were lost next to the large ones.
     """
     held = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    real = held > linalg.ROUNDING * torch.finfo(gram.dtype).eps * held.amax(-2, keepdim=True)
+    real = held > ROUNDING * torch.finfo(gram.dtype).eps * held.amax(-2, keepdim=True)
     traces = torch.where(real & ~real.mT, gram / torch.where(real, held, 1), 0)
-    with precision.exact_products():
-        return linalg.orthonormalized((basis - basis @ traces).flip(-1)).flip(-1)
+    with exact_products():
+        return orthonormalize((basis - basis @ traces).flip(-1)).flip(-1)
 
 
 def iterate(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +81,7 @@ def iterate(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 def decompose(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
     """Compute all eigenvectors from scratch; returns as :func:`iterate`."""
-    return _keep_sound(_decompose_each(gram, basis, lambda part: linalg.eigenbasis(part)[1], on_done), basis, gram)
+    return _keep_sound(_decompose_each(gram, basis, lambda part: eigenbasis(part)[1], on_done), basis, gram)
 
 
 def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
@@ -83,7 +92,7 @@ def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None
     """
     if gram.shape[-1] <= WIDE:
         return decompose(gram, basis, on_done)
-    leading = _decompose_each(gram, basis, lambda part: linalg.leading_eigenbasis(part, LEADING), on_done)
+    leading = _decompose_each(gram, basis, lambda part: leading_eigenbasis(part, LEADING), on_done)
     return _keep_sound(leading, basis, gram)
 
 
@@ -93,13 +102,13 @@ def align(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     A small multiple of the old basis is added. So where the image has no full rank, directions stay as close to the old
     ones as possible and are not determined by rounding.
     """
-    with precision.exact_products():
+    with exact_products():
         lengths = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
         largest = lengths.amax(-1, keepdim=True)
         some = lengths > noise_floor(image.dtype) * largest
         columns = torch.where(some, image / torch.where(some, lengths, 1), 0)
         columns.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
-        fresh = linalg.orthonormalized(basis @ columns)
+        fresh = orthonormalize(basis @ columns)
     largest = largest.squeeze((-2, -1))
     is_zero, sound = largest == 0, is_sound(fresh, basis) & largest.isfinite()
     return torch.where((sound & ~is_zero)[..., None, None], fresh, basis), sound | is_zero
@@ -108,7 +117,7 @@ def align(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
     """Return True for each new basis that is finite and maps a few vectors, taken from the old one, there and back."""
     probes = old[..., :_PROBES]
-    with precision.exact_products():
+    with exact_products():
         error = fresh @ (fresh.mT @ probes) - probes
     sound: Tensor = torch.linalg.vector_norm(error, dim=(-2, -1)) < torch.finfo(fresh.dtype).eps ** 0.5
     return sound
@@ -116,7 +125,7 @@ def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
 
 def off_diagonal_share(gram: Tensor, basis: Tensor) -> Tensor:
     """Return the Frobenius norm of a Gram matrix off the diagonal in this basis, relative to its whole norm."""
-    inside = linalg.near_one(basis.mT @ gram @ basis)
+    inside = scale_near_one(basis.mT @ gram @ basis)
     total = torch.linalg.matrix_norm(inside)
     rest = torch.linalg.matrix_norm(inside - inside.diagonal(dim1=-2, dim2=-1).diag_embed())
     return torch.where(total == 0, 0, rest / total)
@@ -140,10 +149,10 @@ def renew_in_batches(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -
         by_shape.setdefault((gram.shape[1:], gram.dtype, gram.device), []).append(index)
     results: dict[int, tuple[Tensor, Tensor]] = {}
     for indices in by_shape.values():
-        small = sum(pairs[index][0].nbytes for index in indices) <= SMALL
+        small = sum(pairs[index][0].nbytes for index in indices) <= SMALL_NETWORK_BYTES
         for group in [indices] if small else [[index] for index in indices]:
             grams, bases = (_concatenate(side) for side in zip(*(pairs[index] for index in group), strict=True))
-            most = max(1, SMALL // grams[0].nbytes)  # larger batches would be no faster, and take memory
+            most = max(1, SMALL_NETWORK_BYTES // grams[0].nbytes)  # larger batches would be no faster, and take memory
             parts = [_renew_or_keep(renewal, *part) for part in zip(grams.split(most), bases.split(most), strict=True)]
             sizes = [len(pairs[index][0]) for index in group]
             fresh, sound = (_concatenate(side).split(sizes) for side in zip(*parts, strict=True))

@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, strip_compile_prefix
-from egop.estimation import Distribution, NoGradientError, Objective, Recentered, blocks_of, estimate, estimate_plan
+from egop.estimation import (
+    Distribution,
+    NoGradientError,
+    Objective,
+    Recentered,
+    estimate,
+    estimate_plan,
+    partition_objective,
+)
 from egop.formatting import parse_bytes
-from egop.numerics import check_positive
+from egop.numerics import check_positive_int
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 
 
@@ -50,7 +58,7 @@ class Every(Refresh):
     progress: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
+        check_positive_int("every", self.every)
         check_moments(self.moments)
         check_structure(self.structure)
         if not isinstance(self.objective, Objective):
@@ -59,7 +67,7 @@ class Every(Refresh):
                 "To learn the basis from the training gradients alone, use egop.Online()."
             )
         if self.samples is not None:
-            check_positive("samples", self.samples)
+            check_positive_int("samples", self.samples)
         if not isinstance(self.rho, Distribution):
             raise TypeError(f"rho must be a distribution such as egop.Recentered(), got {self.rho!r}.")
         self.rho.check(self.objective)
@@ -87,7 +95,9 @@ class _EveryRefresher(Refresher):
         config = self.config
         if optimizer.blocks:
             return None
-        return make_plan(*blocks_of(self.objective, config.partition), config.structure, parse_bytes(config.memory))
+        return make_plan(
+            *partition_objective(self.objective, config.partition), config.structure, parse_bytes(config.memory)
+        )
 
     def check(self, optimizer: Rebasable) -> None:
         _check_parameters(self.objective, optimizer)
@@ -130,7 +140,7 @@ class _EveryRefresher(Refresher):
 
 def _check_parameters(objective: Objective, optimizer: Rebasable) -> None:
     """Raise an error if the objective has its own copies of parameters that the optimizer trains."""
-    objective.check_whole()
+    objective.check_unsharded()
     trained = {
         strip_compile_prefix(name): parameter
         for group in optimizer.param_groups

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import whole
-from egop.numerics import InPlace, Recorder
+from egop.distributed import to_full
+from egop.numerics import InPlaceGraph, Recorder
 from egop.optimizer import BoundBlock, Stack, Stacks
 
 BlockRange = tuple[Stack, slice]  # consecutive blocks of a stack
@@ -40,7 +40,7 @@ class GramMatrices:
         self._stacked: dict[Stack, dict[str, Tensor]] = {}  # of the stacks that can be renewed
         self._flat: dict[Stack, dict[str, Tensor]] = {}  # the same with one batch dimension
         self._all_seen: set[Stack] = set()  # stacks in which every block has received a gradient
-        self._add = InPlace(add_gradients, Recorder())
+        self._add = InPlaceGraph(add_gradients, Recorder())
 
     def follow(self, stacks: Stacks) -> None:
         """Arrange the matrices like these stacks. Must be called before any method that is given a stack."""
@@ -64,7 +64,7 @@ class GramMatrices:
                 self._update_blocks(stack)
         if self._stacks.still and whole_stacks:  # gradients are at the same addresses in every step
             tensors = [tensor for _, gradients, grams in whole_stacks for tensor in (*gradients, *grams.values())]
-            self._add.of(tensors, whole_stacks, self.decay)
+            self._add.run(tensors, whole_stacks, self.decay)
         else:
             add_gradients(whole_stacks, self.decay)
 
@@ -145,7 +145,7 @@ class GramMatrices:
             if missing := [key for key in block.change.tensors if f"{_PREFIX}{key}" not in states[block.name]]:
                 where = f"Gram matrix '{missing[0]}' of block '{block.name}'"
                 raise ValueError(f"The state dict is incomplete or damaged: it has no {where}.")
-            grams = {key: whole(states[block.name][f"{_PREFIX}{key}"]) for key in block.change.tensors}
+            grams = {key: to_full(states[block.name][f"{_PREFIX}{key}"]) for key in block.change.tensors}
             shapes, expected = {key: gram.shape for key, gram in grams.items()}, _gram_shapes(block.change)
             if shapes != expected:
                 raise ValueError(
@@ -159,7 +159,7 @@ class GramMatrices:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies the stacks and recordings, which belong to this optimizer."""
         own: dict[str, Any] = {"_stacks": None, "_stacked": {}, "_flat": {}, "_all_seen": set()}
-        return self.__dict__ | own | {"_add": InPlace(add_gradients, Recorder())}
+        return self.__dict__ | own | {"_add": InPlaceGraph(add_gradients, Recorder())}
 
     def _arrange(self, stack: Stack) -> dict[str, Tensor]:
         """Stack the matrices of a new stack's blocks; drop those of another structure."""

@@ -24,7 +24,7 @@ from egop.basis import (
     strip_compile_prefix,
 )
 from egop.formatting import parse_bytes
-from egop.numerics import identity
+from egop.numerics import identity_matrices
 from egop.optimizer import Rebasable, Refresher, Stacks, find_user_level
 
 
@@ -86,7 +86,7 @@ class BlockChoice:
         changes = []
         for block, structure in plan.chosen.items():
             shapes = structure.basis_shapes(block).items()
-            change = structure.change(block, {key: identity(shape, block.dtype) for key, shape in shapes})
+            change = structure.change(block, {key: identity_matrices(shape, block.dtype) for key, shape in shapes})
             if not change.is_renewable():
                 raise ValueError(self._refusal(change.kind))
             changes.append(change)
@@ -274,13 +274,14 @@ def _applies(pattern: str, everything: Sequence[str], wanted: Sequence[str]) -> 
 def _no_weight_message(optimizer: Rebasable, unrotated: Mapping[str, str], refresh: str) -> str:
     outside = optimizer.outside
     effect = "works like the inner one alone" if outside is None else f"leaves all parameters to {outside.__name__}"
-    frozen = len(_named_parameters(optimizer)) - len(_trained_names(optimizer))
     skipped = [f"'{name}' ({reason})" for name, reason in unrotated.items()]
+    frozen = len(_named_parameters(optimizer)) - len(_trained_names(optimizer))
+    text = f"{frozen} parameters are frozen; weights get a basis once they are unfrozen. " if frozen else ""
     return (
         f"egop.{refresh} found no weight to rotate, so for now the optimizer {effect}. Skipped weights: "
-        f"{_join(skipped)}. Frozen parameters: {frozen} (weights get a basis once they are unfrozen). Biases and "
-        "parameters of norm layers are not rotated. To rotate more, name it: egop.Online(structure={'*': "
-        "egop.Kronecker()}) for every weight, or with partition={'all': ['*']} and egop.Full() for everything."
+        f"{_join(skipped)}. {text}Biases and norm layers are never rotated by default. To rotate more, name it: "
+        "egop.Online(structure={'*': egop.Kronecker()}) for every weight, or with partition={'all': ['*']} and "
+        "egop.Full() for everything."
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Partition, StructureChoice, check_structure
-from egop.distributed import whole
-from egop.numerics import Aside, Recorder, Replayed, check_fraction, check_positive, exact_products
+from egop.distributed import to_full
+from egop.numerics import GraphedFunction, Recorder, SideStream, check_fraction, check_positive_int, exact_products
 from egop.optimizer import BoundBlock, Moments, Rebasable, Refresh, Refresher, Stack, Stacks, check_moments
 from egop.refresh.eigenbases import (
     Renewal,
@@ -84,7 +84,7 @@ class Online(Refresh):
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
+        check_positive_int("every", self.every)
         check_fraction("decay", self.decay)
         check_moments(self.moments)
         check_structure(self.structure)
@@ -121,7 +121,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self._due: dict[int, list[tuple[Stack, list[int]]]] = {}  # the blocks by turn
         self._due_for: Stacks | None = None  # the stacks that these blocks are in
         self._pending: list[_NewBases] = []  # bases that were computed and not yet installed
-        self._side_stream = Aside()
+        self._side_stream = SideStream()
         self._renewal = self._record_renewal()
 
     def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
@@ -207,7 +207,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
                 "The state dict is incomplete or damaged, or was saved with another refresh: it has no Gram matrices "
                 f"of {', '.join(missing[:3])}."
             )
-        phases = {block.name: whole(states[block.name][_PHASE]).tolist() for block in blocks}
+        phases = {block.name: to_full(states[block.name][_PHASE]).tolist() for block in blocks}
         if wrong := [name for name, phase in phases.items() if not (isinstance(phase, list) and len(phase) == 4)]:
             raise ValueError(f"The state dict is incomplete or damaged: the phase of '{wrong[0]}' is not four numbers.")
         seen, waiting, created = ({name for name, phase in phases.items() if phase[place]} for place in range(3))
@@ -225,11 +225,11 @@ class _OnlineRefresher(BlockCreatingRefresher):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies the stacks and recordings, which belong to this optimizer."""
-        recordings = {"_side_stream": Aside(), "_renewal": self._record_renewal()}
+        recordings = {"_side_stream": SideStream(), "_renewal": self._record_renewal()}
         return super().__getstate__() | recordings | {"_due": {}, "_due_for": None}
 
     def _record_renewal(self) -> Renewal:
-        return Replayed(iterate, Recorder()) if self.config.tolerance is None else decompose
+        return GraphedFunction(iterate, Recorder()) if self.config.tolerance is None else decompose
 
     def _find_due(self, stacks: Stacks) -> list[BlockRange]:
         """Find the blocks whose turn it is."""
@@ -307,7 +307,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
             for key, gram in self.grams.stacked(stack).items()
         ]
         used = [tensor for stack, _, key, total, gram in inputs for tensor in (total, gram, stack.change.tensors[key])]
-        with self._side_stream.of(used) as is_alongside:
+        with self._side_stream.use(used) as is_alongside:
             pairs = [(total, stack.change.tensors[key][members]) for stack, members, key, total, _ in inputs]
             results = iter(renew_in_batches(renewal, pairs))
             for (stack, members), matrices in groupby(inputs, lambda given: given[:2]):
