@@ -17,6 +17,13 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
 MODULES = {f"egop.{name}" for name in ("basis", "cli", "estimation", "extras", "optim", "refresh")}
+# What else is used, and why.
+EXCEPTIONS = {
+    ("scaling/parts.py", "egop.basis.Role"): "the type of an argument of make_plan",
+    ("scaling/parts.py", "egop.basis.make_plan"): "plans models on the meta device with one candidate structure",
+    ("scaling/parts.py", "egop.basis.partition_parameters"): "makes the blocks for make_plan",
+    ("scaling/tables.py", "egop.basis.find_roles"): "finds the roles for make_plan",
+}
 
 
 def is_public(name):
@@ -42,7 +49,7 @@ def used(source):
 
 def test_public_names_only():
     found = {(path.as_posix(), name) for path in FILES for name in used((PACKAGE / path).read_text())}
-    assert {(file, name) for file, name in found if not is_public(name)} == set()
+    assert {(file, name) for file, name in found if not is_public(name)} == set(EXCEPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.basis.spectrum import Spectrum, _descending
+from egop.basis.spectrum import Spectrum, _make_descending
 from egop.diagnostics import following, forms, rules
 from egop.diagnostics.expected import FormDiagnosis
 from egop.diagnostics.measure import Gathering
@@ -289,7 +289,7 @@ def test_the_numbers_are_those_of_the_spectrum():
     halves = [half.mT @ half for half in (gradients[::2], gradients[1::2])]
     vectors = [torch.linalg.eigh(half).eigenvectors.flip(1) for half in halves]
     held = [(V.mT @ half @ V).diagonal() / half.trace() for V, half in zip(vectors, halves[::-1], strict=True)]
-    held_out = Spectrum(_descending((held[0] + held[1]) / 2 * spectrum.eigenvalues.sum()), spectrum.density, 60)
+    held_out = Spectrum(_make_descending((held[0] + held[1]) / 2 * spectrum.eigenvalues.sum()), spectrum.density, 60)
     assert block.eigenvalues == pytest.approx(held_out.eigenvalues.tolist())
     assert block.stable_rank == pytest.approx(held_out.stable_rank)
     assert block.ratio == pytest.approx(held_out.stable_rank / (30 * float(held_out.density[0])))

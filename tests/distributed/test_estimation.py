@@ -87,14 +87,13 @@ class Zigzag(egop.Distribution):
 STRUCTURES = {
     "Full": (egop.Full(), 150),
     "Full of few": (egop.Full(), 21),
-    "Full, eigh": (egop.Full(route="eigh"), 150),
     "Shared": (egop.Shared(), 40),
     "Shared of few": (egop.Shared(), 1),
     "Kronecker": (egop.Kronecker(), 40),
-    "Auxiliary": (egop.Auxiliary(4), 30),
-    "Reduced": (egop.Reduced(4), 30),
+    "Auxiliary": (egop.Auxiliary(rank=4), 30),
+    "Reduced": (egop.Reduced(rank=4), 30),
     "mixed": (
-        {"0.*": egop.extras.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)},
+        {"0.*": egop.extras.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(rank=2)},
         9,
     ),
 }
@@ -121,7 +120,7 @@ def all_cases(rank, world):
     source = Shuffled(8, torch.Generator().manual_seed(1))
     found |= {f"batches, {k}": values(estimated(objective(batches=source), egop.Shared(), 37)) for k in range(2)}
     low_rank._ROWS_BYTES = 0  # the smallest sketches: of 20 rows
-    found["sketched"] = values(estimated(quadratic(), egop.Reduced(5), 90))
+    found["sketched"] = values(estimated(quadratic(), egop.Reduced(rank=5), 90))
     low_rank._ROWS_BYTES = 512 * 2**20
     found["every"], found["every, bases"] = periodic(rank, world)
     return found
@@ -216,7 +215,7 @@ def errors(rank, world):
         patch.setattr(low_rank, "_ROWS_BYTES", 0)  # sketches of 20 rows: full only when they are merged
         if rank == 0:
             patch.setattr("egop.numerics.sketch.RowSketch._compress", not_converged)
-        found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(5), 36))
+        found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(rank=5), 36))
     model = DistributedDataParallel(network())
     every = egop.Every(3, failing(1, model=model), samples=6, structure=shared)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=every, lr=0.02)

@@ -39,13 +39,12 @@ def estimated(objective, samples, seed, **options):
     return cases.estimate(objective, rho=egop.Gaussian(), samples=samples, generator=generator, **options)
 
 
-@pytest.mark.parametrize("structure", [egop.Full(route="eigh"), egop.Full(route="svd")], ids=str)
-def test_least_squares_converges_to_the_closed_form_at_the_monte_carlo_rate(structure):
+def test_least_squares_converges_to_the_closed_form_at_the_monte_carlo_rate():
     objective, P = least_squares()
     numbers = np.array([64, 256, 1024, 4096])
 
     def error(samples, seed):
-        return relative_error(matrix_of(estimated(objective, samples, seed, structure=structure), "theta"), P)
+        return relative_error(matrix_of(estimated(objective, samples, seed, structure=egop.Full()), "theta"), P)
 
     errors = [np.mean([error(int(samples), seed) for seed in range(6)]) for samples in numbers]
     slope = np.polyfit(np.log(numbers), np.log(errors), 1)[0]
@@ -82,21 +81,6 @@ def test_basis_is_the_eigenbasis_of_the_mean_outer_product(case, partition):
         torch.testing.assert_close(matrix_of(basis, name), P, rtol=0, atol=1e-10 * P.trace().item())
         expected = torch.linalg.eigvalsh(P).flip(0).clamp_min(0)
         torch.testing.assert_close(basis.spectrum[name].eigenvalues, expected, rtol=0, atol=1e-10 * P.trace().item())
-
-
-@pytest.mark.parametrize("samples", [10, 200])
-def test_eigh_and_svd_routes_span_the_same_spaces(samples):
-    by_eigen, by_svd = (
-        cases.estimate(cases.MLP.objective(), structure=egop.Full(route=route), samples=samples)
-        for route in ("eigh", "svd")
-    )
-    for name in by_eigen:
-        values, others = by_eigen.spectrum[name].eigenvalues, by_svd.spectrum[name].eigenvalues
-        torch.testing.assert_close(values, others, rtol=1e-6, atol=1e-12 * values[0].item())
-        V, W = by_eigen[name].dense(), by_svd[name].dense()
-        for k in range(1, len(values)):
-            if values[k - 1] - values[k] > 1e-4 * values[0]:  # a gap: the first k span a space of their own
-                torch.testing.assert_close(V[:, :k] @ V[:, :k].mT, W[:, :k] @ W[:, :k].mT, rtol=0, atol=1e-7)
 
 
 def test_loop_and_vmap_give_the_same_basis():
@@ -155,7 +139,7 @@ def test_first_matching_pattern_chooses_the_structure():
     basis = cases.estimate(cases.DEEP.objective(), structure={"0.*": egop.Identity(), "[02].*": egop.Full()})
     assert {name: change.kind for name, change in basis.items()} == {"0.weight": "Identity", "2.weight": "Full"}
     assert list(basis.unrotated) == ["4.weight", "6.weight"]
-    assert "no pattern names it" in str(basis)
+    assert "no pattern matches it" in str(basis)
 
 
 def test_identity_needs_no_gradients():
@@ -324,7 +308,7 @@ def test_layer_without_gradient_has_a_valid_basis(structure):
     coordinates = change.encode([value])
     (back,) = change.decode(coordinates)
     assert back.isfinite().all()
-    if change.complete:
+    if change.is_complete:
         torch.testing.assert_close(back, value)
     torch.testing.assert_close(change.encode([back]), coordinates)
     found = egop.diagnose(objective, samples=12, structure=structure, partition="parameter", progress=False)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import egop
-from egop.basis import layers_of
+from egop.basis import find_roles
 from egop_lab import cli
 from egop_lab.scaling.models import build_model
 from egop_lab.scaling.parts import (
@@ -36,8 +36,8 @@ STRUCTURES = {
     "Shared": egop.Shared(),
     "Kronecker": egop.Kronecker(),
     "Full": egop.Full(),
-    "Auxiliary": egop.Auxiliary(3),
-    "Reduced": egop.Reduced(3),
+    "Auxiliary": egop.Auxiliary(rank=3),
+    "Reduced": egop.Reduced(rank=3),
 }
 CASES = [(name, False) for name in STRUCTURES] + [(name, True) for name in ("Shared", "Kronecker", "Full")]
 
@@ -73,7 +73,7 @@ def train(model, optimizer, steps=3):
 
 def make_plan(model, structure):
     parameters = dict(model.named_parameters())
-    return plan_structure(parameters, layers_of(parameters, model), structure)
+    return plan_structure(parameters, find_roles(parameters, model), structure)
 
 
 def make_optimizer(model, structure, online):
@@ -148,7 +148,7 @@ def test_memory_of_adamw_and_muon_is_exact():
     train(model, optimizer)
     assert count_bytes(model, optimizer) == add_up(describe_adamw(each).memory for each in model.parameters()).total
     parameters = {f"hidden.{name}": each for name, each in model.hidden.named_parameters()}
-    layers = layers_of(dict(model.named_parameters()), model)
+    layers = find_roles(dict(model.named_parameters()), model)
     matrices = nn.ParameterDict({str(i): each for i, each in enumerate(parameters.values()) if each.dim() == 2})
     optimizer = torch.optim.Muon(matrices.values())
     optimizer.step()

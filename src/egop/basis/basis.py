@@ -1,4 +1,4 @@
-"""All blocks together: encode, decode, save, load, print."""
+"""Basis: one change of basis per block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from egop.basis import files, showing
+from egop.basis import files
+from egop.basis.display import BlockInfo, format_blocks, format_blocks_html
 from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
@@ -27,9 +28,9 @@ class Basis(Mapping[str, ChangeOfBasis]):
     """One change of basis per block, by block name.
 
     Args:
-        changes: the changes of basis; each knows its block.
-        spectrum: the spectra of the blocks that have one, by block name.
-        unrotated: why weights were left in original coordinates, by name.
+        changes: the changes of basis.
+        spectrum: the spectra, by block name; blocks may have none.
+        unrotated: why weights are left in original coordinates, by name.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
@@ -52,101 +53,81 @@ class Basis(Mapping[str, ChangeOfBasis]):
         self.unrotated = dict(unrotated or {})
 
     def __getitem__(self, block: str) -> ChangeOfBasis:
-        """The change of basis of one block."""
         if block not in self._changes:
             raise KeyError(f"There is no block '{block}'. There are: {', '.join(self._changes)}.")
         return self._changes[block]
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the blocks."""
         return iter(self._changes)
 
     def __len__(self) -> int:
-        """How many blocks there are."""
         return len(self._changes)
 
     def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Coordinates]:
-        """Parameters (or gradients) by name to coordinates by block; names outside every block are not looked at."""
+        """Return the coordinates of parameters or gradients, by block. Tensors outside every block are ignored."""
         encoded = {}
         for name, change in self.items():
             if missing := [parameter for parameter in change.block.parameters if parameter not in tensors]:
                 raise KeyError(f"Block '{name}' needs {missing}, which are not among the given tensors.")
-            # half-precision tensors have single-precision coordinates, as in the optimizer
+            # As in the optimizer, half-precision tensors have single-precision coordinates.
             encoded[name] = change.encode([tensors[key].to(change.block.dtype) for key in change.block.parameters])
         return encoded
 
     def decode(self, coordinates: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Coordinates by block to parameters by name."""
+        """Return the parameters, by name, at these coordinates, given by block."""
         decoded: dict[str, Tensor] = {}
         for name, values in coordinates.items():
             change, given = self[name], as_tuple(values)
-            wanted = change.coordinate_shapes()
-            if len(given) != len(wanted) or any(
-                value.shape[value.dim() - len(shape) :] != shape for value, shape in zip(given, wanted, strict=True)
+            shapes = change.coordinate_shapes()
+            if len(given) != len(shapes) or any(
+                value.shape[value.dim() - len(shape) :] != shape for value, shape in zip(given, shapes, strict=True)
             ):
                 raise ValueError(
-                    f"Block '{name}' has coordinates of shape {' and '.join(str(tuple(shape)) for shape in wanted)}, "
+                    f"Block '{name}' has coordinates of shape {' and '.join(str(tuple(shape)) for shape in shapes)}, "
                     f"got {' and '.join(str(tuple(value.shape)) for value in given)}."
                 )
             decoded |= zip(change.block.parameters, change.decode(given), strict=True)
         return decoded
 
     def to(self, device: torch.device | str) -> Basis:
-        """The same on another device."""
-        changes = [change.to(device) for change in self.values()]
-        return Basis(changes, self.spectrum, self.unrotated)
+        """Return the basis on another device."""
+        return Basis([change.to(device) for change in self.values()], self.spectrum, self.unrotated)
 
-    def cost(self, rows: int = showing.ROWS) -> float:
-        """The work of the basis products of a step, over that of a forward and backward pass of the same weights.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the basis to one safetensors file. An existing file is replaced only once the new one is complete."""
+        files.save(path, files.Content(list(self.values()), self.spectrum, self.unrotated))
 
-        Args:
-            rows: what a step sees: tokens, examples, or places of a convolution.
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Basis:
+        """Load a file that :meth:`save` wrote. No code from the file is executed.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is damaged, or is something else.
         """
-        if rows < 1:
-            raise ValueError(f"Invalid rows value: {rows}. Must be at least 1.")
-        changes = self.values()
-        flops, size = sum(change.cost_per_step for change in changes), sum(change.block.size for change in changes)
-        return showing.cost_of(flops, size, rows)
+        return cls(*files.load(path, device))
 
     def plot(self) -> Figure:
         """Plot the spectrum of every block; ``basis.plot().savefig("spectra.png")`` writes a file."""
         if not self.spectrum:
             raise ValueError(
-                "This basis has no spectra: they come with egop.estimate. Of a basis that follows the training, "
-                "optimizer.plot_spectra() shows them."
+                "This basis has no spectra: egop.estimate computes them. For a basis that follows the training, use "
+                "optimizer.plot_spectra()."
             )
         return plot_spectra({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
 
     def __repr__(self) -> str:
-        """In a line: how many blocks of which structures, and what they take."""
         kinds = Counter(change.kind for change in self.values())
         blocks = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        taken = format_bytes(sum(change.nbytes for change in self.values()))
-        left = f", {len(self.unrotated)} left as they are" if self.unrotated else ""
-        return f"Basis({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{left}, {taken})"
+        size = format_bytes(sum(change.nbytes for change in self.values()))
+        unrotated = f", {len(self.unrotated)} not rotated" if self.unrotated else ""
+        return f"Basis({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{unrotated}, {size})"
 
     def __str__(self) -> str:
-        """A table of the blocks: what they are, what they cost, what their spectra say."""
-        return showing.as_text(self._shown(), self.unrotated)
+        return format_blocks(self._block_info(), self.unrotated)
 
     def _repr_html_(self) -> str:
-        """The table, for a notebook."""
-        return f"<p>{escape(repr(self))}</p>{showing.as_html(self._shown(), self.unrotated)}"
+        return f"<p>{escape(repr(self))}</p>{format_blocks_html(self._block_info(), self.unrotated)}"
 
-    def _shown(self) -> list[showing.Shown]:
-        return [showing.of_change(change, self.spectrum.get(name)) for name, change in self.items()]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one safetensors file; written beside and renamed, so never half. A link stays one."""
-        files.write(path, files.Content(list(self.values()), self.spectrum, self.unrotated))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Basis:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it is damaged, or of something else.
-        """
-        changes, spectra, unrotated = files.read(path, device)
-        return cls(changes, spectra, unrotated)
+    def _block_info(self) -> list[BlockInfo]:
+        return [BlockInfo.from_change(change, self.spectrum.get(name)) for name, change in self.items()]

@@ -19,12 +19,12 @@ from egop.basis import (
     Basis,
     Block,
     ChangeOfBasis,
-    Halves,
+    HalfComparison,
     Partition,
     Plan,
     Spectrum,
     StructureChoice,
-    compare,
+    compare_halves,
     make_plan,
 )
 from egop.diagnostics import costs, rules
@@ -232,12 +232,12 @@ class Gathering:
                     accumulator.add([gradients[name][rows] for name in block.parameters])
         self.draws += count
 
-    def so_far(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis, Halves | None]:
+    def so_far(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis, HalfComparison | None]:
         """The spectrum and the basis of a block from all draws so far, and what the halves say of each other."""
         halves = None
         if self.draws >= 2:
             one, other = (accumulators[block].eigenbases() for accumulators in self.halves)
-            halves = compare(one, other)
+            halves = compare_halves(one, other)
         whole = self.plan.chosen[block].accumulator(block)
         for accumulators in self.halves:
             whole.merge(accumulators[block])
@@ -273,7 +273,11 @@ def _planned(blocks: list[Block], plan: Plan) -> dict[str, BlockDiagnosis]:
 
 
 def _measured(
-    known: BlockDiagnosis, spectrum: Spectrum | None, change: ChangeOfBasis, halves: Halves | None, pass_seconds: float
+    known: BlockDiagnosis,
+    spectrum: Spectrum | None,
+    change: ChangeOfBasis,
+    halves: HalfComparison | None,
+    pass_seconds: float,
 ) -> BlockDiagnosis:
     """A block with its times, and with all that its spectrum says."""
     seconds = _change_seconds(change)

@@ -122,7 +122,7 @@ class _Grams:
 def _grams_of(blocks: Sequence[Block]) -> dict[str, _Grams]:
     """For some of each place and shape: the first, the last and one between them."""
     groups: dict[tuple[object, ...], list[Block]] = {}
-    for block in itertools.chain(*(block.divided() if len(block.shapes) > 1 else [block] for block in blocks)):
+    for block in itertools.chain(*(block.per_tensor() if len(block.shapes) > 1 else [block] for block in blocks)):
         if min(_sides(block)) <= _WIDEST:
             groups.setdefault((mask_layer_numbers(block.name), block.shapes), []).append(block)
     chosen = []

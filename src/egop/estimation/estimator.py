@@ -15,12 +15,12 @@ from egop.basis import (
     Accumulator,
     Basis,
     Block,
-    Layer,
     Partition,
     Plan,
+    Role,
     Spectrum,
     StructureChoice,
-    layers_of,
+    find_roles,
     make_plan,
     partition_parameters,
 )
@@ -127,11 +127,11 @@ def resolve_arguments(
     return rho, generator
 
 
-def partition_objective(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Layer]]:
+def partition_objective(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Role]]:
     """Partition an objective's parameters into blocks; return these and the role of each parameter."""
-    layers = layers_of(objective.parameters, objective.module)
+    layers = find_roles(objective.parameters, objective.module)
     if objective.module is None:  # every tensor of a function is a weight, even a vector
-        layers = {name: Layer("weight") for name in layers}
+        layers = {name: Role("weight") for name in layers}
     return partition_parameters(objective.parameters, layers, partition), layers
 
 

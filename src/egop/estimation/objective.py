@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from egop.basis import plain_name
+from egop.basis import strip_compile_prefix
 from egop.distributed import is_sharded, processes
 from egop.estimation.batches import move_batches
 from egop.estimation.snapshot import sampling_lock, take_snapshot
@@ -130,7 +130,7 @@ class Objective:
 
     def loss(self, values: Mapping[str, Tensor], batch: Any) -> Tensor:
         """Compute the loss at ``values`` as a pure function of them, for use with ``torch.func``."""
-        names = {name: plain_name(name) for name, _ in self._model.named_parameters()}
+        names = {name: strip_compile_prefix(name) for name, _ in self._model.named_parameters()}
         named = {f"model.{name}": values[plain] for name, plain in names.items() if plain in values}
         return _as_scalar(torch.func.functional_call(self._caller, named, (self._loss_fn, batch)))
 
@@ -174,9 +174,9 @@ class Objective:
         for name, parameter in named:
             if is_sharded(parameter):
                 raise TypeError(
-                    f"Parameter '{plain_name(name)}' is sharded over processes by fully_shard, and points cannot be "
-                    "sampled there. Estimate the basis before fully_shard is called, or with an unsharded copy of the "
-                    "model; or use egop.Online(), which learns the basis from the training gradients."
+                    f"Parameter '{strip_compile_prefix(name)}' is sharded over processes by fully_shard, and points "
+                    "cannot be sampled there. Estimate the basis before fully_shard is called, or with an unsharded "
+                    "copy of the model; or use egop.Online(), which learns the basis from the training gradients."
                 )
 
     @contextlib.contextmanager
@@ -237,7 +237,7 @@ class Objective:
     def _trainable_parameters(self) -> dict[str, Tensor]:
         with sampling_lock:  # while another thread samples, torch.func may have swapped the parameters
             named = self._model.named_parameters()
-            return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
+            return {strip_compile_prefix(name): parameter for name, parameter in named if parameter.requires_grad}
 
     def _load_tensors(self) -> None:
         """Copy a function's tensors into its module."""

@@ -66,19 +66,19 @@ def combine(
     """Combine what all processes have accumulated for each block in the process that owns it."""
     if processes.world_size() == 1:
         return
-    summaries = [(block, summary) for block, each in accumulators.items() for summary in each.summaries()]
-    answers = processes.gather_results(lambda: [summary.holding() for _, summary in summaries])
-    work = [(block, summary, [answer[i] for answer in answers]) for i, (block, summary) in enumerate(summaries)]
+    statistics = [(block, statistic) for block, each in accumulators.items() for statistic in each.statistics()]
+    answers = processes.gather_results(lambda: [statistic.holding() for _, statistic in statistics])
+    work = [(block, statistic, [answer[i] for answer in answers]) for i, (block, statistic) in enumerate(statistics)]
 
     def prepare() -> None:
-        for block, summary, holdings in work:
-            summary.prepare(holdings, devices[block])
+        for block, statistic, holdings in work:
+            statistic.prepare(holdings, devices[block])
 
     def collect() -> None:
         error = None
-        for block, summary, holdings in work:
+        for block, statistic, holdings in work:
             try:
-                summary.collect(owners[block], holdings, devices[block])
+                statistic.collect(owners[block], holdings, devices[block])
             except Exception as raised:  # the other processes still need this one for the other blocks
                 error = error or raised
         if error is not None:
@@ -122,7 +122,7 @@ def _allocate(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> 
         )
         spectrum = replace(spectrum, eigenvalues=eigenvalues, density=density)
     tensors = {name: torch.empty_like(tensor, device=device) for name, tensor in change.tensors.items()}
-    return spectrum, change.replaced(tensors)
+    return spectrum, change.with_tensors(tensors)
 
 
 def _shorten(text: str) -> str:

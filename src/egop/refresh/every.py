@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, plain_name
+from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, strip_compile_prefix
 from egop.estimation import (
     Distribution,
     NoGradientError,
@@ -142,7 +142,7 @@ def _check_parameters(objective: Objective, optimizer: Rebasable) -> None:
     """Raise an error if the objective has its own copies of parameters that the optimizer trains."""
     objective.check_unsharded()
     trained = {
-        plain_name(name): parameter
+        strip_compile_prefix(name): parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
