@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egop.basis import Shared
+from egop.basis import Basis, Identity, Shared
 from egop.optim import PolarAdam
 from egop.optimizer import ReparameterizedOptimizer
 from egop.refresh import Online
@@ -70,6 +70,7 @@ class EGOP(ReparameterizedOptimizer):
         eps: added to the root of the latter.
         weight_decay: decoupled, as AdamW's (whose default in torch is 0.01), for all parameters; for none on norms and
             biases give these a group.
+        rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: how many steps lie between two renewals of a basis.
         memory: what all bases together may take; more is an error in the first step.
         model: the module whose parameters these are, where ``params`` is not the module itself: it tells what they are.
@@ -97,6 +98,7 @@ class EGOP(ReparameterizedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
+        rotate: bool = True,
         every: int = 20,
         memory: int | str = "2GiB",
         model: nn.Module | None = None,
@@ -107,4 +109,11 @@ class EGOP(ReparameterizedOptimizer):
         parts = _parts(betas, eps, every, memory)
         given = {"foreach": foreach, "fused": fused}
         parts["outside"] = parts["outside"], {key: value for key, value in given.items() if value is not None}
+        if not rotate:
+            params = params if isinstance(params, nn.Module) else list(params)  # type: ignore[assignment]
+            # Never stepped: it only says which weights EGOP rotates.
+            parts["refresh"] = Online(structure=Identity())
+            plan = ReparameterizedOptimizer(params, model=model, lr=lr, weight_decay=weight_decay, **parts).plan
+            parts["refresh"] = None
+            parts["basis"] = Basis([Identity().change(block, {}) for block in plan.chosen], unrotated=plan.unrotated)
         super().__init__(params, model=model, compile=compile, lr=lr, weight_decay=weight_decay, **parts)
