@@ -16,7 +16,7 @@ from egop.basis.structures import (
     Shared,
     Structure,
 )
-from egop.diagnostics import BlockDiagnosis, Diagnosis, FoundRate, diagnose, find_lr
+from egop.diagnose import Diagnosis, FoundRates, diagnose, find_lr
 from egop.estimation.algorithm import estimate
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
@@ -37,12 +37,11 @@ __all__ = [
     "Auxiliary",
     "Ball",
     "Basis",
-    "BlockDiagnosis",
     "ChangeOfBasis",
     "Diagnosis",
     "Distribution",
     "Every",
-    "FoundRate",
+    "FoundRates",
     "Full",
     "Gaussian",
     "Identity",
