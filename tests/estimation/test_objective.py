@@ -469,7 +469,7 @@ def test_a_model_in_half_precision_gets_floating_batches_in_its_own():
     for method in ("loop", "vmap"):
         basis = egop.estimate(objective, samples=4, progress=False, sampling=method)
         assert basis["weight"].dense().isfinite().all()
-    assert egop.diagnose(objective, samples=4, progress=False).draws == 4
+    assert egop.find_lr(objective, torch.optim.AdamW, steps=4, progress=False).lr > 0
     assert batches[0]["x"].dtype == torch.float64
 
 
@@ -504,4 +504,4 @@ def test_a_model_on_a_gpu_is_sampled_with_batches_from_the_host():
     objective = egop.Objective(model, cases.cross_entropy, cases.MLP.batches())
     for method in ("loop", "vmap"):
         assert cases.estimate(objective, sampling=method)["0.weight"].dense().device.type == "cuda"
-    assert egop.diagnose(objective, samples=4, progress=False).draws == 4
+    assert egop.find_lr(objective, egop.EGOP, steps=4, progress=False).lr > 0

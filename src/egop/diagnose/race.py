@@ -150,10 +150,11 @@ def run_race(
         progress: print the expected time and show a progress bar.
 
     Returns:
-        The race, also when it was interrupted or its budget was used up after the baseline's first run.
+        The race, also if it was interrupted, or its budget was used up, once a run of the baseline lowered the loss.
 
     Raises:
         TimeoutError: if the budget is used up before that.
+        ValueError: if no learning rate of the baseline lowers the loss.
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective must be an egop.Objective, got {type(objective).__name__}.")
@@ -209,7 +210,7 @@ class _Racer:
         except _OutOfTimeError:
             if not self._has_result():
                 raise TimeoutError(
-                    f"The budget of {self.budget:g} s was used up before {self.candidates[0].name} finished one run. "
+                    f"The budget of {self.budget:g} s was used up before {self.candidates[0].name} lowered the loss. "
                     "Allow more time (budget=)."
                 ) from None
             race.ended = f"the budget of {self.budget:g} s was used up"
@@ -219,7 +220,7 @@ class _Racer:
         return race
 
     def _has_result(self) -> bool:
-        return bool(self.race.runs[0].get(self.candidates[0].name))
+        return bool(self.race.ranked(self.candidates[0].name, 0))
 
     def _prepare(self) -> None:
         """Draw the batches, time a few steps of each candidate, and choose lengths that fit into the budget."""
@@ -298,9 +299,23 @@ class _Racer:
                     self._train(candidate, start * candidate.factor, 0)
                 if not runs:
                     self.race.left_out[candidate.name] = "there was no time left for it"
-            if best := self.race.ranked(self.candidates[0].name, 0):
-                start = best[0].lr
+            if candidate is self.candidates[0]:
+                self._check_progress(runs)
+                start = self.race.ranked(candidate.name, 0)[0].lr
         self.deadline = self.began + self.budget
+
+    def _check_progress(self, runs: list[Run]) -> None:
+        """Raise ValueError if no learning rate of the baseline lowered the loss."""
+        if self._has_result():
+            return
+        best = min(runs, key=lambda run: run.final)
+        found = f"lowest loss {best.final:.3g}, at {best.lr:g}" if math.isfinite(best.final) else "all runs diverged"
+        rates = [run.lr for run in runs]
+        raise ValueError(
+            f"No learning rate of {self.candidates[0].name} from {min(rates):g} to {max(rates):g} lowered the loss "
+            f"from {self.race.start:.3g} within {pluralize(self.race.lengths[0], 'step')} ({found}). "
+            "Check the loss and the batches, or try other rates or more steps."
+        )
 
     def _repeat_best_rates(self) -> None:
         """Repeat the best rates of each candidate with longer runs, the most promising candidates first."""

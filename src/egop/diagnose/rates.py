@@ -141,25 +141,16 @@ def find_lr(
         True
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=best)
     """
-    candidate = Candidate("the optimizer", optimizer)
+    candidate = Candidate(_find_name(optimizer), optimizer)
     race = run_race(
         objective, [candidate], steps=steps, budget=budget, seeds=(seed,), keep=3, rates=rates, progress=progress
     )
-    check_progress(race, candidate.name)
     ranked = [run.lr for run in race.ranked(candidate.name)]
     # Fewer than two in the second stage: the first stage has others.
     ranked += [run.lr for run in race.ranked(candidate.name, 0) if run.lr not in ranked]
     return FoundRates(tuple(ranked[:2]), race)
 
 
-def check_progress(race: Race, name: str) -> None:
-    """Raise ValueError if no learning rate of a candidate lowered the loss."""
-    if race.ranked(name, 0):
-        return
-    finals = {run.lr: run.final for run in race.runs[0][name]}
-    lowest = min(finals, key=lambda rate: finals[rate])
-    found = f"lowest loss {finals[lowest]:.3g}, at {lowest:g}" if math.isfinite(finals[lowest]) else "all runs diverged"
-    raise ValueError(
-        f"No learning rate of {name} from {min(finals):g} to {max(finals):g} lowered the loss from {race.start:.3g} "
-        f"within {pluralize(race.lengths[0], 'step')} ({found}). Check the loss and the batches, or try steps=."
-    )
+def _find_name(optimizer: Build) -> str:
+    kind = optimizer[0] if isinstance(optimizer, tuple) else optimizer
+    return kind.__name__ if isinstance(kind, type) else "the optimizer"
