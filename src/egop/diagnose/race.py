@@ -36,6 +36,8 @@ _WORSE = 2
 _USUAL = 6
 # The second stage begins after this fraction of the budget at the latest.
 _FIRST_STAGE = 0.6
+# If the budget is too small for everyone, candidates with steps slower than the baseline's by this factor are left out.
+_TOO_SLOW = 5.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left{postfix}"
 
 
@@ -238,12 +240,8 @@ class _Racer:
             self.step_seconds[candidate.name] = run.step_seconds
         # On a busy machine, steps take longer than the processor time that is measured.
         self.stretch = max(1.0, (time.monotonic() - wall) / max(clock() - busy, 1e-9))
-        spent = time.monotonic() - self.began
-        fits = min(1.0, max(0.0, self.budget - spent) / self._estimate(lengths))
-        first, second = (
-            min(length, max(shortest, int(fits * length))) for length, shortest in zip(lengths, _SHORTEST, strict=True)
-        )
-        race.lengths = first, second
+        self._leave_out_slow(_shorten(lengths, 0.0))
+        race.lengths = first, second = _shorten(lengths, self._time_left() / self._estimate(lengths))
         seconds = self._estimate(race.lengths)
         searches, repeats = _USUAL * len(self.candidates), self.keep * len(self.candidates) + self._other_seeds()
         shortened = f", shortened from {lengths[0]} and {lengths[1]}" if race.lengths != lengths else ""
@@ -255,6 +253,21 @@ class _Racer:
         if self.progress:
             tqdm.write(race.announcement, file=sys.stderr)
             self.bar = tqdm(total=seconds, desc="Race", bar_format=_BAR, delay=1e-9)
+
+    def _leave_out_slow(self, shortest: tuple[int, int]) -> None:
+        """Leave out candidates with very slow steps while even the shortest runs do not fit into the budget."""
+        while len(self.candidates) > 1 and self._estimate(shortest) > self._time_left():
+            slowest = max(self.candidates[1:], key=lambda each: self.step_seconds[each.name])
+            slowdown = self.step_seconds[slowest.name] / max(self.step_seconds[self.candidates[0].name], 1e-9)
+            if slowdown < _TOO_SLOW:
+                break
+            self.candidates.remove(slowest)
+            self.race.left_out[slowest.name] = (
+                f"its steps take {slowdown:.0f} x as long as {self.candidates[0].name}'s, too long for this budget"
+            )
+
+    def _time_left(self) -> float:
+        return max(0.0, self.began + self.budget - time.monotonic())
 
     def _find_obstacle(self, candidate: Candidate) -> str:
         """Return why a candidate cannot take part; empty if it can."""
@@ -282,9 +295,11 @@ class _Racer:
 
     def _search_rates(self) -> None:
         """Search each candidate's learning rate with short runs; move on when the first stage's time is used up."""
-        self.deadline = self.began + _FIRST_STAGE * self.budget
+        end = self.began + _FIRST_STAGE * self.budget
         start = _START
-        for candidate in self.candidates:
+        for index, candidate in enumerate(self.candidates):
+            now = time.monotonic()
+            self.deadline = now + (end - now) / (len(self.candidates) - index)  # an equal share of what is left
             runs = self.race.runs[0].setdefault(candidate.name, [])
             try:
                 search_rates(
@@ -344,15 +359,15 @@ class _Racer:
         seconds = self.step_seconds[candidate.name] + self.trainer.evaluation_seconds * evaluations / length
         seconds *= self.stretch
 
-        def advance(steps: int) -> None:
-            self.bar.update(min(steps * seconds, max(0.0, (self.bar.total or 0) - self.bar.n)))
+        def advance() -> None:
+            self.bar.update(min(seconds, max(0.0, (self.bar.total or 0) - self.bar.n)))
             self._check_time()
 
         run = self.trainer.train(candidate.build, lr, length, seed, evaluations, advance)
         self.race.runs[stage].setdefault(candidate.name, []).append(run)
         return run
 
-    def _check_time(self, steps: int = 0) -> None:
+    def _check_time(self) -> None:
         if time.monotonic() > self.deadline:
             raise _OutOfTimeError
 
@@ -378,6 +393,14 @@ def search_rates(rates: Sequence[float], start: float, train: Callable[[float], 
             best = min(best, loss)
             if worse == _WORSE or (rate > rates[middle] and math.isinf(loss)):
                 break
+
+
+def _shorten(lengths: tuple[int, int], factor: float) -> tuple[int, int]:
+    """Scale lengths down, but not below the shortest ones."""
+    first, second = (
+        min(length, max(shortest, int(factor * length))) for length, shortest in zip(lengths, _SHORTEST, strict=True)
+    )
+    return first, second
 
 
 def _choose_lengths(steps: int | None) -> tuple[int, int]:

@@ -111,7 +111,7 @@ class Trainer:
         steps: int,
         seed: int,
         evaluations: int,
-        on_steps: Callable[[int], object] = lambda steps: None,
+        on_step: Callable[[], object] = lambda: None,
     ) -> Run:
         """Train a copy of the model.
 
@@ -121,7 +121,7 @@ class Trainer:
             steps: number of steps; the run ends earlier if it diverges.
             seed: seed of the order of the batches and of dropout.
             evaluations: how often to evaluate the loss, about.
-            on_steps: called with the number of steps after each evaluation.
+            on_step: called after each step.
         """
         every = math.ceil(steps / evaluations)
         order = torch.randperm(len(self._training), generator=torch.Generator().manual_seed(seed), device="cpu")
@@ -145,12 +145,12 @@ class Trainer:
                     optimizer.step()
                     if scheduler is not None:
                         scheduler.step()
+                    on_step()
                 times.append((clock() - began) / count)
                 _switch(optimizer, "eval")
                 loss = self._evaluate(model, loss_fn)
                 diverged = not math.isfinite(loss) or loss > _RUNAWAY * self.start > 0
                 losses.append(math.inf if diverged else loss)
-                on_steps(count)
                 if diverged:
                     break
         steady = times[2:] or times[1:]
