@@ -61,7 +61,7 @@ def wrap(model, basis=None, **options):
 OPTIMIZERS = {
     "EGOP": lambda model, objective: egop.EGOP(model, lr=0.01, every=3, fused=True),
     "Online": lambda model, objective: wrap(model, refresh=egop.Online(every=3, structure=egop.Kronecker())),
-    "WhenDrifted": lambda model, objective: wrap(model, refresh=egop.WhenDrifted(0.01, check_every=2)),
+    "drifted": lambda model, objective: wrap(model, refresh=egop.Online(every=2, tolerance=0.01)),
     "Aligned": lambda model, objective: egop.ReparameterizedOptimizer(
         model, egop.optim.Sinkhorn, refresh=egop.Aligned(), outside=FUSED, lr=0.01
     ),
@@ -72,7 +72,7 @@ OPTIMIZERS = {
         model, cases.estimate(objective, structure=egop.Reduced(2, keep_rest=False), rho=egop.Ball(1.0))
     ),
     "RandomRotation": lambda model, objective: wrap(
-        model, cases.estimate(objective, structure=egop.RandomRotation(seed=1))
+        model, cases.estimate(objective, structure=egop.extras.RandomRotation(seed=1))
     ),
 }
 
@@ -153,12 +153,11 @@ def test_a_basis_and_a_learning_rate_are_the_same_under_another_default_device(t
 
 @pytest.mark.slow
 def test_a_diagnosis_is_the_same_under_another_default_device():
-    """Not where torch's own AdamW keeps its count of steps on the default device, as older ones do."""
     model = cases.MLP.build()
-    plain = torch.optim.AdamW(model.parameters())
-    train(model, plain, lambda: torch.device("meta"), steps=1)
-    if any(state["step"].is_meta for state in plain.state.values()):
-        pytest.skip("torch's AdamW itself depends on the default device")
+    try:
+        train(model, torch.optim.AdamW(model.parameters()), lambda: torch.device("meta"), steps=1)
+    except RuntimeError:  # torch 2.11 keeps the count of steps there
+        pytest.skip("torch's own AdamW depends on the default device")
     results = []
     for default in (contextlib.nullcontext, lambda: torch.device("meta")):
         objective = cases.MLP.objective()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -98,7 +99,17 @@ def test_a_text_with_anything_else_in_any_place_is_refused_or_about_names(path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, "[" * 150 + "]" * 150, "1" * 5000, '{"version": 1, "version": 1}', "", "\0"]
+    "text",
+    [
+        "[" * 100_000,
+        "[" * 150 + "]" * 150,
+        f"[{'[],' * 100}[]]",
+        '"' * 400 + "[" * 150,
+        "1" * 5000,
+        '{"version": 1, "version": 1}',
+        "",
+        "\0",
+    ],
 )
 def test_text_that_is_hard_to_read_is_refused(text, path, basis):
     save_file({}, path, metadata={"egop": text})
@@ -136,6 +147,67 @@ def test_a_small_file_takes_little_memory(structure, path, monkeypatch):
         assert structure not in ("Identity", "Shared"), error  # noqa: PT017
     else:
         assert found["w"].block.size >= 10**9
+
+
+def write_sparse_file(path, description, shapes, extra=0):
+    """Write a file whose tensors are holes: as many bytes as the header says, and none of them on the disk."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps({"version": 2, "blocks": [description], "left": {}})
+    header = json.dumps({"__metadata__": {"egop": text}} | entries).encode().ljust(extra)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+
+
+SIDE = 20_000  # a matrix of this side takes 1.6 GB
+DESCRIBED = {"name": "w", "structure": "Full", "parameters": ["w"], "transposed": [0], "dtype": "float32"}
+DESCRIBED |= {"shapes": [[SIDE]], "settings": {}, "tensors": ["basis"]}
+TOO_LARGE = {
+    "a tensor of another shape": (DESCRIBED | {"shapes": [[4]]}, {"w/basis": (SIDE, SIDE)}, r"needs a basis of shape"),
+    "a tensor of no block": (
+        DESCRIBED | {"shapes": [[2]]},
+        {"w/basis": (2, 2), "other": (SIDE, SIDE)},
+        "'other' belongs to no block",
+    ),
+    "a tensor of zeros": (DESCRIBED, {"w/basis": (SIDE, SIDE)}, "the basis of block 'w' is not orthonormal"),
+    "a spectrum of another length": (
+        DESCRIBED | {"shapes": [[2]], "tensors": ["basis", "spectrum/eigenvalues", "spectrum/density"], "draws": 1},
+        {"w/basis": (2, 2), "w/spectrum/eigenvalues": (SIDE**2,), "w/spectrum/density": (SIDE**2,)},
+        "the spectrum of block 'w' is not one",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_a_large_file_that_does_not_fit_is_refused_before_it_is_read(what, path, monkeypatch):
+    description, shapes, message = TOO_LARGE[what]
+    write_sparse_file(path, description, shapes)
+    assert path.stat().st_size > 1e9
+    monkeypatch.setattr(files, "_checksum", lambda *_: pytest.fail("the values were read"))
+    with pytest.raises(ValueError, match=f"'{path}' cannot be read: .*{message}"):
+        egop.Basis.load(path)
+
+
+def test_a_header_that_is_too_large_is_refused_before_it_is_read(path, monkeypatch):
+    write_sparse_file(path, DESCRIBED, {"w/basis": (SIDE, SIDE)}, extra=60_000_000)
+    monkeypatch.setattr(files, "safe_open", lambda *_, **__: pytest.fail("the header was read"))
+    with pytest.raises(
+        ValueError, match=f"'{path}' cannot be read: its header has 60,000,000 bytes, more than 33,554,432"
+    ):
+        egop.Basis.load(path)
+
+
+def test_a_basis_with_too_large_a_header_is_not_written(path, basis, monkeypatch):
+    before = path.read_bytes()
+    monkeypatch.setattr(files, "_LARGEST_HEADER", 1000)
+    with pytest.raises(ValueError, match=r"The basis cannot be saved: its header has [\d,]+ bytes, more than 1,000"):
+        basis.save(path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_block_or_a_parameter_twice_is_refused_with_the_path(path, basis):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import runs  # says that nothing may reach the network
-
 import training
 
 # isort: split

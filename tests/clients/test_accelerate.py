@@ -7,9 +7,9 @@ import functools
 import os
 
 import pytest
-import runs
 import torch
 
+import runs
 import training
 from processes import run
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import runs
 import torch
 
+import runs
 import training
 
 lightning = pytest.importorskip("lightning", reason=runs.MISSING)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import runs
 import torch
 
+import runs
 import training
 
 lightning = pytest.importorskip("lightning", reason=runs.MISSING)
 
 from lightning.pytorch import callbacks
-from lightning_runs import ByHand, Module, fit, loader, schedule, trainer
 
 import egop
+from lightning_runs import ByHand, Module, fit, loader, schedule, trainer
 from processes import run
 
 SIX = 6

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import runs
 import torch
+
+import runs
 
 peft = pytest.importorskip("peft", reason=runs.MISSING)
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)
 
-from language import gpt2, sentences
-
 import egop
 from egop.extras.frameworks import trainer_optimizer
+from language import gpt2, sentences
 
 STEPS = 6
 

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import runs
 from processes import run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"

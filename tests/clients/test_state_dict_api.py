@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import egop
+import runs
 import training
 from processes import run
 

@@ -273,7 +273,7 @@ def crossed(
     own = start.adam if base is torch.optim.AdamW else {}
     if not (upfront or random or online or aligned):
         return adamw(start) if own is start.adam else stacked(start, kind=base)
-    before = egop.RandomRotation(seed=start.seed, like=random) if random else upfront
+    before = egop.extras.RandomRotation(seed=start.seed, like=random) if random else upfront
     return egop.ReparameterizedOptimizer(
         start.model,
         base,

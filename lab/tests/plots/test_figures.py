@@ -30,7 +30,7 @@ def words(axes):
     return [text.get_text() for text in axes.texts if text.get_text()]
 
 
-def test_lines_have_a_colour_a_method_and_dashes_in_egop_coordinates():
+def test_lines_have_a_colour_per_method_and_dashes_for_egop():
     (axes,) = drawn(panel(*PAIR, LION)).axes
     original, reparameterized, other = axes.lines
     assert original.get_color() == reparameterized.get_color() == COLORS["Adam"] != other.get_color()
@@ -40,7 +40,7 @@ def test_lines_have_a_colour_a_method_and_dashes_in_egop_coordinates():
     assert axes.get_ylabel() == "loss (lower is better)"
 
 
-def test_lines_are_named_at_their_ends_in_their_colour_and_apart():
+def test_lines_are_labelled_at_their_ends_without_overlap():
     close = [Series(f"line {k}", X, (1.0, 1.0, 1.0 + k / 1000)) for k in range(5)]
     figure = drawn(panel(*close))
     (axes,) = figure.axes
@@ -56,13 +56,13 @@ def test_lines_are_named_at_their_ends_in_their_colour_and_apart():
     assert [text.get_color() for text in axes.texts] == [line.get_color() for line in axes.lines]
 
 
-def test_a_line_that_never_was_finite_has_no_name_at_its_end():
+def test_line_without_finite_values_has_no_label():
     never = Series("never", X, (math.nan, math.inf, math.nan))
     (axes,) = drawn(panel(PAIR[0], never)).axes
     assert words(axes) == ["Adam"]
 
 
-def test_panels_with_the_same_lines_have_one_legend():
+def test_panels_with_the_same_lines_share_a_legend():
     three = [*PAIR, Series("SGD", X, (2.0, 1.5, 1.2), method="SGD")]
     figure = drawn(panel(*three), panel(*three))
     (legend,) = figure.legends
@@ -71,13 +71,13 @@ def test_panels_with_the_same_lines_have_one_legend():
     assert [words(axes) for axes in figure.axes] == [[], []]
 
 
-def test_names_that_are_no_pairs_are_all_in_the_legend():
+def test_legend_lists_all_lines_that_are_not_pairs():
     named = [Series(f"form {k}", X, (1.0, 0.5, 0.2), egop=k > 3) for k in range(11)]
     (legend,) = drawn(panel(*named)).legends
     assert [text.get_text() for text in legend.get_texts()] == [f"form {k}" for k in range(11)]
 
 
-def test_a_logarithmic_axis_ends_far_below_where_its_lines_begin():
+def test_logarithmic_axis_is_cut_far_below_the_start():
     (axes,) = drawn(panel(Series("a", X, (1.0, 1e-8, 1e-30)))).axes
     assert axes.get_ylim()[0] == pytest.approx(1e-16)
     assert "cut at 1e-16 of the start" in words(axes)
@@ -95,7 +95,7 @@ def test_quartiles_lie_behind_all_lines():
     assert band.get_alpha() < 0.2
 
 
-def test_marks_spans_and_reference_lines_have_their_words():
+def test_marks_spans_and_reference_lines_are_labelled():
     given = panel(
         PAIR[0], marks=[Mark("start", 0, 2.0)], spans=[Span("saved", 2, 1, 0.5, "Adam")], horizontal={"goal": 1.0}
     )
@@ -103,12 +103,12 @@ def test_marks_spans_and_reference_lines_have_their_words():
     assert {"start", "saved", "goal"} <= set(words(axes))
 
 
-def test_what_is_faint_has_no_name():
+def test_faint_lines_have_no_label():
     (axes,) = drawn(panel(PAIR[0], Series("behind", X, (1.0, 1.0, 1.0), faint=True))).axes
     assert words(axes) == ["Adam"]
 
 
-def test_bars_have_the_colour_of_their_family_their_number_and_never():
+def test_bars_have_family_colours_and_numbers():
     names = ["AdamW", "EGOP online", "Muon", "NorMuon", "something"]
     bars = Series("steps", names, [800.0, math.inf, 380.0, 400.0, math.nan])
     (axes,) = drawn(Panel("Steps", "", "steps", [bars], yscale="linear", kind="bar")).axes
@@ -121,14 +121,14 @@ def test_bars_have_the_colour_of_their_family_their_number_and_never():
     assert axes.get_xlabel() == "steps (lower is better)"
 
 
-def test_bars_beside_each_other_are_named_once():
+def test_adjacent_bar_panels_share_row_names():
     series = Series("steps", ["a", "b"], [1.0, 2.0])
     first, second = drawn(*(Panel("x", "", "steps", [series], kind="bar") for _ in range(2))).axes
     assert [label.get_text() for label in first.get_yticklabels()] == ["a", "b"]
     assert [label.get_text() for label in second.get_yticklabels()] == ["", ""]
 
 
-def test_rows_of_bars_of_which_nothing_is_known_are_left_out():
+def test_bars_without_known_values_are_left_out():
     series = [Series("steps", ["a"], [1.0]), Series("time", ["a"], [math.nan])]
     (axes,) = drawn(Panel("x", "", "share of a", series, kind="bar")).axes
     assert len(axes.patches) == 1
@@ -139,18 +139,18 @@ def test_rows_of_bars_of_which_nothing_is_known_are_left_out():
     ("said", "direction"),
     [("validation loss", "lower"), ("ten-crop accuracy", "higher"), ("steps saved", "higher"), ("λₖ / λ₁", None)],
 )
-def test_an_axis_says_which_direction_is_good(said, direction):
+def test_axis_label_says_which_direction_is_better(said, direction):
     assert add_direction(said) == (said if direction is None else f"{said} ({direction} is better)")
 
 
-def test_families_go_by_what_a_name_says():
+def test_family_colour_follows_the_name():
     assert get_family_color("PolarAdam, online smaller") == get_family_color("EGOP fixed") == COLORS["EGOP"]
     assert get_family_color("AdamW") == COLORS["AdamW"]
     assert get_family_color("SGD+momentum") == COLORS["SGD+momentum"] != get_family_color("SGD")
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
-def test_the_same_records_give_the_same_bytes(tmp_path, kind):
+def test_the_same_picture_gives_the_same_bytes(tmp_path, kind):
     contents = []
     for name in ("a", "b"):
         path = tmp_path / name / f"picture.{kind}"
@@ -160,7 +160,7 @@ def test_the_same_records_give_the_same_bytes(tmp_path, kind):
     assert contents[0] == contents[1]
 
 
-def test_an_svg_is_dark_where_that_is_preferred(tmp_path):
+def test_svg_has_a_dark_style(tmp_path):
     path = tmp_path / "picture.svg"
     save_figure(drawn(panel(*PAIR), panel(*PAIR)), path)
     tree = ElementTree.parse(path)
@@ -173,7 +173,7 @@ def test_an_svg_is_dark_where_that_is_preferred(tmp_path):
         assert f'style="fill: {color}' in source, "what the style sheet looks for is there"
 
 
-def test_a_page_has_its_own_colours():
+def test_embedded_picture_has_the_colours_of_the_page():
     shown = embed_picture(Picture("picture", "", [panel(*PAIR)]))
     assert "currentColor" in shown
     assert "var(--grid)" in shown
@@ -186,13 +186,13 @@ def test_plotting_changes_no_global_setting(tmp_path):
     assert dict(matplotlib.rcParams) == before
 
 
-def test_an_ending_nobody_knows_is_refused_and_leaves_nothing(tmp_path):
+def test_unknown_suffix_is_refused(tmp_path):
     with pytest.raises(ValueError, match="xyz"):
         save_figure(drawn(panel(*PAIR)), tmp_path / "picture.xyz")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cells_have_rows_with_names_and_numbers_where_there_are_some():
+def test_cells_show_names_and_numbers():
     rows = [Series("one", ["a", "b"], [1.0, math.nan]), Series("two", ["a", "b"], [2.0, math.inf])]
     figure = draw_picture(Picture("grid", "", [Panel("Grid", "", "", rows, kind="cells")]))
     (axes,) = figure.axes
@@ -202,7 +202,7 @@ def test_cells_have_rows_with_names_and_numbers_where_there_are_some():
     assert axes.yaxis_inverted(), "the first row is at the top"
 
 
-def test_a_line_that_leaves_the_picture_below_is_named_where_it_does():
+def test_line_below_the_cut_is_labelled_where_it_leaves():
     series = [Series("deep", [1, 10], [1.0, 1e-32]), Series("flat", [1, 10], [1.0, 1e-2])]
     figure = draw_picture(Picture("x", "", [Panel("", "x", "loss", series, xscale="log", yscale="log")]))
     labels = {text.get_text(): text.xy for text in figure.axes[0].texts if text.get_text() in ("deep", "flat")}

@@ -31,7 +31,7 @@ def run(lr=0.1, epochs=5, **options):
     return curve, model, whole
 
 
-def test_the_curve_starts_before_training_and_has_one_loss_an_epoch():
+def test_curve_has_the_start_and_one_loss_per_epoch():
     curve, model, whole = run(epochs=5)
     assert len(curve.loss) == 6
     assert curve.loss[0] == pytest.approx(whole[1].square().mean().item())
@@ -40,7 +40,7 @@ def test_the_curve_starts_before_training_and_has_one_loss_an_epoch():
     assert not curve.diverged
 
 
-def test_the_loop_is_the_plain_one():
+def test_loop_matches_a_plain_one():
     _, trained, _ = run(epochs=3)
     model, optimizer, batches, _ = regression()
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_the_loop_is_the_plain_one():
     assert torch.equal(trained.weight, model.weight)
 
 
-def test_a_scheduler_goes_on_after_every_step():
+def test_scheduler_advances_after_every_step():
     model, optimizer, batches, _ = regression(lr=1.0)
     rates = []
     optimizer.register_step_pre_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
@@ -61,7 +61,7 @@ def test_a_scheduler_goes_on_after_every_step():
     assert rates == pytest.approx([0.1 / (1 + step) for step in range(2 * len(batches))])
 
 
-def test_other_metrics_come_along_by_epoch():
+def test_other_metrics_are_recorded_by_epoch():
     curve, _, _ = run(epochs=2, evaluate=lambda model: {"loss": 1.0, "norm": model.weight.norm()})
     assert len(curve.metrics["norm"]) == 3
     assert curve.metrics["norm"][0] == 0 < curve.metrics["norm"][2]
@@ -73,7 +73,7 @@ def test_zero_epochs_only_evaluate():
     assert not model.weight.any()
 
 
-def test_evaluation_sees_eval_mode_and_no_gradients_and_the_mode_comes_back():
+def test_evaluation_runs_in_eval_mode_without_gradients():
     modes = []
 
     def evaluate(model):
@@ -85,7 +85,7 @@ def test_evaluation_sees_eval_mode_and_no_gradients_and_the_mode_comes_back():
     assert model.training
 
 
-def test_each_part_trains_in_the_mode_that_it_was_in():
+def test_modules_keep_their_modes():
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     model[1].eval()
     optimizer, modes = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -99,7 +99,7 @@ def test_each_part_trains_in_the_mode_that_it_was_in():
     assert [*modes, [part.training for part in model]] == [[True, False, True]] * 3
 
 
-def test_a_diverging_run_stops_with_a_flag_and_says_so(capsys):
+def test_diverging_run_stops(capsys):
     model, optimizer, batches, whole = regression(lr=1e4)
     curve = train(
         model, optimizer, squared_error, batches, 100, evaluate=lambda model: {"loss": squared_error(model, whole)}
@@ -110,7 +110,7 @@ def test_a_diverging_run_stops_with_a_flag_and_says_so(capsys):
     assert "diverged" in capsys.readouterr().err
 
 
-def test_the_mode_comes_back_when_the_loss_raises():
+def test_mode_is_restored_after_an_error():
     model, optimizer, batches, _ = regression()
     model.eval()
 
@@ -122,7 +122,7 @@ def test_the_mode_comes_back_when_the_loss_raises():
     assert not model.training
 
 
-def test_seconds_leave_out_evaluation():
+def test_seconds_exclude_evaluation():
     def slow(model):
         time.sleep(0.2)
         return {"loss": 1.0}

@@ -27,6 +27,9 @@ FORMAT_VERSION = (
 _SHARES = {"held": "stability", "chance": "chance", "reliability": "reliability", "surprise": "surprise"}
 _EIGENVALUES, _DENSITY = "spectrum/eigenvalues", "spectrum/density"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
+_STORED = {"F32": torch.float32, "F64": torch.float64}  # as safetensors calls them
+# A block takes about a kilobyte there. Parsed, a header takes up to twelve times as much memory.
+_LARGEST_HEADER = 32 * 2**20
 
 
 class Content(NamedTuple):
@@ -58,6 +61,8 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
         save_file(tensors, partial, metadata={"egop": text, "crc32": str(_checksum(text, tensors))})
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
+        if too_large := _describe_large_header(partial):
+            raise ValueError(f"The basis cannot be saved: {too_large}")
         partial.replace(target)
 
 
@@ -66,32 +71,73 @@ def read(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Co
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, of another version, or of something else. No more memory is taken than it has
-            bytes.
+        ValueError: if it is damaged, of another version, or of something else. Values are read only if all sizes fit.
     """
     shown = f"'{os.fspath(path)}'"
     if not Path(path).is_file():
         raise FileNotFoundError(f"There is no file {shown}.")
+    if too_large := _describe_large_header(Path(path)):
+        raise ValueError(f"{shown} cannot be read: {too_large}")
     try:
-        with safe_open(path, framework="pt") as file:
+        with torch.device("cpu"), safe_open(path, framework="pt") as file:  # slices come on the default device
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if "egop" in metadata else {}  # noqa: SIM118
+            if "egop" not in metadata:
+                raise ValueError(f"{shown} is a safetensors file, but not one that egop saved.")
+            try:
+                content = _read_content(file, metadata)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"{shown} cannot be read: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"{shown} is not a whole safetensors file: {error}") from error
-    if "egop" not in metadata:
-        raise ValueError(f"{shown} is a safetensors file, but not one that egop saved.")
-    try:
-        # The checksum came later than the format: older files have none.
-        if metadata.get("crc32", checksum := str(_checksum(metadata["egop"], tensors))) != checksum:
-            raise ValueError("it is not what was written: its checksum differs.")
-        content = _content(metadata["egop"], tensors)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{shown} cannot be read: {error}") from error
     return content._replace(changes=[change.to(device) for change in content.changes])
 
 
-def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
-    header = record(read_json(text), "its text", "version", "blocks", "left")
+def _describe_large_header(path: Path) -> str:
+    """Say that the header of a safetensors file is too large; return "" if it is not."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if not _LARGEST_HEADER < size < path.stat().st_size:  # what is larger than the file is no header at all
+        return ""
+    return f"its header has {size:,} bytes, more than {_LARGEST_HEADER:,}."
+
+
+def _read_content(file: Any, metadata: Mapping[str, str]) -> Content:
+    text = metadata["egop"]
+    if text.count("[") + text.count("{") > text.count('"'):  # empty lists take twenty times their text in memory
+        raise ValueError("its text has more lists than names.")
+    header = read_json(text)
+    names = list(file.keys())
+    sized = _content(header, {name: _size_of(file, name) for name in names})  # refuses most before values are read
+    _check_first_rows(file, sized.changes)
+    tensors = {name: file.get_tensor(name) for name in names}
+    # The checksum came later than the format: older files have none.
+    if metadata.get("crc32", checksum := str(_checksum(text, tensors))) != checksum:
+        raise ValueError("it is not what was written: its checksum differs.")
+    return _content(header, tensors)
+
+
+def _size_of(file: Any, name: str) -> Tensor:
+    """Return a tensor of the file without its values, on the meta device."""
+    stored = file.get_slice(name)
+    if (dtype := _STORED.get(stored.get_dtype())) is None:
+        raise ValueError(f"'{name}' is of numbers that no basis has.")
+    return torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+
+
+def _check_first_rows(file: Any, changes: Sequence[ChangeOfBasis]) -> None:
+    """Raise ValueError for matrices whose first row is too long, or of a square one too short, to be orthonormal."""
+    for change in changes:
+        for key, tensor in change.tensors.items():
+            row = file.get_slice(f"{change.block.name}/{key}")[(slice(0, 1),) * (tensor.dim() - 1)]
+            length = float(torch.linalg.vector_norm(row.double()))
+            is_square = tensor.shape[-2] == tensor.shape[-1]
+            if tensor.numel() and not (length < 1.01 and (length > 0.99 or not is_square)):
+                raise ValueError(_not_orthonormal(change.block, key))
+
+
+def _content(header: Any, tensors: Mapping[str, Tensor]) -> Content:
+    """Build what a file holds; of tensors on the meta device only the sizes are checked."""
+    record(header, "its text", "version", "blocks", "left")
     if header["version"] not in (1, FORMAT_VERSION):
         raise ValueError(
             f"it has format version {str(header['version'])[:20]}; this egop reads 1 and {FORMAT_VERSION}."
@@ -101,18 +147,22 @@ def _content(text: str, tensors: Mapping[str, Tensor]) -> Content:
     if not isinstance(header["blocks"], list):
         raise ValueError("it has no list of blocks.")
     changes, spectra = [], {}
+    listed: set[str] = set()
     for description in header["blocks"]:
         block = _block(description)
         keys = strings(description["tensors"], f"the list of tensors of block '{block.name}'")
         if missing := [key for key in keys if f"{block.name}/{key}" not in tensors]:
             raise ValueError(f"it lacks {missing} of block '{block.name}'.")
         entries = {key: tensors[f"{block.name}/{key}"] for key in keys}
+        listed |= {f"{block.name}/{key}" for key in keys}
         if _EIGENVALUES in entries or _DENSITY in entries:
             values, density = entries.pop(_EIGENVALUES), entries.pop(_DENSITY)
             changes.append(_change(block, entries, description))
             spectra[block.name] = _spectrum(changes[-1], values, density, description)
         else:
             changes.append(_change(block, entries, description))
+    if others := sorted(tensors.keys() - listed):
+        raise ValueError(f"its tensor '{others[0]}' belongs to no block.")
     names = [change.block.name for change in changes]
     parameters = [name for change in changes for name in change.block.parameters]
     if len(set(names)) < len(names) or len(set(parameters)) < len(parameters):
@@ -155,9 +205,13 @@ def _change(block: Block, tensors: Mapping[str, Tensor], description: Mapping[st
             raise ValueError(
                 f"the {key} of block '{block.name}' is not a matrix, or a stack of them, of {block.dtype}."
             )
-        if not orthonormality_error(tensor) < 1e-3:
-            raise ValueError(f"the {key} of block '{block.name}' is not orthonormal.")
+        if not tensor.is_meta and not orthonormality_error(tensor) < 1e-3:
+            raise ValueError(_not_orthonormal(block, key))
     return change
+
+
+def _not_orthonormal(block: Block, key: str) -> str:
+    return f"the {key} of block '{block.name}' is not orthonormal."
 
 
 def orthonormality_error(basis: Tensor) -> float:
@@ -178,7 +232,8 @@ def _spectrum(change: ChangeOfBasis, values: Tensor, density: Tensor, descriptio
             basis = change.tensors["basis"]
             samples //= block.size // (basis.numel() // basis.shape[-1])
     shares = {name: description.get(key) for key, name in _SHARES.items()}
-    fine = all(part.dim() == 1 and part.is_floating_point() and part.isfinite().all() for part in (values, density))
+    fine = all(part.dim() == 1 and part.is_floating_point() for part in (values, density))
+    fine = fine and all(part.is_meta or part.isfinite().all() for part in (values, density))
     fine = fine and 0 < len(values) == len(density) <= block.size and type(samples) is int and samples >= 0
     if not fine or not all(share is None or type(share) is float for share in shares.values()):
         raise ValueError(f"the spectrum of block '{block.name}' is not one.")

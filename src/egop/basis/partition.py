@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -130,8 +131,7 @@ def partition_parameters(
         )
         for name, members in groups.items()
     ]
-    names = [block.name for block in blocks]
-    if twice := {name for name in names if names.count(name) > 1}:
+    if twice := [name for name, count in Counter(block.name for block in blocks).items() if count > 1]:
         raise ValueError(
             f"Two blocks are named {', '.join(map(repr, sorted(twice)))}: a block of one tensor has the tensor's name. "
             "Give the other block another name."

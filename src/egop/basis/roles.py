@@ -196,8 +196,9 @@ def _is_inputs_first(holder: nn.Module) -> bool:
     """Whether the matrices of a module are stored (inputs, outputs), as far as can be told."""
     if _is_conv1d(holder):
         return True
-    parameters = dict(holder.named_parameters(recurse=False))
-    up, down = (parameters[name].shape if name in parameters else () for name in ("gate_up_proj", "down_proj"))
+    # Not by named_parameters(): a holder of many parameters is asked once for each.
+    tensors = [holder._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
+    up, down = (() if tensor is None else tensor.shape for tensor in tensors)
     # The one has the gates and values of what the other takes: (width, 2 x inner) and (inner, width).
     return len(up) == len(down) == 3 and (up[1], up[2]) == (down[2], 2 * down[1])
 

@@ -37,8 +37,8 @@ class FoundRates:
         >>> model = torch.nn.Linear(4, 1)
         >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
         >>> found = egop.find_lr(objective, torch.optim.SGD, rates=(0.01, 0.1), progress=False)
-        >>> isinstance(found, egop.FoundRates), list(found)
-        (True, [0.1, 0.01])
+        >>> list(found)
+        [0.1, 0.01]
     """
 
     rates: tuple[float, ...]

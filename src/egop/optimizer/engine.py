@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.basis import Basis, Known, Layer, check_disjoint
-from egop.distributed import Pieces
+from egop.distributed import LocalShards
 from egop.optimizer.base import Base
-from egop.optimizer.binding import BoundBlock
+from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.hooks import step_inner
 from egop.optimizer.inner import (
     check_blocks,
@@ -53,10 +53,11 @@ class Engine:
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
         self.left: dict[str, str] = {}  # why weights have no basis, as the one that was given says
-        self.pieces = Pieces()
+        self.pieces = LocalShards()
         self._inner: Optimizer | None = None
         self._stacks: Stacks | None = None
         self.bound = Bound()
+        self._inside: tuple[list[BoundBlock], dict[int, BoundBlock]] | None = None  # what block_of looks up
 
     @property
     def is_built(self) -> bool:
@@ -131,7 +132,7 @@ class Engine:
             check_blocks(self.base.optimizer_class, blocks)
         return blocks
 
-    def build(self, blocks: list[BoundBlock], pieces: Pieces, inner: Optimizer | None = None) -> None:
+    def build(self, blocks: list[BoundBlock], pieces: LocalShards, inner: Optimizer | None = None) -> None:
         """Work with these blocks from here on.
 
         Args:
@@ -145,7 +146,7 @@ class Engine:
         self.note_bound()
 
     def inner_over(
-        self, blocks: list[BoundBlock], pieces: Pieces, groups: Sequence[dict[str, Any]] | None = None
+        self, blocks: list[BoundBlock], pieces: LocalShards, groups: Sequence[dict[str, Any]] | None = None
     ) -> Optimizer:
         """Make an inner optimizer over the coordinates of blocks and the parameters outside.
 
@@ -155,11 +156,12 @@ class Engine:
             groups: parameter groups with other hyper-parameters than the optimizer's own.
         """
         base, groups = self.base, self.param_groups if groups is None else groups
-        return base.make([inner for group in groups for inner in base.groups(group, blocks, pieces)])
+        inside = map_to_blocks(blocks)
+        return base.make([inner for group in groups for inner in base.groups(group, inside, pieces)])
 
     def add_group(self, blocks: list[BoundBlock]) -> None:
         """Take in the last parameter group, which these blocks are of."""
-        groups = self.base.groups(self.param_groups[-1], blocks, self.pieces)
+        groups = self.base.groups(self.param_groups[-1], map_to_blocks(blocks), self.pieces)
         for group in groups:
             self.inner.add_param_group(group)
         self.base.show_outside(self.param_groups, self.inner)
@@ -177,9 +179,9 @@ class Engine:
 
     def block_of(self, parameter: Tensor) -> BoundBlock | None:
         """The block that a parameter is in."""
-        return next(
-            (block for block in self.blocks if any(original is parameter for original in block.originals)), None
-        )
+        if self._inside is None or self._inside[0] is not self.blocks:
+            self._inside = self.blocks, map_to_blocks(self.blocks)
+        return self._inside[1].get(id(parameter))
 
     # --- a step ---
 
@@ -195,7 +197,7 @@ class Engine:
         stacks = self.stacks
         try:
             stacks.collect()
-            self.pieces.pull()
+            self.pieces.sync()
             if self.refresher is not None:
                 self.refresher.observe(self)
             if self.stacks is not stacks:  # it has given other blocks, which are to take this step
@@ -206,7 +208,7 @@ class Engine:
             self._step_coordinates()
         finally:
             stacks.drop_gradients()
-            self.pieces.drop_gradients()
+            self.pieces.clear_gradients()
         self.base.settings_out(self.param_groups, self.inner)
         if self.refresher is not None:
             self.refresher.after_step(self)
@@ -224,7 +226,7 @@ class Engine:
         """Call the inner optimizer's ``train`` or ``eval``, which writes other weights."""
         self.settle()
         self.base.settings_in(self.param_groups, self.inner)
-        self.pieces.pull()
+        self.pieces.sync()
         try:
             self.stacks.rewrite(getattr(self.inner, mode))
         except BaseException:  # some coordinates may have been written already
@@ -232,7 +234,7 @@ class Engine:
                 block.distrust()
             raise
         finally:
-            self.pieces.drop_gradients()
+            self.pieces.clear_gradients()
         self.base.settings_out(self.param_groups, self.inner)
 
     # --- what a refresh may look at, while a step is under way ---
@@ -302,7 +304,7 @@ class Engine:
     def settle(self) -> None:
         """Bring to an end what a refresh has under way."""
         if self.refresher is not None:
-            self.refresher.settle(self)
+            self.refresher.wait_for_refresh(self)
 
     @torch.no_grad()
     def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
@@ -335,14 +337,14 @@ class Engine:
         for block in new:
             block.drop_rest()
             for original in block.originals:
-                self.inner.state.pop(self.pieces.of(original), None)
+                self.inner.state.pop(self.pieces.get(original), None)
         self.blocks = self.blocks + new
+        inside = map_to_blocks(self.blocks)
         # In the same optimizer: it may keep more than its state.
         for group, targets in self.base.pairs(self.param_groups, self.inner):
-            for target, wanted in zip(targets, self.base.groups(group, self.blocks, self.pieces), strict=True):
+            for target, wanted in zip(targets, self.base.groups(group, inside, self.pieces), strict=True):
                 target["params"] = wanted["params"]
-        for block in new:
-            self.reset_moments(block)
+        self.reset_moments(new)
         self._stacks = None
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
@@ -358,13 +360,15 @@ class Engine:
         for block in stack.blocks[members]:
             block.spectrum = None  # of the basis that it had
         if moments == "reset":
-            for block in stack.blocks[members]:
-                self.reset_moments(block)
+            self.reset_moments(stack.blocks[members])
 
-    def reset_moments(self, block: BoundBlock) -> None:
-        """Let the inner optimizer begin anew with the coordinates of a block."""
-        fresh = fresh_states(self.inner, block.coordinates, self.base.make)
-        self.inner.state.update(zip(block.coordinates, fresh, strict=True))
+    def reset_moments(self, blocks: Iterable[BoundBlock]) -> None:
+        """Let the inner optimizer begin anew with the coordinates of some blocks."""
+        wanted = {id(coordinate) for block in blocks for coordinate in block.coordinates}
+        for group in self.inner.param_groups:
+            if tensors := [tensor for tensor in group["params"] if id(tensor) in wanted]:
+                fresh = fresh_states(self.inner, tensors, self.base.make, group=group)
+                self.inner.state.update(zip(tensors, fresh, strict=True))
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
         if moments != "reset" and any(self.inner.state.values()):
@@ -382,7 +386,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: stacks are views of memory that the blocks of a copy do not share, and its model is another."""
         self.settle()
-        return self.__dict__ | {"_stacks": None, "bound": Bound(), "known": None}
+        return self.__dict__ | {"_stacks": None, "bound": Bound(), "known": None, "_inside": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.basis import Structure
-from egop.optim import MatrixOptimizer, settings_beside_rates
+from egop.optim import MatrixOptimizer
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import Divided, Make
 from egop.optimizer.hooks import step_inner
@@ -237,11 +237,16 @@ def read_by_lookahead(inner: Optimizer, tensors: Sequence[Tensor]) -> tuple[list
     known = [mean for mean in means if mean is not None]
     if not isinstance(inside, MatrixOptimizer) or not inside.is_recordable or len(known) < len(means):
         return None
-    return known, settings_beside_rates(inside.param_groups)
+    return known, inside.recorded_settings
 
 
 def fresh_states(
-    inner: Optimizer, tensors: Sequence[Tensor], make: Make, *, stepped: bool = False
+    inner: Optimizer,
+    tensors: Sequence[Tensor],
+    make: Make,
+    *,
+    stepped: bool = False,
+    group: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """The states that an optimizer has of its tensors before the first step, or (``stepped``) the form of later ones.
 
@@ -250,8 +255,10 @@ def fresh_states(
         tensors: some that it steps, of one group.
         make: makes another one from groups.
         stepped: whether a step without a gradient is taken first, with stand-ins for the tensors.
+        group: the parameter group that has them; searched for if not given.
     """
-    group = next(group for group in inner.param_groups if any(tensor is tensors[0] for tensor in group["params"]))
+    if group is None:
+        group = next(each for each in inner.param_groups if any(tensor is tensors[0] for tensor in each["params"]))
     others = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     stand_ins = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
     fresh = make([{**others, "params": stand_ins}])

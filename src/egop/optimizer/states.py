@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.distributed import local
+from egop.distributed import to_local
 from egop.optimizer.binding import UNKNOWN, BoundBlock
 from egop.optimizer.engine import Engine
 from egop.optimizer.inner import fresh_states
@@ -29,6 +29,7 @@ ABOUT, CLOCK, STANDS_FOR = f"{OWN}about", f"{OWN}clock", f"{OWN}stands_for"
 BASIS, COORDINATES, REST, REFRESH = (f"{OWN}{kind}/" for kind in ("basis", "coordinates", "rest", "refresh"))
 
 Entry = dict[str, Any]  # the state of one parameter
+Groups = Mapping[int, Mapping[str, Any]]  # the group of each tensor that the inner optimizer steps, by its id
 
 
 def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
@@ -45,23 +46,24 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
         engine.refresher.prepare(engine)
     inside = {id(original): (place, block) for place, block in enumerate(engine.blocks) for original in block.originals}
     refresher = engine.refresher
-    remembered = {} if refresher is None else refresher.memories(engine, complete=complete)
+    remembered = {} if refresher is None else refresher.block_states(engine, complete=complete)
     counts = [0, 0, 0] if refresher is None else refresher.counts()
     states: dict[Any, Entry] = {}
     bound = engine.bound
+    groups = {id(tensor): group for group in engine.inner.param_groups for tensor in group["params"]}
     for name, parameter, dtype in zip(bound.names, bound.members, bound.dtypes, strict=True):
         place, block = inside.get(id(parameter), (None, None))
         about = {"version": STATE_VERSION, "optimizer": engine.base.name, "name": name}
         about |= {"shape": list(parameter.shape), "dtype": str(dtype), "refresh": refresher is not None}
         entry, stepped = {}, False
         if block is None:
-            piece = engine.pieces.of(parameter)
-            inner, stepped = _inner_state(engine, [piece])
+            piece = engine.pieces.get(parameter)
+            inner, stepped = _inner_state(engine, [piece], groups)
             entry = dict(inner[0])
             if piece is not parameter:
                 entry = {key: mapped(value, engine.pieces.as_sharded(piece)) for key, value in entry.items()}
         elif block.originals[0] is parameter:
-            entry, stepped = _of_block(engine, block, complete=complete)
+            entry, stepped = _of_block(engine, block, groups, complete=complete)
             entry |= {f"{REFRESH}{key}": tensor for key, tensor in remembered.get(block.name, {}).items()}
             about |= {"place": place, "block": block.whole_change().describe()}
         entry[CLOCK] = torch.tensor([*counts, stepped], device=parameter.device)
@@ -75,11 +77,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _of_block(engine: Engine, block: BoundBlock, *, complete: bool) -> tuple[Entry, bool]:
+def _of_block(engine: Engine, block: BoundBlock, groups: Groups, *, complete: bool) -> tuple[Entry, bool]:
     # Copies for a state dict: who keeps one keeps digests with them, of the parameters that they stand for.
     taken = torch.clone if complete else _as_it_is
     entry: Entry = {}
-    states, stepped = _inner_state(engine, block.coordinates)
+    states, stepped = _inner_state(engine, block.coordinates, groups)
     for place, (coordinate, state) in enumerate(zip(block.coordinates, states, strict=True)):
         for key, value in state.items():
             entry[_key(place, key)] = mapped(value, partial(block.as_sharded, place)) if block.by_rows else value
@@ -96,13 +98,14 @@ def _of_block(engine: Engine, block: BoundBlock, *, complete: bool) -> tuple[Ent
     return entry, stepped
 
 
-def _inner_state(engine: Engine, tensors: Sequence[Tensor]) -> tuple[list[dict[str, Any]], bool]:
+def _inner_state(engine: Engine, tensors: Sequence[Tensor], groups: Groups) -> tuple[list[dict[str, Any]], bool]:
     """The inner optimizer's state of some tensors, and whether it counts: before their first step it does not."""
     states = [engine.inner.state.get(tensor, {}) for tensor in tensors]
     if any(states):
         return states, True
     try:
-        return fresh_states(engine.inner, tensors, engine.base.make, stepped=True), False
+        group = groups[id(tensors[0])]
+        return fresh_states(engine.inner, tensors, engine.base.make, stepped=True, group=group), False
     except Exception:  # an optimizer that cannot take a step so; then nothing is known of its state
         return states, False
 
@@ -212,7 +215,7 @@ class Published:
         block, now = engine.block_of(parameter), self.states.get(parameter, {})
         if block is not None and block.originals[0] is not parameter:
             return  # its state is with the first one
-        tensors = [engine.pieces.of(parameter)] if block is None else block.coordinates
+        tensors = [engine.pieces.get(parameter)] if block is None else block.coordinates
         inner = {key for key in now if not str(key).startswith(OWN)}
         if not inner:  # all of it dropped
             if any(engine.inner.state.get(tensor) for tensor in tensors):
@@ -225,7 +228,7 @@ class Published:
             for key in keys:
                 if str(key) == f"{COORDINATES}{place}" and key in now:
                     with torch.no_grad():
-                        tensor.copy_(local(now[key]))
+                        tensor.copy_(to_local(now[key]))
                 elif not str(key).startswith(OWN) and (inner_key := key_at(place, key)) is not None:
                     state = engine.inner.state[tensor]
                     state.pop(inner_key, None)
@@ -245,7 +248,7 @@ def _is_same(kept: Any, now: Any) -> bool:
         return True
     if not isinstance(kept, Tensor) or not isinstance(now, Tensor):
         return False
-    kept, now = local(kept), local(now)
+    kept, now = to_local(kept), to_local(now)
     return kept.shape == now.shape and torch.equal(now.to(kept), kept)
 
 
@@ -253,8 +256,8 @@ def _like_before(kept: Any, value: Any) -> Any:
     """A value where the one before was; in the same memory if that has room for it, since it may be part of more."""
     if not isinstance(value, Tensor):
         return value
-    value = local(value)
-    if isinstance(kept, Tensor) and local(kept).shape == value.shape:
+    value = to_local(value)
+    if isinstance(kept, Tensor) and to_local(kept).shape == value.shape:
         with torch.no_grad():
-            return local(kept).copy_(value)
+            return to_local(kept).copy_(value)
     return value

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from egop_lab.race.results import describe, load_records
-from egop_lab.race.tasks import TASKS, Run
+from egop_lab.race.tasks import METHOD_NAMES, RIVALS, TASKS, Run, Task
 from egop_lab.race.tune import plan, read_losses
 
-_METHODS = ("AdamW", "Muon", "NorMuon", "SOAP")
 _MOST_FAILURES = 5
 _START_SECONDS = 45  # imports, data, CUDA graphs and the compilation of kernels, once per worker
 
@@ -38,7 +37,8 @@ def work(connection: Connection, folder: str | None, device_name: str, info: Map
     """Make the runs that arrive over a connection, until it closes or a run fails."""
     import torch
 
-    from egop_lab.race.train import configure_torch, make_problem, train
+    from egop_lab.race.problems import make_problem
+    from egop_lab.race.train import configure_torch, train
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))
     device = torch.device(device_name)
@@ -99,8 +99,8 @@ class Race:
     """Decides which runs are made, hands them to workers, and writes their records.
 
     Args:
-        tasks: names of the tasks, in order.
-        methods: which methods race.
+        tasks: the tasks, in order.
+        methods: which methods race, on the tasks that know them.
         paths: files with earlier records.
         out: file to which new records are appended.
         workers: how many processes share the device.
@@ -111,7 +111,7 @@ class Race:
     def __init__(
         self,
         *,
-        tasks: Sequence[str],
+        tasks: Sequence[Task],
         methods: Sequence[str],
         paths: Sequence[Path],
         out: Path,
@@ -166,7 +166,7 @@ class Race:
 
     def queue(self) -> list[Run]:
         """Return the runs that the rules ask for now, task by task."""
-        return [run for name in self.tasks for run in plan(TASKS[name], self.methods, self.losses)]
+        return [run for task in self.tasks for run in plan(task, pick_methods(task, self.methods), self.losses)]
 
     def estimate(self, run: Run, worker: Worker) -> float:
         """Estimate the seconds that a run takes, generously."""
@@ -197,6 +197,11 @@ class Race:
         print(f"[{time.monotonic() - self.started:6.1f} s, {self.made} done] {text}", flush=True)
 
 
+def pick_methods(task: Task, methods: Sequence[str]) -> list[str]:
+    """Return the methods that a task knows."""
+    return [method for method in methods if method in task.guesses]
+
+
 def format_run(run: Run) -> str:
     """Return a run on one line."""
     clip = "none" if run.clip is None else f"{run.clip:g}"
@@ -222,18 +227,19 @@ def _drop_nonfinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def describe_code(commit: str | None) -> dict[str, Any]:
-    """Return the git commit, if there is one, and a hash of the source files that decide what a run computes."""
+def describe_code() -> dict[str, str]:
+    """Return a hash of the source files that decide what a run computes and, in a clean git checkout, the commit."""
     lab = Path(__file__).parents[1]
     root = lab.parents[2]
-    if commit is None:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "muon.py"]
+    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "muon.py"]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    return {"commit": commit, "source": digest}
+    found = {"source": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not commit.endswith("-dirty"):
+            found["commit"] = commit
+    return found
 
 
 @contextlib.contextmanager
@@ -273,28 +279,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description="Make the runs of the race that are still missing.")
     parser.add_argument("--tasks", nargs="+", required=True, choices=list(TASKS), help="tasks to race, in order")
-    parser.add_argument("--methods", nargs="+", default=list(_METHODS), help=f"default: {' '.join(_METHODS)}")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(RIVALS), choices=METHOD_NAMES, help=f"default: {' '.join(RIVALS)}"
+    )
     parser.add_argument("--data", help="folder with the data")
     parser.add_argument("--records", nargs="*", type=Path, default=[], help="files with earlier records")
     parser.add_argument("--out", type=Path, help="file to which new records are appended")
     parser.add_argument("--workers", type=int, default=3, help="processes that share the device (default: 3)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which everything has ended")
     parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--commit", help="recorded as the commit where there is no git repository")
     parser.add_argument("--mps", action="store_true", help="try CUDA MPS")
     parser.add_argument("--show", action="store_true", help="print the results so far and run nothing")
     options = parser.parse_args(arguments)
     if not options.show and options.out is None:
         parser.error("--out is needed, unless --show is given")
     records = [*options.records, *([options.out] if options.out else [])]
+    tasks = [TASKS[name] for name in options.tasks]
     good = True
     if not options.show:
         os.environ["TQDM_DISABLE"] = "1"  # workers print nothing of their own
         began = time.monotonic()
-        info = {**describe_code(options.commit), "workers": options.workers}
+        info = {**describe_code(), "workers": options.workers}
+        for task in tasks:
+            if task.data == "code":
+                from egop_lab.race.data import prepare_tokens
+
+                prepare_tokens(options.data, task.model["vocabulary"])  # once, not in every worker
         with share_gpu(options.mps):
             race = Race(
-                tasks=options.tasks,
+                tasks=tasks,
                 methods=options.methods,
                 paths=options.records,
                 out=options.out,
@@ -305,8 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good = race.go()
         print(f"{race.made} runs made, {len(race.failed)} failed, {len(race.queue())} wanted next", flush=True)
     found = load_records(*records)
-    for name in options.tasks:
-        print("\n".join(describe(TASKS[name], options.methods, found)), flush=True)
+    for task in tasks:
+        print("\n".join(describe(task, pick_methods(task, options.methods), found)), flush=True)
     return 0 if good else 1
 
 

@@ -60,7 +60,7 @@ def train(
     Nothing is raised, because a learning rate that is too large is a result like any other.
 
     Args:
-        model: trained in place; left in the mode it was in.
+        model: trained in place, with each of its modules in the mode it is in.
         optimizer: steps the model's parameters.
         loss_fn: ``loss_fn(model, batch)``, a scalar.
         batches: one pass over it is one epoch.
@@ -72,12 +72,13 @@ def train(
         unit: what it counts, if one pass over ``batches`` is not an epoch.
         scheduler: a learning-rate scheduler, advanced after every step.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     history = [_evaluate(model, evaluate)]
     seconds = 0.0
     try:
         with tqdm(total=epochs, desc=description, unit=unit, disable=not progress) as bar:
             while len(history) <= epochs and math.isfinite(history[-1]["loss"]):
+                _set_modes(modes)
                 seconds += _train_epoch(model, optimizer, loss_fn, batches, scheduler)
                 history.append(_evaluate(model, evaluate))
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2e}", refresh=False)
@@ -85,9 +86,14 @@ def train(
             if diverged := not math.isfinite(history[-1]["loss"]):
                 bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after {unit} {len(history) - 1}, stopped")
     finally:
-        model.train(was_training)
+        _set_modes(modes)
     by_name = {name: tuple(entry[name] for entry in history) for name in history[0]}
     return Curve(loss=by_name.pop("loss"), metrics=by_name, seconds=seconds, diverged=diverged)
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
 
 
 def _train_epoch(
@@ -98,7 +104,6 @@ def _train_epoch(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> float:
     """Pass over the batches once; return the seconds it took."""
-    model.train()
     start = time.perf_counter()
     for batch in batches:
         optimizer.zero_grad()
