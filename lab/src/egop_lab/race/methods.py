@@ -118,7 +118,7 @@ def build_egop(setup: Setup) -> Optimizer:
 
 def build_random(setup: Setup) -> Optimizer:
     """Build EGOP's control: the same in a random rotation of the same structure, which stays as it is."""
-    structure = dict.fromkeys(setup.hidden, egop.RandomRotation(seed=setup.seed, like=_SMALLER))
+    structure = dict.fromkeys(setup.hidden, egop.extras.RandomRotation(seed=setup.seed, like=_SMALLER))
     objective = egop.Objective(setup.model, lambda model, batch: torch.zeros(()), [None])  # no gradient is sampled
     basis = egop.estimate(objective, rho=egop.Initialization(), structure=structure, memory=_MEMORY, progress=False)
     return build_rotated(setup, PolarAdam, basis, betas=(0.9, setup.beta))
