@@ -121,7 +121,15 @@ def test_a_flat_spectrum_is_not_steep_enough():
 def test_a_function_of_a_vector_leaves_nothing_to_rotate():
     found = diagnose(make_quadratic())
     assert found.advised == "AdamW"
-    assert "AdamW ran alone (EGOP: it would leave every weight of this model to AdamW; " in found.verdict
+    assert "AdamW ran alone" in found.verdict
+    assert "EGOP was left out: it would leave every weight of this model to AdamW." in str(found)
+    assert not found.doubts
+
+
+def test_the_answer_is_uncertain_if_the_budget_left_no_time_for_a_candidate():
+    found = made_up()
+    found.race.too_slow["AdamW with Online"] = "there was no time left for it"
+    assert "Uncertain: the budget was too small for AdamW with Online" in found.verdict
 
 
 def test_without_progress_there_is_no_answer():

@@ -92,6 +92,8 @@ class Diagnosis:
         race, doubts = self.race, []
         if race.ended:
             doubts.append(f"the race is incomplete: {race.ended}")
+        if race.too_slow:
+            doubts.append(f"the budget was too small for {', '.join(race.too_slow)}")
         if (name := self.closest) is None:
             return doubts
         others = {f"the search, with {race.lengths[0]} steps": race.compare(name, 0)}
@@ -125,8 +127,7 @@ class Diagnosis:
 
     def _gain(self) -> str:
         if (name := self.closest) is None:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.race.left_out.items())
-            return f"Gain: AdamW ran alone ({reasons})." if reasons else "Gain: AdamW ran alone."
+            return "Gain: none. AdamW ran alone, see below."
         comparison = self.comparisons[name]
         who = "It" if name == self.advised else f"The closest, {name},"
         if math.isinf(comparison.steps):
@@ -175,7 +176,8 @@ class Diagnosis:
             f"Loss at the end of runs of {second} steps ({first} in the search); steps and time to AdamW's final loss, "
             "and the time of a step, as multiples of AdamW's."
         )
-        return [legend] + [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
+        left_out = self.race.left_out | self.race.too_slow
+        return [legend] + [f"{name} was left out: {reason}." for name, reason in left_out.items()]
 
     def __repr__(self) -> str:
         sure = "uncertain" if self.doubts else "sure"

@@ -89,6 +89,7 @@ class Race:
         start: loss before training.
         runs: finished runs of each candidate in each stage.
         left_out: why some candidates did not take part.
+        too_slow: likewise, of candidates that the budget left no time for.
         ended: why the race ended early; empty if it is complete.
         announcement: its size and expected time.
         seconds: time it took.
@@ -100,6 +101,7 @@ class Race:
     start: float = math.nan
     runs: tuple[dict[str, list[Run]], dict[str, list[Run]]] = field(default_factory=lambda: ({}, {}))
     left_out: dict[str, str] = field(default_factory=dict)
+    too_slow: dict[str, str] = field(default_factory=dict)
     ended: str = ""
     announcement: str = ""
     seconds: float = 0.0
@@ -246,7 +248,7 @@ class _Racer:
             except _OutOfTimeError:
                 if not self.step_seconds:
                     raise
-                race.left_out[candidate.name] = f"six steps took longer than {_TIMING:.0%} of the budget"
+                race.too_slow[candidate.name] = f"six steps took longer than {_TIMING:.0%} of the budget"
                 self.candidates.remove(candidate)
         # On a busy machine, steps take longer than the processor time that is measured.
         self.stretch = max(1.0, (time.monotonic() - wall) / max(clock() - busy, 1e-9))
@@ -272,7 +274,7 @@ class _Racer:
             if slowdown < _TOO_SLOW:
                 break
             self.candidates.remove(slowest)
-            self.race.left_out[slowest.name] = (
+            self.race.too_slow[slowest.name] = (
                 f"its steps take {slowdown:.0f} x as long as {self.candidates[0].name}'s, too long for this budget"
             )
 
@@ -323,7 +325,7 @@ class _Racer:
                     self.deadline = self.began + self.budget  # the baseline may use all of the time
                     self._train(candidate, start * candidate.factor, 0)
                 if not runs:
-                    self.race.left_out[candidate.name] = "there was no time left for it"
+                    self.race.too_slow[candidate.name] = "there was no time left for it"
             if candidate is self.candidates[0]:
                 self._check_progress(runs)
                 start = self.race.ranked(candidate.name, 0)[0].lr
