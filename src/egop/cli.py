@@ -98,7 +98,7 @@ def plan(
 def _describe_plan(model: Any, structure: str | None, memory: str) -> str:
     import torch
 
-    from egop.basis import Full, Kronecker, Shared, blocks_as_text, shown_plan
+    from egop.basis import Full, Kronecker, Shared
     from egop.formatting import format_bytes, pluralize
     from egop.optimizer import ReparameterizedOptimizer
     from egop.recipes import EGOP
@@ -120,7 +120,7 @@ def _describe_plan(model: Any, structure: str | None, memory: str) -> str:
     coordinates = format_bytes(sum(block.size * block.dtype.itemsize for block in chosen.chosen))
     return (
         f"{size:,} parameters in {pluralize(len(tensors), 'tensor')}, {rotated / max(1, size):.0%} of them rotated.\n\n"
-        f"{blocks_as_text([shown_plan(*pair) for pair in chosen.chosen.items()], chosen.unrotated)}\n\n"
+        f"{chosen}\n\n"
         f"Memory beyond AdamW's: {bases} for bases, {bases} for Gram matrices, {coordinates} for coordinates."
     )
 

@@ -212,7 +212,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="sampling, bases, steps, epoch, growth or sweep; several times for several. All by default.",
+            help="sampling, bases, steps, host, epoch, growth or sweep; several times for several. All by default.",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,

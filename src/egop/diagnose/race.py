@@ -174,7 +174,7 @@ def run_race(
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"Invalid rates value: {rates}. Must be one or more positive numbers.")
     racer = _Racer(objective, candidates, Race(steps, tuple(seeds)), budget, keep, rates, progress)
-    with objective.preserved():
+    with objective.preserve():
         return racer.run()
 
 

@@ -85,9 +85,9 @@ class Trainer:
 
     def __init__(self, objective: Objective, steps: int, seed: int) -> None:
         self.objective = objective
-        with objective.preserved(seed=seed):
+        with objective.preserve(seed=seed):
             count = _EVALUATION + min(steps, _TRAINING)
-            batches = objective.placed(itertools.islice(objective.batches(), count))
+            batches = objective.move_batches(itertools.islice(objective.batches(), count))
             # Drawn first, so that a large data set has other batches to train on.
             self._evaluation, self._training = batches[:_EVALUATION], batches[_EVALUATION:]
             model, loss_fn = objective.trainable_copy()
@@ -127,7 +127,7 @@ class Trainer:
         order = torch.randperm(len(self._training), generator=torch.Generator().manual_seed(seed), device="cpu")
         stream = itertools.cycle(order.tolist())
         losses, times = [self.start], [0.0]
-        with self.objective.preserved(seed=seed):
+        with self.objective.preserve(seed=seed):
             model, loss_fn = self.objective.trainable_copy()
             modes = [(module, module.training) for module in model.modules()]
             optimizer = build_optimizer(build, model)

@@ -1,16 +1,17 @@
-"""Identity: the original coordinates, through the same machinery."""
+"""Identity: the original coordinates, through the same interface."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.accumulators import NoAccumulator
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.views import (
     Coordinates,
     as_matrix,
@@ -26,17 +27,26 @@ class IdentityChange(ChangeOfBasis):
     """Coordinates equal to the tensors, kernels as matrices: optimizers of matrices step them as in other bases."""
 
     kind = "Identity"
-    rowwise = True
+    is_rowwise = True
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         if _is_kernel(self.block):
             return (as_matrix(tensors, self.block).contiguous(),)
         flatten(tensors, self.block)  # checks the shapes
-        return tuple(tensor.contiguous() for tensor in as_tuple(tensors))  # as coordinates are; fused kernels want it
+        return tuple(tensor.contiguous() for tensor in as_tuple(tensors))  # as fused kernels require
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
         (first, *_) = tensors = as_tuple(coordinates)
         return from_matrix(first, self.block) if _is_kernel(self.block) else tensors
+
+    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        if _is_kernel(self.block):
+            return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
+        return self.block.shapes
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def structure(self) -> Structure:
         return Identity()
@@ -45,22 +55,13 @@ class IdentityChange(ChangeOfBasis):
     def cost_per_step(self) -> int:
         return 0
 
-    @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
-        if _is_kernel(self.block):
-            return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
-        return self.block.shapes
-
 
 def _is_kernel(block: Block) -> bool:
     """Return True for one weight of more than two dimensions, such as a convolution's."""
     return len(block.shapes) == 1 and len(block.shapes[0]) - block.stacked[0] > 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Identity(Structure):
     """Leave the block in its original coordinates.
 
@@ -79,21 +80,4 @@ class Identity(Structure):
         return 0
 
     def accumulator(self, block: Block) -> Accumulator:
-        return _Nothing(block)
-
-
-class _Nothing(Accumulator):
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def merge(self, other: Self) -> None:
-        pass
-
-    def summaries(self) -> Sequence[Summary]:
-        return []
-
-    def finish(self) -> tuple[None, ChangeOfBasis]:
-        return None, IdentityChange(self.block, {})
+        return NoAccumulator(lambda: self.change(block, {}))
