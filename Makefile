@@ -59,7 +59,7 @@ lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/mypy
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) egop-demo egop-records egop-report egop-diagnosis egop-bench.json build dist lab/dist .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages
+	rm -rf $(VENV) egop-demo egop-records egop-report egop-bench.json build dist lab/dist .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages
 	find src lab tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.

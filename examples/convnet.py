@@ -1,7 +1,7 @@
 """A small convolution net on the 8 x 8 digits that ship with egop-lab, in original and in EGOP coordinates.
 
 Train both:        python examples/convnet.py
-Will it help here? egop diagnose examples/convnet.py:factory --probe
+Will it help here? egop diagnose examples/convnet.py:factory
 """
 
 import copy

@@ -1,7 +1,7 @@
 """A small fully connected network on the digits that ship with egop-lab, in original and in EGOP coordinates.
 
 Train both:        python examples/mlp.py
-Will it help here? egop diagnose examples/mlp.py:factory --probe
+Will it help here? egop diagnose examples/mlp.py:factory
 """
 
 import copy

@@ -3,7 +3,7 @@
 Its basis is learnt from the training gradients as they come: for transformers one estimated up front is not enough.
 
 Train both:        python examples/transformer.py
-Will it help here? egop diagnose examples/transformer.py:factory --probe
+Will it help here? egop diagnose examples/transformer.py:factory
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where the commands ``egop`` and ``egop-lab`` start: Ctrl-C ends them in a line, also while torch is imported."""
+"""Entry points of ``egop`` and ``egop-lab``. Ctrl-C ends them with one line, even while torch is being imported."""
 
 import os
 import signal
@@ -8,26 +8,27 @@ from types import FrameType
 
 
 def egop() -> None:
-    """What the console script ``egop`` calls."""
+    """Run the console script ``egop``."""
     _main("egop.cli")
 
 
 def egop_lab() -> None:
-    """What the console script ``egop-lab`` calls."""
+    """Run the console script ``egop-lab``."""
     _main("egop_lab.cli")
 
 
 def _main(module: str) -> None:
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else ignored: a job in the background
-    if heeded:
-        signal.signal(signal.SIGINT, _leave)
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored, as in a background job
+    if is_handled:
+        signal.signal(signal.SIGINT, _exit_now)
+    import_module("torch")
     main = import_module(module).main
-    if heeded:
+    if is_handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     main()
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    # At once: a KeyboardInterrupt that is raised inside an import of others may be lost there.
+def _exit_now(number: int, frame: FrameType | None) -> None:
+    # A KeyboardInterrupt raised inside an import may be swallowed there.
     print("Interrupted.", file=sys.stderr, flush=True)
     os._exit(130)

@@ -35,7 +35,7 @@ ROOMS = [
     "recipes",
     "reference",
     "extras",
-    "diagnostics",
+    "diagnose",
     "cli",
 ]
 
@@ -154,7 +154,8 @@ def test_no_name_that_is_offered_hides_a_module():
         hidden = {
             name for name in module.__all__ if name in files and not inspect.ismodule(getattr(module, name, inspect))
         }
-        assert hidden == set(), package
+        # The function egop.diagnose hides its package, which nobody needs by name.
+        assert hidden - ({"diagnose"} if package == Path() else set()) == set(), package
 
 
 def test_the_library_and_its_tests_do_not_import_the_lab():
@@ -171,16 +172,14 @@ def test_the_wheel_has_no_experiment_data_set_or_bench(tmp_path):
     (wheel,) = tmp_path.glob("egop-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     own = {Path(*Path(name).parts[1:]) for name in names if name.startswith("egop/")}
-    others = ("__init__.py", "py.typed", "diagnostics/evidence.json")
+    others = ("__init__.py", "py.typed")
     assert set(FILES) | set(map(Path, others)) == own
     assert {Path(name).parts[0].partition("-")[0] for name in names} == {"egop", "egop_entry.py"}
 
 
-def test_there_is_nothing_but_code_and_what_diagnose_compares_with():
+def test_there_is_nothing_but_code():
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.suffix for path in files} == {".py", ".json", ".typed"}
-    (evidence,) = [path for path in files if path.suffix == ".json"]
-    assert evidence.stat().st_size < 10_000
+    assert {path.suffix for path in files} == {".py", ".typed"}
     assert {"experiments", "bench", "data"} & {path.parts[0] for path in FILES} == set()
 
 

@@ -124,15 +124,13 @@ def test_a_link_that_leads_nowhere_would_be_noticed(tmp_path):
 
 
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
-PUBLIC = ["egop", "egop.optim", "egop.extras", "egop.basis", "egop.estimation", "egop.refresh", "egop.cli"]
+PUBLIC = ["egop", "egop.optim", "egop.extras", "egop.basis", "egop.estimation", "egop.refresh"]
 
 
 def public_names():
     """Every public name with what it is. Of a class or function that several modules offer, the first one's."""
     seen = set()
     for place in PUBLIC:
-        if place == "egop.cli":
-            pytest.importorskip("typer", reason="egop.cli needs it")
         module = importlib.import_module(place)
         for name in module.__all__:
             thing = getattr(module, name, None)

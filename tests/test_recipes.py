@@ -238,3 +238,29 @@ def test_error_for_bases_over_the_limit_says_what_to_raise():
     with pytest.raises(MemoryError, match=r"more than memory=1\.0 KiB\. .*Raise memory="):
         optimizer.step()
     assert identical(before, cases.parameters_of(model))
+
+
+def test_without_a_rotation_the_same_weights_are_stepped_by_polar_adam_alone():
+    model, other = network(), network()
+    optimizer = one_line(model, rotate=False)
+    assert list(optimizer.basis) == ROTATED
+    assert optimizer.basis.unrotated == LEFT
+    assert {change.kind for change in optimizer.basis.values()} == {"Identity"}
+    weights = [parameter for name, parameter in other.named_parameters() if name in ROTATED]
+    rest = [parameter for name, parameter in other.named_parameters() if name not in ROTATED]
+    settings = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "eps": 1e-6}
+    pair = egop.optim.PolarAdam(weights, **settings), torch.optim.AdamW(rest, **settings)
+    for step in range(7):
+        backward(model, step)
+        backward(other, step)
+        optimizer.step()
+        for each in pair:
+            each.step()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+def test_without_a_rotation_parameters_may_come_from_a_generator():
+    model = network()
+    optimizer = one_line(model.named_parameters(), model=model, rotate=False)
+    assert list(optimizer.basis) == ROTATED

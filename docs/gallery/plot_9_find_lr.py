@@ -2,8 +2,8 @@
 A learning rate from short runs
 ===============================
 
-``egop.find_lr`` trains copies of the model for a few steps at each of several rates, and proposes one. The model
-itself stays as it was.
+``egop.find_lr`` trains copies of the model for a few steps at each of several rates and returns the best two. The
+model itself stays as it was.
 """
 
 import torch
@@ -18,10 +18,10 @@ model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 4))
 batches = list(zip(inputs.split(64), targets.split(64), strict=True))
 objective = egop.Objective(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batches)
 
-found = egop.find_lr(objective, egop.EGOP, steps=30, progress=False)
+found = egop.find_lr(objective, egop.EGOP, steps=300, progress=False)
 print(found)
 
 # %%
-# What was tried, and what is proposed: the smallest rate that is about as good as the best one.
+# The losses of the first stage. The stars are the two rates to try.
 
 figure = found.plot()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egop.basis import Shared
+from egop.basis import Basis, Identity, Shared
 from egop.optim import PolarAdam
 from egop.optimizer import ReparameterizedOptimizer
 from egop.refresh import Online
@@ -59,6 +59,7 @@ class EGOP(ReparameterizedOptimizer):
         eps: added to the root of the latter.
         weight_decay: decoupled weight decay for all parameters (torch's AdamW has 0.01 by default). To exclude norms
             and biases, put them in a group of their own.
+        rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: number of steps between two refreshes of a basis.
         memory: limit for all bases together; the first step raises an error if they need more.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
@@ -86,6 +87,7 @@ class EGOP(ReparameterizedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
+        rotate: bool = True,
         every: int = 20,
         memory: int | str = "2GiB",
         model: nn.Module | None = None,
@@ -94,15 +96,21 @@ class EGOP(ReparameterizedOptimizer):
         compile: bool = False,
     ) -> None:
         flags = {"foreach": foreach, "fused": fused}
-        super().__init__(
-            params,
-            PolarAdam,
-            model=model,
-            refresh=Online(every=every, structure=Shared(side="smaller"), memory=memory, spread=False),
-            outside=(torch.optim.AdamW, {name: value for name, value in flags.items() if value is not None}),
-            compile=compile,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-        )
+        parts: dict[str, Any] = {
+            "optimizer_class": PolarAdam,
+            "outside": (torch.optim.AdamW, {name: value for name, value in flags.items() if value is not None}),
+            "model": model,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        if rotate:
+            structure = Shared(side="smaller")
+            parts["refresh"] = Online(every=every, structure=structure, memory=memory, spread=False)
+        else:
+            params = params if isinstance(params, nn.Module) else list(params)  # type: ignore[assignment]
+            # This optimizer is never stepped. It only determines which weights EGOP would rotate.
+            plan = ReparameterizedOptimizer(params, refresh=Online(structure=Identity()), **parts).plan
+            parts["basis"] = Basis([Identity().change(block, {}) for block in plan.chosen], unrotated=plan.unrotated)
+        super().__init__(params, compile=compile, **parts)

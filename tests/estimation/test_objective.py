@@ -485,7 +485,7 @@ def test_batches_are_cast_for_a_half_precision_model():
     for method in ("loop", "vmap"):
         basis = egop.estimate(objective, samples=4, progress=False, sampling=method)
         assert basis["weight"].dense().isfinite().all()
-    assert egop.diagnose(objective, samples=4, progress=False).draws == 4
+    assert egop.find_lr(objective, torch.optim.AdamW, steps=4, progress=False).lr > 0
     assert batches[0]["x"].dtype == torch.float64
 
 
@@ -520,4 +520,4 @@ def test_host_batches_for_a_gpu_model():
     objective = egop.Objective(model, cases.cross_entropy, cases.MLP.batches())
     for method in ("loop", "vmap"):
         assert cases.estimate(objective, sampling=method)["0.weight"].dense().device.type == "cuda"
-    assert egop.diagnose(objective, samples=4, progress=False).draws == 4
+    assert egop.find_lr(objective, egop.EGOP, steps=4, progress=False).lr > 0

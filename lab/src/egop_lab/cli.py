@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from egop.cli import LARGEST_SEED, MOST_THREADS, application, device_of, fail, one_line_errors, typer
 from egop_lab import __version__
+from egop_lab.commands import LARGEST_SEED, MOST_THREADS, application, fail, find_device, one_line_errors, typer
 from egop_lab.training.records import RecordError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def reproduce(
 
         context = Context(
             preset,  # type: ignore[arg-type]  # checked above
-            device_of(device),
+            find_device(device),
             data=None if data is None else str(data),
             workers=workers,
             time_budget=time_budget,
@@ -230,7 +230,7 @@ def bench(
 
         if unknown := [part for part in only or [] if part not in PARTS]:
             fail(f"There is no part {', '.join(unknown)}. There are: {', '.join(PARTS)}.", status=2)
-        chosen = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
         typer.echo(f"\nSaved {out}.")
         if rows := failures(kept):

@@ -273,12 +273,19 @@ def test_an_unknown_structure_is_refused_by_name():
 def test_identity_gives_back_what_it_is_given(block):
     spectrum, change = build(egop.Identity(), block)
     x = vectors_of(block.shapes)
-    assert all(a is b for a, b in zip(change.encode(x), x, strict=True))
-    assert all(a is b for a, b in zip(change.decode(x), x, strict=True))
+    coordinates = change.encode(x)
+    assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(coordinates, x, strict=True))
+    assert [a.shape for a in coordinates] == list(change.coordinate_shapes())
+    assert all(torch.equal(a, b) for a, b in zip(change.decode(coordinates), x, strict=True))
     assert torch.equal(change.dense(), torch.eye(block.size).double())
     assert spectrum is None
     assert egop.Identity().cost(block) == (0, 0)
     assert egop.Identity().samples(block) == 0
+
+
+def test_identity_shows_a_kernel_as_a_matrix():
+    block = cases.block("kernel", kernel=(4, 3, 2, 2))
+    assert build(egop.Identity(), block)[1].coordinate_shapes() == (torch.Size((4, 12)),)
 
 
 # --- Full ---

@@ -1,4 +1,4 @@
-"""How good the rates are that ``egop.find_lr`` proposes, on the problems of the study of prediction.
+"""How good the first rate is that ``egop.find_lr`` proposes, on the problems of the study of prediction.
 
 The rate is looked for on the trial that the study tunes with; a training at it, on the first of the study's others, is
 compared with that at the tuned rate. ``python -m egop_lab.experiments.prediction_rates RECORDS OUT HALF`` does what is
@@ -117,7 +117,8 @@ def _rate(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     except ValueError as error:
         return {"lr": math.nan, "said": str(error)}
-    return {"lr": proposal.lr, "rates": list(proposal.rates), "losses": list(proposal.losses), "said": proposal.said}
+    tried = proposal.tried
+    return {"lr": proposal.lr, "rates": list(tried), "losses": list(tried.values()), "said": str(proposal)}
 
 
 def _proposed(trials: Trials, form: str) -> float:

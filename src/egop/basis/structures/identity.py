@@ -12,23 +12,36 @@ from torch import Tensor
 from egop.basis.partition import Block
 from egop.basis.structures.accumulators import NoAccumulator
 from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
-from egop.basis.structures.views import Coordinates, as_tuple, flatten
+from egop.basis.structures.views import (
+    Coordinates,
+    as_matrix,
+    as_tuple,
+    flatten,
+    from_matrix,
+    matrix_shape,
+    stack_shape,
+)
 
 
 class IdentityChange(ChangeOfBasis):
-    """Coordinates equal to the tensors."""
+    """Coordinates equal to the tensors, kernels as matrices: optimizers of matrices step them as in other bases."""
 
     kind = "Identity"
     is_rowwise = True
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
+        if _is_kernel(self.block):
+            return (as_matrix(tensors, self.block).contiguous(),)
         flatten(tensors, self.block)  # checks the shapes
         return tuple(tensor.contiguous() for tensor in as_tuple(tensors))  # as fused kernels require
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
-        return as_tuple(coordinates)
+        (first, *_) = tensors = as_tuple(coordinates)
+        return from_matrix(first, self.block) if _is_kernel(self.block) else tensors
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        if _is_kernel(self.block):
+            return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
         return self.block.shapes
 
     @classmethod
@@ -41,6 +54,11 @@ class IdentityChange(ChangeOfBasis):
     @property
     def cost_per_step(self) -> int:
         return 0
+
+
+def _is_kernel(block: Block) -> bool:
+    """Return True for one weight of more than two dimensions, such as a convolution's."""
+    return len(block.shapes) == 1 and len(block.shapes[0]) - block.stacked[0] > 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,29 +1,22 @@
-"""What the library knows of the study of prediction, and how good the rates of find_lr are on its problems."""
+"""How good the rates of find_lr are on the problems of the study of prediction."""
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-from importlib import resources
-from pathlib import Path
-
-import pytest
 
 import egop
 from egop_lab.experiments import prediction_rates
 from egop_lab.experiments.prediction import PredictionExperiment
-from egop_lab.experiments.prediction_evidence import advice, evidence, summary
 from egop_lab.experiments.prediction_found import HALVES, Found, half
 from egop_lab.training.context import Context
 from egop_lab.training.prediction import FIXED, FORMS, ORIGINAL
-from egop_lab.training.problems import PROBLEMS
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 
 EXPERIMENT = PredictionExperiment()
 FULL = EXPERIMENT.settings("full")
 COMMON = {key: FULL[key] for key in ("looks", "warm-up", "decay")}
-RECORDS = Path(__file__).parents[3] / "docs" / "records" / "prediction.jsonl"
 
 
 def planted(problem, last=1.0):
@@ -46,49 +39,8 @@ def planted(problem, last=1.0):
     yield record({form: [[3.0, 2.0, 2.0]] * 3 for form in FORMS}, what="probes", seed=TUNING)
 
 
-def study(problems=PROBLEMS):
+def study(problems):
     return Found(FULL, {problem: list(planted(problem)) for problem in problems})
-
-
-def test_the_library_gets_the_first_half_and_nothing_else():
-    found = evidence(study())
-    assert set(found["problems"]) == {problem for problem in PROBLEMS if half(problem) == HALVES[0]}
-    row = found["problems"]["quadratic-dense"]
-    assert row["steps"].keys() == set(FORMS) - {ORIGINAL}
-    assert row["steps"][FIXED] == 0.04
-    assert math.isinf(row["steps"]["EGOP"])
-    assert set(found) == {"source", "predictor", "threshold", "correlations", "problems"}
-
-
-@pytest.mark.skipif(not RECORDS.exists(), reason="the study's records are not here")
-def test_what_the_library_has_is_what_the_records_say():
-    shipped = json.loads((resources.files("egop") / "diagnostics" / "evidence.json").read_text())
-    found = evidence(EXPERIMENT.found(Store(RECORDS), "full"))
-    for row in found["problems"].values():
-        row["steps"] = {form: share if math.isfinite(share) else None for form, share in row["steps"].items()}
-    assert shipped == found
-
-
-def test_the_advice_counts_time():
-    said = advice(study(), HALVES[1])
-    assert {each.form for each in said} == {FIXED}
-    assert {(each.expected, each.taken, each.least) for each in said} == {(0.04, 0.04, 0.04)}
-    dear = advice(study(), HALVES[1], step=30.0)
-    assert {(each.form, each.taken, each.least) for each in dear} == {(ORIGINAL, 1.0, 1.0)}
-    held = len(dear)
-    assert summary(said).startswith(f"advised for {held} of {held}, faster in {held} of these; left alone 0,")
-    assert summary(dear).endswith(f"left alone {held}, of which 0 had a form that was faster by more than a tenth")
-
-
-def test_the_predictor_is_the_one_that_diagnose_computes():
-    """The names must agree; so must the numbers, as far as 16 random directions tell."""
-    shipped = json.loads((resources.files("egop") / "diagnostics" / "evidence.json").read_text())
-    assert shipped["predictor"] == "curvature, fixed basis"
-    task = PROBLEMS["quadratic-dense"].make(0)
-    objective = egop.Objective(task.model, task.loss, task.batches)
-    basis = {"weight": egop.Shared()}
-    found = egop.diagnose(objective, structure=basis, partition="parameter", samples=128, progress=False).curvature
-    assert found.promise == pytest.approx(shipped["problems"]["quadratic-dense"]["value"], abs=1.2)
 
 
 def test_proposed_rates_are_compared_with_tuned_ones(monkeypatch, tmp_path):
@@ -107,3 +59,10 @@ def test_proposed_rates_are_compared_with_tuned_ones(monkeypatch, tmp_path):
     assert said[0].startswith("quadratic-axes: original 1.04, fixed 1.06")
     prediction_rates.run(found, store, Context("full", progress=False), HALVES[1])
     assert len(store) == 2 * len(FORMS) - 1, "nothing is done twice"
+
+
+def test_a_rate_comes_from_find_lr(monkeypatch):
+    monkeypatch.setattr(prediction_rates.egop, "find_lr", functools.partial(egop.find_lr, steps=20, rates=(0.01, 0.1)))
+    found = prediction_rates._rate({"problem": "quadratic-axes", "seed": TUNING, "method": ORIGINAL})
+    assert found["lr"] in found["rates"] == [0.01, 0.1]
+    assert len(found["losses"]) == 2

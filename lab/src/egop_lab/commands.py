@@ -1,4 +1,4 @@
-"""What command lines share: one line for what a user can repair, a version, devices by name."""
+"""Helpers of the command line: one-line errors, the version option and devices by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-# typer too: whoever takes it from here is told what to install where it is missing.
-__all__ = ["LARGEST_SEED", "MOST_THREADS", "application", "device_of", "fail", "one_line_errors", "typer"]
+# typer is exported too, so that an import from here says what to install if it is missing.
+__all__ = ["LARGEST_SEED", "MOST_THREADS", "application", "fail", "find_device", "one_line_errors", "typer"]
 
-# What torch takes for a seed, and more threads than any machine has: beyond that it would end the process.
+# The largest seed that torch accepts, and more threads than any machine has: torch aborts the process beyond that.
 LARGEST_SEED, MOST_THREADS = 2**63 - 1, 1024
 
 _EXTRAS = ("matplotlib", "rich", "typer")
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 def application(name: str, version: str, words: str) -> typer.Typer:
-    """An application without commands as yet, whose ``--version`` prints its name and version.
+    """Create an application without commands, with a ``--version`` option.
 
     Args:
-        name: of the command.
-        version: of the package it belongs to.
-        words: what its help says first.
+        name: name of the command.
+        version: version of its package.
+        words: first line of its help.
     """
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-    app.callback(help=words)(_options(f"{name} {version}"))
+    app.callback(help=words)(_version_option(f"{name} {version}"))
     return app
 
 
-def _options(said: str) -> Callable[..., None]:
+def _version_option(text: str) -> Callable[..., None]:
     def show(wanted: bool) -> None:
         if wanted:
-            typer.echo(said)
+            typer.echo(text)
             raise typer.Exit
 
     option = typer.Option(False, "--version", callback=show, is_eager=True, help="Print the version and exit.")
@@ -55,11 +55,11 @@ def _options(said: str) -> Callable[..., None]:
 
 @contextmanager
 def one_line_errors(interrupted: str = "", also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn what a user can cause or repair into one line on standard error; let everything else through.
+    """Turn errors that a user can fix into one line on standard error; let all others through.
 
     Args:
-        interrupted: what is to be said of an interrupted command's work.
-        also: errors of the command's own that say what to do.
+        interrupted: what to say about the work of an interrupted command.
+        also: further errors whose message says what to do.
     """
     try:
         yield
@@ -76,13 +76,13 @@ def one_line_errors(interrupted: str = "", also: tuple[type[Exception], ...] = (
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """End the command with a line on standard error."""
+    """Print a line to standard error and end the command."""
     typer.echo(message, err=True)
     raise typer.Exit(status) from None
 
 
-def device_of(name: str) -> torch.device:
-    """The device of a name, where it is there."""
+def find_device(name: str) -> torch.device:
+    """Return the device with this name; end the command if there is none."""
     import torch
 
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):

@@ -1,5 +1,0 @@
-"""``python -m egop.cli``."""
-
-from egop.cli import main
-
-main()

@@ -1,0 +1,288 @@
+"""Say which optimizer to use, at which learning rate, from a race."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from egop.basis import Basis
+from egop.diagnose.race import Candidate, Comparison, Race, run_race
+from egop.diagnose.rates import SCHEDULE
+from egop.estimation import Gaussian, Objective, estimate
+from egop.formatting import format_html_table, format_table
+from egop.optimizer import ReparameterizedOptimizer
+from egop.plots import create_axes
+from egop.recipes import EGOP
+from egop.refresh import Online
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Diagnosis", "diagnose"]
+
+# A candidate is advised if it needs at most this fraction of AdamW's time to AdamW's loss.
+WORTH = 0.95
+# A spectrum is steep if the paper's ratio, stable rank / (dimension x density of the first eigenvector), is below this.
+STEEP = 0.9
+
+ADAMW = "AdamW"
+_HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis:
+    """The answer of :func:`egop.diagnose`. Print it to see four lines and a table.
+
+    Attributes:
+        candidates: the candidates, AdamW first.
+        race: the runs that the answer comes from.
+        basis: the fixed basis that took part, if one was asked for.
+
+    Example:
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.ones(8)})
+        >>> diagnosis = egop.diagnose(objective, steps=20, progress=False)
+        >>> diagnosis.advised  # a vector: there is no weight to rotate
+        'AdamW'
+    """
+
+    candidates: tuple[Candidate, ...]
+    race: Race
+    basis: Basis | None = None
+
+    @property
+    def advised(self) -> str:
+        """Name of the candidate to use; "AdamW" if none of the others is faster."""
+        closest = self.closest
+        return closest if closest is not None and self.comparisons[closest].time <= WORTH else ADAMW
+
+    @property
+    def closest(self) -> str | None:
+        """Name of the candidate besides AdamW that reaches AdamW's loss in the least time; None if AdamW ran alone."""
+        others = {name: each for name, each in self.comparisons.items() if name != ADAMW}
+        return min(others, key=lambda name: others[name].time, default=None)
+
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        """Steps and time of each candidate to AdamW's final loss, from the last stage that it and AdamW finished."""
+        names = [each.name for each in self.candidates]
+        found = {name: self.race.compare(name, 1) or self.race.compare(name, 0) for name in names}
+        return {name: comparison for name, comparison in found.items() if comparison is not None}
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Up to two learning rates to try with the advised candidate, best first."""
+        return tuple(run.lr for run in self.race.ranked(self.advised)[:2])
+
+    @property
+    def lr(self) -> float:
+        """Best learning rate of the advised candidate."""
+        return self.rates[0]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Reasons why the answer is uncertain; empty if seeds and stages agree."""
+        race, doubts = self.race, []
+        if race.ended:
+            doubts.append(f"the race is incomplete: {race.ended}")
+        if race.too_slow:
+            doubts.append(f"the budget was too small for {', '.join(race.too_slow)}")
+        if (name := self.closest) is None:
+            return doubts
+        others = {f"the search, with {race.lengths[0]} steps": race.compare(name, 0)}
+        others |= {f"seed {seed}": race.compare(name, 1, seed) for seed in race.seeds[1:]}
+        for what, comparison in others.items():
+            if comparison is not None and (comparison.time <= WORTH) != (self.advised != ADAMW):
+                doubts.append(f"{what}, says otherwise: {_fraction(comparison.time)} of AdamW's time")
+        if WORTH - 0.05 < self.comparisons[name].time < WORTH + 0.1:
+            doubts.append("the times are close")
+        return doubts
+
+    @property
+    def verdict(self) -> str:
+        """The answer in four lines, five if a fixed basis took part."""
+        return "\n".join([self._advice(), self._rate_line(), self._gain(), self._certainty(), *self._steepness()])
+
+    @property
+    def code(self) -> str:
+        """Code to paste for the advised candidate."""
+        (candidate,) = [each for each in self.candidates if each.name == self.advised]
+        return candidate.code.format(lr=f"{self.lr:g}")
+
+    def _advice(self) -> str:
+        if self.advised == ADAMW:
+            return f"Keep AdamW: {self.code}"
+        return f"Use {self.advised}: {self.code}"
+
+    def _rate_line(self) -> str:
+        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
+        return f"Learning rate: {self.lr:g}{second}; {SCHEDULE}."
+
+    def _gain(self) -> str:
+        if (name := self.closest) is None:
+            return "Gain: none. AdamW ran alone, see below."
+        comparison = self.comparisons[name]
+        who = "It" if name == self.advised else f"The closest, {name},"
+        if math.isinf(comparison.steps):
+            return f"Gain: none. {who} did not reach AdamW's loss; its steps take {comparison.slowdown:.2f} x as long."
+        return (
+            f"Gain: {'' if name == self.advised else 'none. '}{who} matched AdamW's final loss after "
+            f"{_fraction(comparison.steps)} of the steps and {_fraction(comparison.time)} of the time "
+            f"(a step takes {comparison.slowdown:.2f} x as long)."
+        )
+
+    def _certainty(self) -> str:
+        doubts = self.doubts
+        if doubts:
+            return f"Uncertain: {'; '.join(doubts)}."
+        seeds = len(self.race.seeds)
+        return f"Sure: both stages of the race{f' and {seeds} seeds' if seeds > 1 else ''} agree."
+
+    def _steepness(self) -> list[str]:
+        """Answer whether the spectra are steep enough for a fixed basis."""
+        if self.basis is None:
+            return []
+        spectra = list(self.basis.spectrum.values())
+        ratios = [each.stable_rank / (len(each.eigenvalues) * float(each.density[0])) for each in spectra]
+        if not ratios:
+            return ["Spectrum: no weight has one, so a fixed basis changes nothing."]
+        steep = sum(ratio < STEEP for ratio in ratios)
+        enough = "steep enough" if 2 * steep > len(ratios) else "not steep enough"
+        few = [each for each in spectra if not each.is_supported]
+        drawn = f" (too few draws to be sure for {len(few)} of them)" if few else ""
+        ratio = f"Stable rank / (dimension x density) is below {STEEP} for {steep} of {len(ratios)} weights"
+        return [f"Spectrum: {enough} for a fixed basis. {ratio}, median {statistics.median(ratios):.2f}{drawn}."]
+
+    def _rows(self) -> list[list[str]]:
+        rows = []
+        for name in (each.name for each in self.candidates):
+            runs, comparison = self.race.ranked(name), self.comparisons.get(name)
+            cells = [f"{runs[0].lr:g}", f"{runs[0].final:.4g}"] if runs else ["-", "-"]
+            if comparison is not None:
+                cells += [_fraction(value) for value in (comparison.steps, comparison.slowdown, comparison.time)]
+            rows.append([name, *cells, *["-"] * (len(_HEADER) - 1 - len(cells))])
+        return rows
+
+    def _notes(self) -> list[str]:
+        first, second = self.race.lengths
+        legend = (
+            f"Loss at the end of runs of {second} steps ({first} in the search); steps and time to AdamW's final loss, "
+            "and the time of a step, as multiples of AdamW's."
+        )
+        left_out = self.race.left_out | self.race.too_slow
+        return [legend] + [f"{name} was left out: {reason}." for name, reason in left_out.items()]
+
+    def __repr__(self) -> str:
+        sure = "uncertain" if self.doubts else "sure"
+        return f"Diagnosis({self.advised}, lr={self.lr:g}, {sure})"
+
+    def __str__(self) -> str:
+        return "\n".join([self.verdict, "", format_table(_HEADER, self._rows()), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
+        notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in self._notes())
+        return f"{lines}{format_html_table(_HEADER, self._rows())}{notes}"
+
+    def plot(self) -> Figure:
+        """Plot the race: the loss of each candidate at its best learning rate, by step."""
+        best = {each.name: runs[0] for each in self.candidates if (runs := self.race.ranked(each.name))}
+        positive = all(loss > 0 for run in best.values() for loss in run.losses)
+        figure, axes = create_axes(
+            title=f"Race: {self.advised}", xlabel="step", ylabel="loss", yscale="log" if positive else "linear"
+        )
+        for name, run in best.items():
+            steps = [min(index * run.every, run.steps) for index in range(len(run.losses))]
+            axes.plot(steps, run.losses, label=f"{name}, lr {run.lr:g}")
+        axes.legend()
+        return figure
+
+
+def diagnose(
+    objective: Objective,
+    *,
+    steps: int | None = None,
+    budget: float = 150.0,
+    seeds: Sequence[int] = (0, 1),
+    fixed: bool = False,
+    progress: bool = True,
+) -> Diagnosis:
+    """Race AdamW against egop's optimizers on copies of the model and say which one to use.
+
+    AdamW, :class:`egop.EGOP` with and without its rotation, and AdamW with :class:`egop.Online` each search their
+    learning rate with runs of 8 % of the planned training and repeat the best two with 20 % of it, with warm-up and
+    decay. A candidate is advised if it reaches AdamW's final loss in less time. The model, its gradients and the random
+    state stay as they are, also after Ctrl-C, which returns what is known.
+
+    Copies train in the mode that the model is in: call ``model.train()`` first.
+
+    Args:
+        objective: the model, its loss and its batches.
+        steps: length of the planned training. If it is not known, runs have 60, then 150 steps.
+        budget: seconds that the race may take; runs are shortened to fit.
+        seeds: seeds of the batches and of dropout. The first decides, the others repeat the deciding comparison.
+        fixed: also race AdamW in a fixed basis, the paper's method, which is estimated first (see
+            :func:`egop.estimate`; this time is not part of the budget).
+        progress: print the expected time and show a progress bar.
+
+    Raises:
+        ValueError: if AdamW lowers the loss at no learning rate, or if there is nothing to train.
+        TimeoutError: if the budget is used up before AdamW's first run is finished.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> batches = [(inputs, inputs.prod(1, keepdim=True)) for inputs in torch.randn(8, 16, 4)]
+        >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        >>> diagnosis = egop.diagnose(egop.Objective(model, loss, batches), steps=20, seeds=(0,), progress=False)
+        >>> len(diagnosis.verdict.splitlines())
+        4
+        >>> sorted(diagnosis.comparisons)
+        ['AdamW', 'AdamW with Online', 'EGOP', 'EGOP without rotation']
+    """
+    candidates = list(CANDIDATES)
+    basis = None
+    if fixed:
+        rho = Gaussian() if isinstance(objective, Objective) and objective.module is None else None
+        basis = estimate(objective, rho=rho, progress=progress)
+        candidates.append(
+            Candidate(
+                "AdamW in a fixed basis",
+                partial(_build_fixed, basis=basis),
+                "egop.ReparameterizedOptimizer(model, torch.optim.AdamW, egop.estimate(objective), lr={lr})",
+            )
+        )
+    race = run_race(objective, candidates, steps=steps, budget=budget, seeds=seeds, keep=2, progress=progress)
+    took_part = tuple(each for each in candidates if race.runs[0].get(each.name))
+    return Diagnosis(took_part, race, basis)
+
+
+def _build_online(model: nn.Module) -> torch.optim.Optimizer:
+    return ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=Online(), lr=1e-3)
+
+
+def _build_fixed(model: nn.Module, basis: Basis) -> torch.optim.Optimizer:
+    return ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-3)
+
+
+# EGOP's best rate was four to eight times AdamW's on larger networks.
+CANDIDATES = (
+    Candidate(ADAMW, torch.optim.AdamW, "torch.optim.AdamW(model.parameters(), lr={lr})"),
+    Candidate("EGOP", EGOP, "egop.EGOP(model, lr={lr})", factor=4),
+    Candidate(
+        "AdamW with Online",
+        _build_online,
+        "egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(), lr={lr})",
+    ),
+    Candidate("EGOP without rotation", (EGOP, {"rotate": False}), "egop.EGOP(model, lr={lr}, rotate=False)", factor=4),
+)
+
+
+def _fraction(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "never"

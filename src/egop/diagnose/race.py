@@ -1,0 +1,429 @@
+"""The race: candidates and learning rates on copies of the model, in two stages of successive halving.
+
+The first stage searches each candidate's learning rate with short runs. The second stage repeats the best rates with
+longer runs. Further seeds repeat the comparison that decides.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tqdm.auto import tqdm
+
+from egop.diagnose.training import Build, Run, Trainer, build_optimizer, clock
+from egop.estimation import Objective
+from egop.formatting import pluralize
+from egop.optimizer import ReparameterizedOptimizer
+
+__all__ = ["RATES", "Candidate", "Comparison", "Race", "run_race"]
+
+# Steps of a run in each stage: a fraction of the planned training, or a fixed number if its length is unknown.
+_FRACTIONS, _LENGTHS = (0.08, 0.2), (60, 150)
+# A budget, or a short training, makes runs no shorter than this.
+_SHORTEST = (20, 50)
+# Evaluations of a run in each stage.
+_EVALUATIONS = (12, 30)
+# Learning rates to try, 1, 2 and 5 of each power of ten; the search starts at the first candidate's.
+RATES = (*(float(f"{digit}e{power}") for power in range(-6, 0) for digit in (1, 2, 5)), 1.0)
+_START = 2e-3
+# The search ends in a direction after this many rates in a row that are no better.
+_WORSE = 2
+# A search usually takes this many runs.
+_USUAL = 6
+# Timing the first steps of a candidate may take this fraction of the budget.
+_TIMING = 0.1
+# The second stage begins after this fraction of the budget at the latest.
+_FIRST_STAGE = 0.6
+# If the budget is too small for everyone, candidates with steps slower than the baseline's by this factor are left out.
+_TOO_SLOW = 5.0
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left{postfix}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An optimizer that takes part in the race.
+
+    Attributes:
+        name: shown in the answer.
+        build: builds it for a copy of the model.
+        code: what a user writes, with ``{lr}`` for the learning rate.
+        factor: the search starts at this multiple of the first candidate's best learning rate.
+    """
+
+    name: str
+    build: Build
+    code: str = ""
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A candidate compared with the baseline, the first candidate.
+
+    Attributes:
+        steps: steps to the baseline's final loss, as a fraction of the baseline's; infinite if it was not reached.
+        slowdown: time of a step, as a multiple of the baseline's.
+    """
+
+    steps: float
+    slowdown: float
+
+    @property
+    def time(self) -> float:
+        """Time to the baseline's final loss, as a fraction of the baseline's."""
+        return self.steps * self.slowdown
+
+
+@dataclass
+class Race:
+    """The runs of a race.
+
+    Attributes:
+        planned: length of the planned training, if known.
+        lengths: steps of a run in each stage.
+        seeds: the seeds; the first one is used in both stages, the others repeat the second.
+        start: loss before training.
+        runs: finished runs of each candidate in each stage.
+        left_out: why some candidates did not take part.
+        too_slow: likewise, of candidates that the budget left no time for.
+        ended: why the race ended early; empty if it is complete.
+        announcement: its size and expected time.
+        seconds: time it took.
+    """
+
+    planned: int | None
+    seeds: tuple[int, ...]
+    lengths: tuple[int, int] = _LENGTHS
+    start: float = math.nan
+    runs: tuple[dict[str, list[Run]], dict[str, list[Run]]] = field(default_factory=lambda: ({}, {}))
+    left_out: dict[str, str] = field(default_factory=dict)
+    too_slow: dict[str, str] = field(default_factory=dict)
+    ended: str = ""
+    announcement: str = ""
+    seconds: float = 0.0
+
+    def ranked(self, name: str, stage: int | None = None, seed: int | None = None) -> list[Run]:
+        """Return a candidate's runs that lowered the loss, best first; by default those of its last stage."""
+        seed = self.seeds[0] if seed is None else seed
+        if stage is None:
+            return self.ranked(name, 1, seed) or self.ranked(name, 0, seed)
+        runs = [run for run in self.runs[stage].get(name, []) if run.seed == seed and run.final < self.start]
+        return sorted(runs, key=lambda run: run.final)
+
+    def compare(self, name: str, stage: int, seed: int | None = None) -> Comparison | None:
+        """Compare a candidate's best run with the baseline's in one stage; None if one of them has no run."""
+        seed = self.seeds[0] if seed is None else seed
+        baseline = next(iter(self.runs[0]), name)
+        own, base = self.ranked(name, stage, seed), self.ranked(baseline, stage, seed)
+        if not base or not any(run.seed == seed for run in self.runs[stage].get(name, [])):
+            return None
+        slowdown = self._step_seconds(name, stage) / max(self._step_seconds(baseline, stage), 1e-9)
+        if not own:
+            return Comparison(math.inf, slowdown)
+        target = base[0].final
+        return Comparison(own[0].steps_to(target) / max(base[0].steps_to(target), 1e-9), slowdown)
+
+    def _step_seconds(self, name: str, stage: int) -> float:
+        """Return the time of a step in the fastest run: others may have been slowed down by other programs."""
+        return min(run.step_seconds for run in self.runs[stage][name])
+
+
+def run_race(
+    objective: Objective,
+    candidates: Sequence[Candidate],
+    *,
+    steps: int | None,
+    budget: float,
+    seeds: Sequence[int],
+    keep: int,
+    rates: Sequence[float] = RATES,
+    progress: bool,
+) -> Race:
+    """Race candidates against each other on copies of the model.
+
+    Args:
+        objective: the model, its loss and its batches.
+        candidates: the candidates, the baseline first.
+        steps: length of the planned training.
+        budget: seconds that the race may take.
+        seeds: seeds of the order of the batches and of dropout.
+        keep: number of learning rates of each candidate in the second stage.
+        rates: learning rates to try.
+        progress: print the expected time and show a progress bar.
+
+    Returns:
+        The race, also if it was interrupted, or its budget was used up, once a run of the baseline lowered the loss.
+
+    Raises:
+        TimeoutError: if the budget is used up before that.
+        ValueError: if no learning rate of the baseline lowers the loss.
+    """
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective must be an egop.Objective, got {type(objective).__name__}.")
+    if steps is not None and steps < 1:
+        raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
+    if not budget > 0:
+        raise ValueError(f"Invalid budget value: {budget}. Must be a positive number of seconds.")
+    if not seeds:
+        raise ValueError("Invalid seeds value: (). Must be at least one seed.")
+    rates = sorted({float(rate) for rate in rates})
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"Invalid rates value: {rates}. Must be one or more positive numbers.")
+    racer = _Racer(objective, candidates, Race(steps, tuple(seeds)), budget, keep, rates, progress)
+    with objective.preserve():
+        return racer.run()
+
+
+class _OutOfTimeError(Exception):
+    pass
+
+
+class _Racer:
+    """Runs a race and keeps track of its time."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        candidates: Sequence[Candidate],
+        race: Race,
+        budget: float,
+        keep: int,
+        rates: Sequence[float],
+        progress: bool,
+    ) -> None:
+        self.objective, self.candidates, self.race = objective, list(candidates), race
+        self.budget, self.keep, self.rates, self.progress = budget, keep, rates, progress
+        self.began = time.monotonic()
+        self.deadline = self.began + budget
+        self.step_seconds: dict[str, float] = {}
+        self.bar = tqdm(disable=True)
+
+    def run(self) -> Race:
+        race = self.race
+        try:
+            self._prepare()
+            self._search_rates()
+            self._repeat_best_rates()
+            self._repeat_with_other_seeds()
+        except KeyboardInterrupt:
+            if not self._has_result():
+                raise
+            race.ended = "it was interrupted"
+        except _OutOfTimeError:
+            if not self._has_result():
+                raise TimeoutError(
+                    f"The budget of {self.budget:g} s was used up before {self.candidates[0].name} lowered the loss. "
+                    "Allow more time (budget=)."
+                ) from None
+            race.ended = f"the budget of {self.budget:g} s was used up"
+        finally:
+            self.bar.close()
+        race.seconds = time.monotonic() - self.began
+        return race
+
+    def _has_result(self) -> bool:
+        return bool(self.race.ranked(self.candidates[0].name, 0))
+
+    def _prepare(self) -> None:
+        """Draw the batches, time a few steps of each candidate, and choose lengths that fit into the budget."""
+        race = self.race
+        lengths = _choose_lengths(race.planned)
+        self.trainer = Trainer(self.objective, lengths[1], race.seeds[0])
+        race.start = self.trainer.start
+        wall, busy = time.monotonic(), clock()
+        for candidate in list(self.candidates):
+            if len(self.candidates) > 1 and (reason := self._find_obstacle(candidate)):
+                race.left_out[candidate.name] = reason
+                self.candidates.remove(candidate)
+                continue
+            if self.step_seconds:  # the baseline may use all of the time
+                self.deadline = time.monotonic() + _TIMING * self.budget
+            try:
+                run = self.trainer.train(candidate.build, self.rates[0], 6, race.seeds[0], 3, self._check_time)
+                self.step_seconds[candidate.name] = run.step_seconds
+            except _OutOfTimeError:
+                if not self.step_seconds:
+                    raise
+                race.too_slow[candidate.name] = f"six steps took longer than {_TIMING:.0%} of the budget"
+                self.candidates.remove(candidate)
+        # On a busy machine, steps take longer than the processor time that is measured.
+        self.stretch = max(1.0, (time.monotonic() - wall) / max(clock() - busy, 1e-9))
+        self._leave_out_slow(_shorten(lengths, 0.0))
+        race.lengths = first, second = _shorten(lengths, self._time_left() / self._estimate(lengths))
+        seconds = self._estimate(race.lengths)
+        searches, repeats = _USUAL * len(self.candidates), self.keep * len(self.candidates) + self._other_seeds()
+        shortened = f", shortened from {lengths[0]} and {lengths[1]}" if race.lengths != lengths else ""
+        race.announcement = (
+            f"Race of {pluralize(len(self.candidates), 'candidate')}: about {searches} runs of {first} steps and "
+            f"{repeats} of {second}{shortened}; {searches * first + repeats * second:,} steps, "
+            f"about {seconds:.0f} s (budget {self.budget:g} s)."
+        )
+        if self.progress:
+            tqdm.write(race.announcement, file=sys.stderr)
+            self.bar = tqdm(total=seconds, desc="Race", bar_format=_BAR, delay=1e-9)
+
+    def _leave_out_slow(self, shortest: tuple[int, int]) -> None:
+        """Leave out candidates with very slow steps while even the shortest runs do not fit into the budget."""
+        while len(self.candidates) > 1 and self._estimate(shortest) > self._time_left():
+            slowest = max(self.candidates[1:], key=lambda each: self.step_seconds[each.name])
+            slowdown = self.step_seconds[slowest.name] / max(self.step_seconds[self.candidates[0].name], 1e-9)
+            if slowdown < _TOO_SLOW:
+                break
+            self.candidates.remove(slowest)
+            self.race.too_slow[slowest.name] = (
+                f"its steps take {slowdown:.0f} x as long as {self.candidates[0].name}'s, too long for this budget"
+            )
+
+    def _time_left(self) -> float:
+        return max(0.0, self.began + self.budget - time.monotonic())
+
+    def _find_obstacle(self, candidate: Candidate) -> str:
+        """Return why a candidate cannot take part; empty if it can."""
+        model, _ = self.objective.trainable_copy()
+        try:
+            optimizer = build_optimizer(candidate.build, model)
+            rotates = not isinstance(optimizer, ReparameterizedOptimizer) or optimizer.plan.chosen
+        except (MemoryError, ValueError) as error:
+            return str(error)
+        return "" if rotates else "it would leave every weight of this model to AdamW"
+
+    def _other_seeds(self) -> int:
+        """Return the number of runs with other seeds: the baseline and one more candidate for each."""
+        return min(2, len(self.candidates)) * (len(self.race.seeds) - 1)
+
+    def _estimate(self, lengths: tuple[int, int]) -> float:
+        first, second = (
+            [
+                self.step_seconds[each.name] * length + self.trainer.evaluation_seconds * min(length, evaluations)
+                for each in self.candidates
+            ]
+            for length, evaluations in zip(lengths, _EVALUATIONS, strict=True)
+        )
+        return self.stretch * (_USUAL * sum(first) + self.keep * sum(second) + self._other_seeds() * max(second))
+
+    def _search_rates(self) -> None:
+        """Search each candidate's learning rate with short runs; move on when the first stage's time is used up."""
+        end = self.began + _FIRST_STAGE * self.budget
+        start = _START
+        for index, candidate in enumerate(self.candidates):
+            now = time.monotonic()
+            self.deadline = now + (end - now) / (len(self.candidates) - index)  # an equal share of what is left
+            runs = self.race.runs[0].setdefault(candidate.name, [])
+            try:
+                search_rates(
+                    self.rates,
+                    start * candidate.factor,
+                    lambda lr, candidate=candidate: self._train(candidate, lr, 0),  # type: ignore[misc]
+                    self.race.start,
+                )
+            except _OutOfTimeError:
+                if not self._has_result():
+                    self.deadline = self.began + self.budget  # the baseline may use all of the time
+                    self._train(candidate, start * candidate.factor, 0)
+                if not runs:
+                    self.race.too_slow[candidate.name] = "there was no time left for it"
+            if candidate is self.candidates[0]:
+                self._check_progress(runs)
+                start = self.race.ranked(candidate.name, 0)[0].lr
+        self.deadline = self.began + self.budget
+
+    def _check_progress(self, runs: list[Run]) -> None:
+        """Raise ValueError if no learning rate of the baseline lowered the loss."""
+        if self._has_result():
+            return
+        best = min(runs, key=lambda run: run.final)
+        found = f"lowest loss {best.final:.3g}, at {best.lr:g}" if math.isfinite(best.final) else "all runs diverged"
+        rates = [run.lr for run in runs]
+        raise ValueError(
+            f"No learning rate of {self.candidates[0].name} from {min(rates):g} to {max(rates):g} lowered the loss "
+            f"from {self.race.start:.3g} within {pluralize(self.race.lengths[0], 'step')} ({found}). "
+            "Check the loss and the batches, or try other rates or more steps."
+        )
+
+    def _repeat_best_rates(self) -> None:
+        """Repeat the best rates of each candidate with longer runs, the most promising candidates first."""
+        race = self.race
+        promising = sorted(self.candidates[1:], key=lambda each: _time(race.compare(each.name, 0)))
+        if self.bar.total:
+            # The first stage is over, however many runs it took.
+            self.bar.total = self.bar.n + self._estimate((0, race.lengths[1]))
+        for candidate in [self.candidates[0], *promising]:
+            for run in race.ranked(candidate.name, 0)[: self.keep]:
+                self._train(candidate, run.lr, 1)
+
+    def _repeat_with_other_seeds(self) -> None:
+        """Repeat the best runs of the baseline and of the most promising candidate with other seeds."""
+        race = self.race
+        others = sorted(self.candidates[1:], key=lambda each: _time(race.compare(each.name, 1)))
+        for seed in race.seeds[1:]:
+            for candidate in [self.candidates[0], *others[:1]]:
+                if best := race.ranked(candidate.name):
+                    self._train(candidate, best[0].lr, 1, seed)
+
+    def _train(self, candidate: Candidate, lr: float, stage: int, seed: int | None = None) -> Run:
+        self.bar.set_postfix_str(f"{candidate.name}, lr {lr:g}", refresh=False)
+        seed = self.race.seeds[0] if seed is None else seed
+        length, evaluations = self.race.lengths[stage], _EVALUATIONS[stage]
+        seconds = self.step_seconds[candidate.name] + self.trainer.evaluation_seconds * evaluations / length
+        seconds *= self.stretch
+
+        def advance() -> None:
+            self.bar.update(min(seconds, max(0.0, (self.bar.total or 0) - self.bar.n)))
+            self._check_time()
+
+        run = self.trainer.train(candidate.build, lr, length, seed, evaluations, advance)
+        self.race.runs[stage].setdefault(candidate.name, []).append(run)
+        return run
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise _OutOfTimeError
+
+
+def search_rates(rates: Sequence[float], start: float, train: Callable[[float], Run], initial: float) -> None:
+    """Try learning rates from a start upward, then downward, until two in a row are no better.
+
+    Args:
+        rates: the rates, ascending.
+        start: the search begins at the nearest of them.
+        train: trains at a rate.
+        initial: loss before training; rates that do not get below it do not count as good.
+    """
+    middle = min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / start)))
+    first = best = train(rates[middle]).final
+    # Above a rate that diverges, all do.
+    for direction in (rates[middle + 1 :] if math.isfinite(first) else [], rates[:middle][::-1]):
+        worse = 0
+        for rate in direction:
+            loss = train(rate).final
+            # Going down, until some rate lowers the loss there is nothing to be worse than.
+            worse = 0 if loss < best or (rate < rates[middle] and best >= initial) else worse + 1
+            best = min(best, loss)
+            if worse == _WORSE or (rate > rates[middle] and math.isinf(loss)):
+                break
+
+
+def _shorten(lengths: tuple[int, int], factor: float) -> tuple[int, int]:
+    """Scale lengths down, but not below the shortest ones."""
+    first, second = (
+        min(length, max(shortest, int(factor * length))) for length, shortest in zip(lengths, _SHORTEST, strict=True)
+    )
+    return first, second
+
+
+def _choose_lengths(steps: int | None) -> tuple[int, int]:
+    if steps is None:
+        return _LENGTHS
+    first, second = (
+        min(steps, max(shortest, round(fraction * steps)))
+        for fraction, shortest in zip(_FRACTIONS, _SHORTEST, strict=True)
+    )
+    return first, second
+
+
+def _time(comparison: Comparison | None) -> float:
+    return math.inf if comparison is None else comparison.time

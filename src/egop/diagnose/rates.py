@@ -1,0 +1,156 @@
+"""Find a learning rate for one optimizer, by a race with a single candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from egop.diagnose.race import RATES, Candidate, Race, run_race
+from egop.diagnose.training import DECAY, WARM_UP, Build
+from egop.estimation import Objective
+from egop.formatting import format_html_table, pluralize
+from egop.plots import create_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["SCHEDULE", "FoundRates", "find_lr"]
+
+SCHEDULE = (
+    f"for warm-up over the first {WARM_UP:.0%} and decay over the last {DECAY:.0%} of training; "
+    "with a constant rate try a third"
+).replace("%", " %")
+
+
+@dataclass(frozen=True, repr=False)
+class FoundRates:
+    """Learning rates to try, from :func:`egop.find_lr`. Iterate over it to get the rates, best first.
+
+    Attributes:
+        rates: the best two rates, best first (one if no other lowered the loss).
+        race: the runs they come from.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
+        >>> found = egop.find_lr(objective, torch.optim.SGD, rates=(0.01, 0.1), progress=False)
+        >>> list(found)
+        [0.1, 0.01]
+    """
+
+    rates: tuple[float, ...]
+    race: Race
+
+    @property
+    def lr(self) -> float:
+        """Best learning rate."""
+        return self.rates[0]
+
+    @property
+    def tried(self) -> dict[float, float]:
+        """Final loss of each rate in the first stage; infinite where the run diverged."""
+        (runs,) = self.race.runs[0].values()
+        return {run.lr: run.final for run in sorted(runs, key=lambda run: run.lr)}
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.rates)
+
+    def __repr__(self) -> str:
+        return f"FoundRates({', '.join(f'{rate:g}' for rate in self.rates)}; {len(self.tried)} tried)"
+
+    def __str__(self) -> str:
+        return " ".join(self._sentences())
+
+    def _sentences(self) -> list[str]:
+        race, tried = self.race, self.tried
+        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
+        length = f"a training of {race.planned:,} steps" if race.planned else "a short training"
+        runs = f"{pluralize(len(tried), 'rate')} from {min(tried):g} to {max(tried):g}, {race.lengths[0]} steps each"
+        words = [f"Try lr {self.lr:g}{second}: {SCHEDULE}.", f"Raced for {length}: {runs}."]
+        if not race.planned:
+            words.append(f"The best were repeated with {race.lengths[1]} steps; longer trainings often want less.")
+        if self.lr in (min(tried), max(tried)) and len(tried) > 1:
+            words.append(f"{self.lr:g} is at the edge of what was tried, so another rate may be better (rates=).")
+        if diverged := [rate for rate, loss in tried.items() if math.isinf(loss)]:
+            words.append(f"Diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
+        if race.ended:
+            words.append(f"The race is incomplete: {race.ended}.")
+        return words
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [f"{rate:g}", f"{loss:.4g}" if math.isfinite(loss) else "diverged", "try" if rate in self.rates else ""]
+            for rate, loss in self.tried.items()
+        ]
+        return f"<p>{escape(str(self))}</p>{format_html_table(['learning rate', 'loss', ''], rows)}"
+
+    def plot(self) -> Figure:
+        """Plot the final losses of the first stage by learning rate."""
+        finite = {rate: loss for rate, loss in self.tried.items() if math.isfinite(loss)}
+        figure, axes = create_axes(
+            title=f"lr {self.lr:g}",
+            xlabel="learning rate",
+            ylabel=f"loss after {self.race.lengths[0]} steps",
+            xscale="log",
+            yscale="log" if min(finite.values()) > 0 else "linear",
+        )
+        axes.plot(list(finite), list(finite.values()), marker=".")
+        axes.plot(list(self.rates), [finite[rate] for rate in self.rates], marker="*", markersize=12, linestyle="none")
+        return figure
+
+
+def find_lr(
+    objective: Objective,
+    optimizer: Build,
+    *,
+    steps: int | None = None,
+    budget: float = 60.0,
+    seed: int = 0,
+    rates: Sequence[float] = RATES,
+    progress: bool = True,
+) -> FoundRates:
+    """Find two learning rates to try, best first, from short runs on copies of the model.
+
+    Each rate trains a copy for 8 % of the planned training, with warm-up and decay. The best three are repeated with
+    20 % of it, and the best two of these are returned. The model stays as it is, also after Ctrl-C, which returns what
+    is known. Copies train in the mode that the model is in: call ``model.train()`` first.
+
+    Args:
+        objective: the model, its loss and its batches.
+        optimizer: an optimizer class, a pair of a class and its options, or a function of the model that returns an
+            optimizer. The rates are those of the first parameter group; other groups keep their ratio to it.
+        steps: length of the planned training. If it is not known, runs have 60, then 150 steps.
+        budget: seconds that this may take; runs are shortened to fit.
+        seed: seed of the batches and of dropout.
+        rates: learning rates to try.
+        progress: print the expected time and show a progress bar.
+
+    Raises:
+        ValueError: if no rate lowers the loss, or if there is nothing to train.
+        TimeoutError: if the budget is used up before the first run is finished.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> batches = [(inputs, inputs.sum(1, keepdim=True)) for inputs in torch.randn(8, 16, 4)]
+        >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        >>> best, second = egop.find_lr(egop.Objective(model, loss, batches), torch.optim.AdamW, progress=False)
+        >>> best > 0.01
+        True
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=best)
+    """
+    candidate = Candidate(_find_name(optimizer), optimizer)
+    race = run_race(
+        objective, [candidate], steps=steps, budget=budget, seeds=(seed,), keep=3, rates=rates, progress=progress
+    )
+    ranked = [run.lr for run in race.ranked(candidate.name)]
+    # Fewer than two in the second stage: the first stage has others.
+    ranked += [run.lr for run in race.ranked(candidate.name, 0) if run.lr not in ranked]
+    return FoundRates(tuple(ranked[:2]), race)
+
+
+def _find_name(optimizer: Build) -> str:
+    kind = optimizer[0] if isinstance(optimizer, tuple) else optimizer
+    return kind.__name__ if isinstance(kind, type) else "the optimizer"
