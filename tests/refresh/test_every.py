@@ -333,7 +333,7 @@ def test_an_objective_may_have_parameters_that_are_not_trained():
 
 def test_renew_basis_without_a_refresh_is_refused():
     optimizer = egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, basis_of(MLP))
-    with pytest.raises(RuntimeError, match=r"This optimizer has no refresh=, which says how a basis is renewed"):
+    with pytest.raises(RuntimeError, match=r"This optimizer has no refresh=, so it does not know how to renew a basis"):
         optimizer.renew_basis()
 
 

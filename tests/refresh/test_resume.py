@@ -208,9 +208,9 @@ def plain():
     return egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, lr=0.01)
 
 
-STAY = "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay as they"
-GO_ON = "The state has bases of structure {}, and training goes on in these. The structure= of egop.{}, {}, is for an"
-CANNOT = "The state has bases of structure Reduced, which egop.Online cannot renew, so they stay as they are. Use egop."
+STAY = "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay fixed"
+GO_ON = "The state has bases of structure {}, and training continues with these. The structure= of egop.{}, {}, applies to an"
+CANNOT = "The state has bases of structure Reduced, which egop.Online cannot renew, so they stay fixed. Use egop."
 WARNED = {
     "Online": (lambda: saved_by("Online"), plain, STAY),
     "Every": (lambda: saved_by("Every"), plain, STAY),
