@@ -1,4 +1,4 @@
-"""The command line, ``egop-lab``. What only a command needs is imported inside it, so that first words come quickly."""
+"""The command line, ``egop-lab``. Each command imports what it needs, so that the first output comes quickly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ app = application("egop-lab", __version__, "The paper's experiments and benchmar
 
 
 def main() -> None:
-    """The command ``egop-lab``."""
+    """Run the command ``egop-lab``."""
     app(prog_name="egop-lab")
 
 
@@ -37,7 +37,7 @@ def demo(
         int | None, typer.Option(min=1, max=MOST_THREADS, help="Torch threads; torch's own choice by default.")
     ] = None,
 ) -> None:
-    """Train the paper's digits network in both coordinates, and a small language model by AdamW and EGOP; compare."""
+    """Compare optimizers in both coordinates on the digits, and AdamW with EGOP on a small language model."""
     with one_line_errors():
         passes = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, {passes} a run, six runs.")
@@ -140,7 +140,7 @@ def reproduce(
         float | None, typer.Option(min=0, help="Seconds after which no new long run starts.")
     ] = None,
 ) -> None:
-    """Run the paper's experiments and judge its claims; what is finished is never done again."""
+    """Run the paper's experiments and judge its claims; finished runs are never repeated."""
     with one_line_errors("The same command goes on from there.", also=(RecordError,)):
         from egop_lab.experiments.registry import IDS, experiment
 
@@ -177,7 +177,7 @@ def reproduce(
 
 
 def _check_writable(folder: Path) -> None:
-    """End with a line, before anything is trained, where nothing can be kept."""
+    """Exit with a message, before anything is trained, if records cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -190,7 +190,7 @@ def report(
     records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("egop-report"),
 ) -> None:
-    """Make a page of everything that has been reproduced: figures, claims, numbers, verdicts."""
+    """Write a page with everything that has been reproduced: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
         from egop_lab.report import index, reproduction, results
 
@@ -220,7 +220,7 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each method; by default what suits it.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: only to see that everything works.")] = False,
 ) -> None:
-    """Measure what a basis and a step cost, beside AdamW, SOAP, Shampoo and Muon."""
+    """Measure the cost of a basis and of a step, compared with AdamW, SOAP, Shampoo and Muon."""
     with one_line_errors(f"Finished rows are in {out}, which is written after every one."):
         typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
         import torch

@@ -1,4 +1,4 @@
-"""How optimizers that are compared are made, from what a training has at its start."""
+"""Builders of the compared optimizers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TORCH: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 class MissingPackageError(MissingDataError):
-    """A package is not installed; the message says what to install."""
+    """A package is missing; the message says what to install."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What optimizers are made from at the start of a training; a method takes of it what it needs.
+    """Everything that optimizers are built from; each method uses what it needs.
 
     Attributes:
         model: what is trained, or holds it.
@@ -67,12 +67,12 @@ class Start:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of the model."""
+        """All parameters of the model."""
         return list(self.model.parameters())
 
     @property
     def hidden(self) -> list[nn.Parameter]:
-        """What optimizers for matrices step: what is named inside, else all but embeddings and the last layer."""
+        """Weights for matrix optimizers: those that match ``inside``, else all but embeddings and the last layer."""
         ends = set(_ends(self.model))
         if self.inside is None:
             return [weight for weight in self.parameters if weight.dim() > 1 and weight not in ends]
@@ -80,7 +80,7 @@ class Start:
         return [weight for name, weight in named if weight.dim() > 1 and any(map(_matching(name), self._patterns))]
 
     def upfront(self, structure: egop.Structure) -> egop.Basis:
-        """A basis from gradients at fresh initialisations (a random one needs none)."""
+        """Return a basis from gradients at fresh initialisations (a random one needs none)."""
         if self.bases is None:
             return self._estimated(structure)
         if structure not in self.bases:
@@ -100,13 +100,13 @@ class Start:
         )
 
     def sampled_again(self, scale: float = 0.0) -> egop.Refresh:
-        """A basis from gradients at the current point, or around it, after every period."""
+        """Return a schedule that samples gradients at or around the current point after every period."""
         assert self.period is not None
         rho = egop.Recentered(scale)
         return egop.Every(self.period, self.objective, rho, samples=self.samples, seed=self.seed)
 
     def online(self, structure: egop.Structure) -> egop.Refresh:
-        """A basis that follows the gradients of the training."""
+        """Return a schedule for a basis that follows the gradients of the training."""
         return egop.Online(every=self.every, structure=self._chosen(structure), memory=self.memory)
 
     @property
@@ -119,7 +119,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A class of ``pytorch_optimizer``, as a way to make an optimizer.
+    """A builder for a class of ``pytorch_optimizer``.
 
     Attributes:
         name: of the class.
@@ -134,23 +134,23 @@ class Foreign:
     by: Literal["every", "period"] = "every"
 
     def call(self, steps: int | None) -> dict[str, Any]:
-        """The arguments for a basis that is renewed after so many steps."""
+        """Return the arguments for a basis that is refreshed every ``steps`` steps."""
         return {**self.arguments} if self.cadence is None else {**self.arguments, self.cadence: steps}
 
     def describe(self, steps: int = 1) -> str:
-        """The call, for settings and configurations."""
+        """Return the call as text, for settings and configurations."""
         arguments = ", ".join(f"{key}={value}" for key, value in self.call(steps).items())
         return f"pytorch_optimizer.{self.name}({arguments})"
 
     def __call__(self, start: Start) -> Optimizer:
-        """The optimizer."""
+        """Build the optimizer."""
         kind = getattr(foreign(self.name), self.name)
         optimizer: Optimizer = kind(start.parameters, **start.options, **self.call(getattr(start, self.by)))
         return optimizer
 
 
 def foreign(name: str) -> Any:
-    """The package that an optimizer comes from, imported (which takes seconds the first time)."""
+    """Import the package ``pytorch_optimizer`` (which takes seconds the first time)."""
     try:
         import pytorch_optimizer
     except ImportError as error:
@@ -161,7 +161,7 @@ def foreign(name: str) -> Any:
 
 
 class Together(Optimizer):
-    """Optimizers that step as one, each over parameters of its own; the groups are theirs.
+    """Several optimizers that step as one, each with its own parameters; the groups are theirs.
 
     Args:
         *parts: the optimizers.
@@ -172,13 +172,13 @@ class Together(Optimizer):
         self.parts = parts
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each."""
+        """Step each optimizer."""
         for part in self.parts:
             part.step(closure)
 
 
 def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Basis | None = None) -> Optimizer:
-    """One of :data:`TORCH`, in original coordinates or in those of a basis."""
+    """Build an optimizer of :data:`TORCH`, in original coordinates or in a basis."""
     kind, options = TORCH[name]
     if basis is None:
         return kind(model.parameters(), lr=lr, **options)  # type: ignore[call-arg]  # the base class has no lr
@@ -188,7 +188,7 @@ def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Basis | 
 
 
 def adamw(start: Start) -> Optimizer:
-    """The one of torch, in original coordinates."""
+    """Build torch's AdamW in original coordinates."""
     return torch.optim.AdamW(start.parameters, **start.options, **start.adam)
 
 
@@ -201,7 +201,7 @@ def rotated(
     online: egop.Structure | None = None,
     compile: bool = False,
 ) -> Optimizer:
-    """AdamW in a basis: one from before the training, which may be sampled again, or one that follows the gradients."""
+    """Build AdamW in a basis: estimated before the training, and maybe again later, or following the gradients."""
     basis = None if upfront is None else start.upfront(upfront)
     refresh = start.online(online) if online is not None else start.sampled_again(scale) if renewed else None
     return egop.ReparameterizedOptimizer(
@@ -210,7 +210,7 @@ def rotated(
 
 
 def as_soap(start: Start, *, every: int) -> Optimizer:
-    """What SOAP does, by this library, which works on all weights of one shape at once: a faster step.
+    """Build SOAP from this library, which steps all weights of one shape at once: a faster step.
 
     Of a kernel it has two bases, of the outputs and of inputs and kernel together, where SOAP has four (docs/soap.md).
     """
@@ -224,7 +224,7 @@ def as_soap(start: Start, *, every: int) -> Optimizer:
 
 
 def muon(start: Start) -> Optimizer:
-    """Kernels, or else hidden matrices, by Muon with updates of AdamW's size; everything else by AdamW.
+    """Build Muon for kernels, or else hidden matrices, with updates of AdamW's size; AdamW for everything else.
 
     torch's Muon takes no kernels, so networks with convolutions have another one, which sees them as matrices.
     """
@@ -245,7 +245,7 @@ def muon(start: Start) -> Optimizer:
 
 
 def stacked(start: Start, *, kind: type[Optimizer]) -> Optimizer:
-    """Hidden matrices and kernels by an optimizer for matrices, everything else by AdamW."""
+    """Build a matrix optimizer for hidden matrices and kernels, and AdamW for everything else."""
     hidden = set(start.hidden)
     others = [parameter for parameter in start.parameters if parameter not in hidden]
     return Together(kind(start.hidden, **start.options), torch.optim.AdamW(others, **start.options, **start.adam))
@@ -260,7 +260,7 @@ def crossed(
     online: egop.Structure | None = None,
     aligned: bool = False,
 ) -> Optimizer:
-    """A base optimizer in some coordinates, at most one of these; AdamW outside.
+    """Build a base optimizer in at most one kind of coordinates, with AdamW for the other parameters.
 
     Args:
         start: what it is made from.
@@ -290,12 +290,12 @@ def _matching(name: str) -> Callable[[str], bool]:
 
 
 def recipe(start: Start) -> Optimizer:
-    """What people type: how weights are stepped, and which are rotated, is its own choice."""
+    """Build ``egop.EGOP``, which chooses the rotated weights and their optimizer itself."""
     return egop.EGOP(start.model, **start.options, fused=start.adam.get("fused"), memory=start.memory)
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights that Muon is not for: embeddings and the last layer."""
+    """Yield the weights that Muon is not meant for: embeddings and the last layer."""
     layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
     for part in [*layers[-1:], *(part for part in model.modules() if isinstance(part, nn.Embedding))]:
         yield from part.parameters()

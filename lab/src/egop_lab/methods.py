@@ -1,4 +1,4 @@
-"""Every method that is compared, once: its label in each comparison, how its optimizer is made, and what it needs.
+"""Every compared method, once: its label in each comparison, its builder, and what the builder needs.
 
 A comparison (an experiment, a part of the benchmark) takes the entries that have a label for it, in the order of
 :data:`METHODS`. A new method to compare is one entry there. Labels are in records: they stay as they are.
@@ -28,7 +28,7 @@ RANK = 16
 
 @dataclass(frozen=True)
 class Method:
-    """One that is compared.
+    """A compared method.
 
     Attributes:
         name: what code calls it; no two have the same.
@@ -47,7 +47,7 @@ class Method:
     package: Literal["always", "convolutions"] | None = None
 
     def make(self, start: Start) -> Optimizer:
-        """Its optimizer for a training."""
+        """Build its optimizer for a training."""
         if lacking := [need for need in self.needs if getattr(start, need) is None]:
             raise ValueError(f"The method {self.name} needs a start with {' and '.join(lacking)}.")
         return self.build(start)
@@ -94,12 +94,12 @@ _BENCHED = {
 
 
 def cell(base: str, coordinates: str) -> str:
-    """What a base in some coordinates is called in the comparison COORDINATES; AdamW in its own is AdamW."""
+    """Return the label of a base in some coordinates in the comparison COORDINATES; AdamW in its own is AdamW."""
     return base if (base, coordinates) == ("AdamW", "original") else f"{base}, {coordinates}"
 
 
 def _crossings() -> Iterator[Method]:
-    """Every base in all coordinates but AdamW in its own; PolarAdam offers no map of its momentum to align to."""
+    """Yield every base in all coordinates except AdamW in its own; PolarAdam has no momentum map to align to."""
     for base, (coordinates, options) in itertools.product(BASES, COLUMNS.items()):
         if (base, coordinates) in (("AdamW", "original"), ("PolarAdam", "aligned")):
             continue
@@ -181,16 +181,16 @@ METHODS: tuple[Method, ...] = (
 
 
 def compared(where: str) -> dict[str, Method]:
-    """The methods of a comparison by their labels there."""
+    """Return the methods of a comparison by their labels there."""
     return {method.labels[where]: method for method in METHODS if where in method.labels}
 
 
 def label(where: str, name: str) -> str:
-    """What a method is called in a comparison."""
+    """Return the label of a method in a comparison."""
     return next(method.labels[where] for method in METHODS if method.name == name)
 
 
 def describe(optimizer: str) -> str | None:
-    """The call that makes an optimizer of small problems; none for those of :data:`TORCH`."""
+    """Return the call that builds an optimizer of small problems as text; None for those of :data:`TORCH`."""
     method = compared(SMALL).get(optimizer)
     return method.build.describe() if method is not None and isinstance(method.build, Foreign) else None

@@ -1,4 +1,4 @@
-"""Muon and NorMuon with weights of one shape stacked: rivals as fast as they can be had.
+"""Muon and NorMuon for stacks of weights of one shape: the fastest competitors we could build.
 
 torch's own Muon works weight by weight and takes no kernels; these do the same to a stack of weights in one call, and
 see a kernel as a matrix with a row for each output.
@@ -19,7 +19,7 @@ __all__ = ["Muon", "NorMuon"]
 
 
 class Muon(egop.optim.MatrixOptimizer):
-    """The momentum with all singular values made one, nearly; with updates of AdamW's size, as torch's own has them.
+    """The momentum with all singular values set to nearly one; updates have AdamW's size, as in torch's own.
 
     Args:
         params: weights of two dimensions or more.
@@ -47,11 +47,11 @@ class Muon(egop.optim.MatrixOptimizer):
     recordable = True
 
     def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Their polar factors."""
+        """Return the polar factors."""
         return egop.optim.polar(matrices, group["iterations"])
 
     def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """As if they were orthogonal to the last digit."""
+        """Return scales for updates that are taken to be exactly orthogonal."""
         size = group["update_rms"] * math.sqrt(max(updates.shape[-2:]))
         dtype = torch.promote_types(updates.dtype, torch.float32)
         return updates.new_full((*updates.shape[:-2], 1, 1), size, dtype=dtype)
@@ -84,7 +84,7 @@ class NorMuon(Muon):
     recordable = True
 
     def updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
-        """Polar factors, each row divided by the root of its running mean square, then all scaled to one size."""
+        """Divide each row of the polar factors by the root of its running mean square; the result is scaled later."""
         factors = self.mapped(matrices, group)
         lengths = torch.linalg.vector_norm(factors, dim=-1, keepdim=True, dtype=matrices.dtype)
         squares = lengths.square().div_(factors.shape[-1])
@@ -96,5 +96,5 @@ class NorMuon(Muon):
         return factors / (torch.stack(means).sqrt() + group["eps"])
 
     def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """To one size."""
+        """Return the scales that bring all updates to one size."""
         return egop.optim.scales_to(updates, group["update_rms"])

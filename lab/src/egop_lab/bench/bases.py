@@ -30,7 +30,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Timed(egop.Structure):
-    """A structure whose accumulators are timed; for each timing the device is waited for.
+    """A structure that times its accumulators; each timing waits for the device.
 
     Args:
         inner: the structure.
@@ -44,28 +44,28 @@ class Timed(egop.Structure):
 
     @property
     def change_type(self) -> type[egop.ChangeOfBasis]:  # type: ignore[override]
-        """That of the inner one, as everything else."""
+        """Class of the inner structure's changes of basis."""
         return self.inner.change_type
 
     @property
     def joint(self) -> bool:  # type: ignore[override]
-        """Whether it takes several tensors as one."""
+        """Whether the inner structure treats several tensors as one."""
         return self.inner.joint
 
     def samples(self, block: Block) -> int:
-        """How many gradients it wants."""
+        """Return the number of gradients that the inner structure asks for."""
         return self.inner.samples(block)
 
     def settings(self) -> dict[str, Any]:
-        """The plain values of its changes."""
+        """Return the settings of the inner structure's changes."""
         return self.inner.settings()
 
     def check(self, block: Block) -> None:
-        """Whether it can be had."""
+        """Check that the inner structure supports the tensors."""
         self.inner.check(block)
 
     def accumulator(self, block: Block) -> Accumulator:
-        """An empty accumulator, timed."""
+        """Create an empty accumulator that is timed."""
         return _TimedAccumulator(self.inner.accumulator(block), self)
 
 
@@ -89,7 +89,7 @@ class _TimedAccumulator(Accumulator):
 def estimate(
     network: Network, structure: egop.Structure, samples: int | None, device: torch.device
 ) -> tuple[egop.Basis, Row]:
-    """A basis of a network around its start, and what it took."""
+    """Estimate a basis around a network's start; return it with its time and memory."""
     objective = egop.Objective(network.make(device), network.loss, network.batches(device, 13))
     timed = Timed(structure, device)
     bases: list[egop.Basis] = []
@@ -111,7 +111,7 @@ def estimate(
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The basis part of the benchmark."""
+    """Run the basis part of the benchmark."""
     every = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(64), egop.Reduced(64)]
     lean = [egop.Shared(), egop.Kronecker()]
     tiny = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(2), egop.Reduced(2)]

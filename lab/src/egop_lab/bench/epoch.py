@@ -23,7 +23,7 @@ EAGER, GRAPH = "eager", "CUDA graph"
 
 
 class _Epoch:
-    """A network of its own that one method trains, an epoch at a time.
+    """A network that one method trains, one epoch at a time.
 
     Args:
         network: the network.
@@ -48,7 +48,7 @@ class _Epoch:
             self.optimizer.renew_basis()  # the first one loads what it needs
 
     def __call__(self) -> float:
-        """The seconds of an epoch."""
+        """Train for an epoch; return the seconds it took."""
         return taken(lambda: self._train(self.steps), self.device)
 
     def _train(self, steps: int) -> None:
@@ -61,7 +61,7 @@ class _Epoch:
 
 
 class _Outputs(nn.Module):
-    """What is recorded as a graph: the fastest baseline, for which the same basis is a larger share."""
+    """The network's outputs, recorded as a CUDA graph: the fastest baseline, of which a basis is a larger share."""
 
     def __init__(self, network: Network, model: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Outputs(nn.Module):
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The epoch part of the benchmark: 74 steps, as many as Imagenette has batches of 128."""
+    """Run the epoch part of the benchmark: 74 steps, the number of batches of 128 in Imagenette."""
     if not setting.gpu and not setting.smoke:
         yield {"note": "A whole epoch of ResNet-34 is measured on a GPU only."}
         return

@@ -19,7 +19,7 @@ _METHODS = (ADAMW, SHARED, SHARED_ONLINE, KRONECKER, KRONECKER_ONLINE, SOAP)
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The growth part of the benchmark."""
+    """Run the growth part of the benchmark."""
     widths = setting.pick(smoke=(8, 16), cpu=(256, 512, 1024), gpu=(512, 1024, 2048))
     yield from _steps("width", {width: networks.perceptron((64, width, width, 10), 64) for width in widths}, setting)
     depths, width = setting.pick(smoke=((1, 2), 8), cpu=((2, 4, 8), 256), gpu=((2, 4, 8), 512))
@@ -29,7 +29,7 @@ def run(setting: Setting) -> Iterator[Row]:
 
 
 def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[Row]:
-    """The seconds of a step alone, and how much longer it is than at half the size."""
+    """Time a step, and compare it with the step at half the size."""
     last: dict[str, float] = {}
     for size, network in sizes.items():
         methods = {name: method for name, method in available(network)[0].items() if name in _METHODS}
@@ -48,7 +48,7 @@ def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[R
 
 
 def _estimates(setting: Setting) -> Iterator[Row]:
-    """The seconds of an estimate on the digits network, and how much longer it is than with half the samples."""
+    """Time an estimate on the digits network, and compare it with the estimate from half the samples."""
     structures = {"Shared": egop.Shared(), "Full": egop.Full()}
     network = networks.perceptron((6, 4, 3), 4) if setting.smoke else networks.digits()
     for name, structure in structures.items():

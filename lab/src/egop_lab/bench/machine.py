@@ -1,4 +1,4 @@
-"""The machine that is measured on: its name, its settings, and how fast it multiplies and copies."""
+"""Name, settings and peak speed of the machine that is measured on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]  # what is measured of one method or structure on one netwo
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine reaches in the best of cases, which makes the floor of a step.
+    """Peak rates of the machine, which give a lower bound on the time of a step.
 
     Attributes:
         flops: floating-point operations a second, of a large product in float32 at the precision that is set.
@@ -35,7 +35,7 @@ class Rates:
     bytes: float
 
     def seconds(self, flops: float, size: float) -> float:
-        """The least time for so many operations on so many bytes."""
+        """Return the least time for some operations and memory traffic."""
         return max(flops / self.flops, size / self.bytes)
 
 
@@ -57,21 +57,21 @@ class Setting:
 
     @property
     def gpu(self) -> bool:
-        """Whether this is a GPU."""
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def pick(self, *, smoke: T, cpu: T, gpu: T) -> T:
-        """One of three, by what is measured on."""
+        """Pick one of three values: for a smoke run, the CPU or a GPU."""
         return smoke if self.smoke else gpu if self.gpu else cpu
 
     def turns(self, usual: int) -> int:
-        """How many rounds there are."""
+        """Return the number of rounds."""
         return self.rounds or (1 if self.smoke else usual)
 
 
 @contextlib.contextmanager
 def settled(device: torch.device) -> Iterator[None]:
-    """On a GPU, TF32 products and the fastest convolutions. No garbage is collected in the middle of a measurement."""
+    """Use TF32 and the fastest convolutions on a GPU, and keep the garbage collector off while measuring."""
     convolutions, collecting = torch.backends.cudnn.benchmark, gc.isenabled()
     with fast(device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # of attention under vmap
@@ -89,14 +89,14 @@ def settled(device: torch.device) -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Give back what the part before this one held."""
+    """Free the memory that the previous part held."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """What a reader has to know of the machine; called inside :func:`settled`."""
+    """Describe the machine and its settings; call it inside :func:`settled`."""
     gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else _processor(),
@@ -110,7 +110,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def measure(device: torch.device, *, smoke: bool) -> Rates:
-    """The best of some large products and copies."""
+    """Measure the best rate of some large products and copies."""
     side, entries = (256, 2**20) if smoke else (8192, 2**28) if device.type == "cuda" else (2048, 2**26)
     left, right = torch.randn(2, side, side, device=device)
     source, target = torch.zeros(2, entries, device=device)

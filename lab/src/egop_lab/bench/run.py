@@ -73,7 +73,7 @@ def run(
 
 
 def failures(kept: dict[str, Any]) -> list[str]:
-    """What failed in a run, in one line each."""
+    """Return one line for each row that failed."""
     return [f"{part}: {row['failed']}" for part, rows in kept["parts"].items() for row in rows if "failed" in row]
 
 

@@ -1,4 +1,4 @@
-"""Gradient samples a second: one at a time against many at once."""
+"""Gradient samples per second: one at a time and vmapped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INITIALIZATION = egop.Initialization(init_fn=xavier_)
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The sampling part of the benchmark."""
+    """Run the sampling part of the benchmark."""
     cases: list[tuple[Network, egop.Distribution, int, int]] = setting.pick(
         smoke=[
             (networks.digits(8), _INITIALIZATION, 2, 4),
@@ -63,7 +63,7 @@ def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting:
 
 
 def _batches(network: Network, device: torch.device) -> Iterable[Any]:
-    """For the digits network what the experiment has: the images in a new order on every pass."""
+    """Return batches; for the digits network those of the experiment, in a new order on every pass."""
     if network.name != networks.digits().name:
         return network.batches(device, 13)
     images, labels = (tensor.to(device) for tensor in digits().train.batch)

@@ -1,4 +1,4 @@
-"""What the measured optimizers are made from: all with the same learning rate and cadence, each in its fastest form."""
+"""Setups that the measured optimizers are built from: the same learning rate and interval, each in its fastest form."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ INSTALL = f"{SOAP}, {SHAMPOO} and the Muon of ResNets are left out: pip install 
 
 
 class Start(making.Start):
-    """One whose bases cost nothing before the training."""
+    """A setup whose bases cost nothing before the training."""
 
     def upfront(self, structure: egop.Structure) -> egop.Basis:
-        """Any basis will do: the time of a step does not depend on which one it is."""
+        """Return an arbitrary basis: the time of a step does not depend on which one it is."""
         return some_basis(self.model, structure)
 
 
 def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), **options: Any) -> Start:
-    """What an optimizer for a model of a network is made from; the batches are for those that sample."""
+    """Build the setup of an optimizer for a model of a network; methods that sample gradients use the batches."""
     return Start(
         # So small that weights hardly move: after a thousand steps the gradients are still those of a network.
         options={"lr": 1e-6, "weight_decay": 0.0},
@@ -43,7 +43,7 @@ def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), 
 
 
 def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Basis:
-    """A dense orthonormal basis of every weight, at no cost."""
+    """Build a dense orthonormal basis of every weight without estimating it."""
     objective = egop.Objective(model, lambda model, batch: batch, [None])  # nothing is sampled for the identity
     identity = egop.estimate(objective, partition="parameter", structure=egop.Identity(), progress=False)
     device = next(model.parameters()).device
@@ -59,7 +59,7 @@ def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Basis:
 
 
 def _reflection(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """The first columns of a reflection, which is orthonormal and has no zeros; the same throughout a stack."""
+    """Return the first columns of a reflection, which is orthonormal and has no zeros; the same throughout a stack."""
     *_, rows, columns = shape
     normal = torch.randn(rows, generator=torch.Generator().manual_seed(0)).to(device)
     normal /= torch.linalg.vector_norm(normal)
@@ -68,12 +68,12 @@ def _reflection(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def period(method: Method) -> int:
-    """After how many steps its work repeats."""
+    """Return the number of steps after which the method's work repeats."""
     return RENEWED if method.follows else 1
 
 
 def available(network: Network) -> tuple[dict[str, Method], bool]:
-    """The methods that can be had here for a network, and whether some are left out for want of a package."""
+    """Return the methods that can run here for a network, and whether a missing package leaves some out."""
     choices = methods.compared(BENCH)
     try:
         making.foreign(SOAP)

@@ -1,4 +1,4 @@
-"""An optimizer's step alone and a whole training step, beside AdamW, SOAP and the floor of the basis products."""
+"""Optimizer steps and whole training steps, compared with AdamW, SOAP and a lower bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, 
 
 @dataclass(frozen=True)
 class Turn:
-    """One round of a method, in seconds: the mean step, the longest one, and the mean whole step with its gradient."""
+    """Seconds in one round of a method: the mean step, the longest step, and the mean training step."""
 
     step: float
     longest: float
@@ -33,7 +33,7 @@ class Turn:
 
 
 class Trial:
-    """A method at work on a network of its own.
+    """A method that trains its own network.
 
     Args:
         network: the network.
@@ -61,7 +61,7 @@ class Trial:
         self._parameters = list(self.model.parameters())
 
     def warmed_up(self, *, whole: bool) -> Trial:
-        """The first steps set things up and make a first basis; on a GPU a renewal also loads what it needs."""
+        """Run the first steps, which set things up and build a first basis; on a GPU a refresh also loads kernels."""
         if self.gradients:
             self.alone(self.period + 2 if self.device.type == "cuda" else 2)
         if whole:
@@ -69,7 +69,7 @@ class Trial:
         return self
 
     def alone(self, steps: int) -> Turn:
-        """Steps with gradients that are there already."""
+        """Time steps for given gradients."""
         marks = Marks(self.device)
         for index in range(steps):
             for parameter, gradient in zip(self._parameters, self.gradients[index % len(self.gradients)], strict=True):
@@ -81,7 +81,7 @@ class Trial:
         return Turn(sum(times) / steps, max(times))
 
     def whole(self, steps: int) -> Turn:
-        """Forward, backward and step."""
+        """Time training steps: forward, backward and step."""
         marks = Marks(self.device)
         for index in range(steps):
             marks.mark()
@@ -95,7 +95,7 @@ class Trial:
         return Turn(sum(times) / steps, max(times), sum(seconds) / steps)
 
     def turn(self, steps: int) -> Turn:
-        """One round: on the CPU a whole step is the sum of its parts; on a GPU they overlap, and each is measured."""
+        """Run one round. On the CPU a training step is the sum of its parts; on a GPU they overlap."""
         steps = -(-steps // self.period) * self.period  # whole periods, each with one renewal
         if self.device.type != "cuda":
             return self.whole(steps)
@@ -104,7 +104,7 @@ class Trial:
 
 
 def gradients_of(network: Network, model: nn.Module, batches: Sequence[networks.Batch]) -> list[list[Tensor]]:
-    """The gradients of each batch."""
+    """Compute the gradients of each batch."""
     parameters = list(model.parameters())
     return [list(torch.autograd.grad(network.loss(model, batch), parameters)) for batch in batches]
 
@@ -112,7 +112,7 @@ def gradients_of(network: Network, model: nn.Module, batches: Sequence[networks.
 def trials(
     network: Network, methods: Mapping[str, Method], device: torch.device, *, whole: bool
 ) -> tuple[dict[str, Trial], dict[str, str]]:
-    """All methods set up for a network, and why some could not be.
+    """Set up all methods for a network; return also why some could not be.
 
     Args:
         network: the network.
@@ -132,7 +132,7 @@ def trials(
 
 
 def measure(network: Network, methods: Mapping[str, Method], setting: Setting, steps: int, rounds: int) -> list[Row]:
-    """The rows of one network: each method's seconds, and what they are to AdamW's, SOAP's and the floor."""
+    """Return the rows of one network: seconds of each method, and ratios to AdamW, SOAP and the lower bound."""
     ready, unready = trials(network, methods, setting.device, whole=True)
     results, failed = interleaved(
         {name: functools.partial(trial.turn, steps) for name, trial in ready.items()},
@@ -167,7 +167,7 @@ def _row(trial: Trial, turns: Sequence[Turn], rates: Rates) -> Row:
 
 
 def floor(basis: egop.Basis, rates: Rates) -> Row:
-    """The least time for the products of one encode and one decode of every block."""
+    """Return the least time for the products of one encode and one decode of every block."""
     needs = [(change.cost_per_step, _bytes_moved(change)) for change in basis.values()]
     return {
         "basis flops": sum(flops for flops, _ in needs),
@@ -178,7 +178,7 @@ def floor(basis: egop.Basis, rates: Rates) -> Row:
 
 
 def _bytes_moved(change: egop.ChangeOfBasis) -> int:
-    """Encode and decode each read the basis, read the block and write it; Auxiliary needs its basis twice for each."""
+    """Return the memory traffic of encode and decode: each reads the basis and the block and writes the block."""
     reads = 4 if change.kind == "Auxiliary" else 2
     return reads * change.nbytes + 4 * change.block.size * change.block.dtype.itemsize
 
@@ -194,7 +194,7 @@ def _compare(row: Row, rows: Mapping[str, Row]) -> None:
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The step part of the benchmark."""
+    """Run the step part of the benchmark."""
     cases = setting.pick(
         smoke=[
             (networks.perceptron((12, 16, 16, 4), 8), 1, 1),

@@ -16,7 +16,7 @@ _TOGETHER, _PLAIN, _ALONE = "together", "one at a time", "one at a time, in the 
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The sweep part of the benchmark: seconds a run and epoch, of training steps alone (and one look at the end)."""
+    """Run the sweep part of the benchmark: seconds per run and epoch of training, with one evaluation at the end."""
     rates = doublings(1e-3, 1)[: 2 if setting.smoke else None]
     trials = setting.pick(smoke=2, cpu=5, gpu=50)
     epochs = setting.pick(smoke=1, cpu=4, gpu=20)

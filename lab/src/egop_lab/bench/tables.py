@@ -1,4 +1,4 @@
-"""The rows as tables for people."""
+"""Tables of the benchmark's rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Format = Callable[[Any], str]
 
 
 def duration(seconds: float) -> str:
-    """``0.00123`` as ``"1.23 ms"``."""
+    """Format ``0.00123`` as ``"1.23 ms"``."""
     if seconds >= 10:
         return f"{seconds:.1f} s"
     if seconds >= 1:
@@ -100,7 +100,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
 
 
 def table(part: str, rows: Sequence[Row]) -> str:
-    """The rows of one part, and below them what failed or was left out."""
+    """Format the rows of one part, with failures and omissions below."""
     title, columns = COLUMNS[part]
     shown = [row for row in rows if "note" not in row]
     cells = [
@@ -117,7 +117,7 @@ def table(part: str, rows: Sequence[Row]) -> str:
 
 
 def verdicts(judged: Sequence[Row]) -> str:
-    """The targets: what was wanted, what was measured."""
+    """Format the targets: wanted and measured."""
     lines = ["Targets", ""]
     for row in judged:
         measured = "" if row["measured"] is None else f"measured {row['measured']:.3g}, "

@@ -1,4 +1,4 @@
-"""What the numbers are meant to be, as data, and what they are."""
+"""Performance targets as data, and whether they are met."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Target:
     find: Callable[[Parts], float | None]
 
     def judged(self, parts: Parts, kind: str) -> dict[str, Any]:
-        """The target beside what was measured."""
+        """Return the target with the measured value."""
         measured = self.find(parts) if self.kind in (None, kind) else None
         row = {"id": self.id, "words": self.words, "target": f"{self.sense} {self.bound:g}", "measured": measured}
         if measured is None:
@@ -71,7 +71,7 @@ def _epoch(id: str, words: str, bound: float, method: str, form: str) -> Target:
 
 
 def _soap() -> Iterator[Target]:
-    """Against SOAP on every network that is measured."""
+    """Return the targets against SOAP on every measured network."""
     networks: list[tuple[str, Literal["cpu", "cuda"] | None]] = [
         ("MLP 784-1024-1024-10", None),
         ("ResNet-34, width 32", "cpu"),
@@ -120,5 +120,5 @@ TARGETS: list[Target] = [
 
 
 def judge(parts: Parts, kind: str) -> list[dict[str, Any]]:
-    """Every target beside what was measured on this kind of device."""
+    """Compare every target for this kind of device with its measured value."""
     return [target.judged(parts, kind) for target in TARGETS]

@@ -18,13 +18,13 @@ _STATM = Path("/proc/self/statm")  # the memory of this process, in pages
 
 
 def wait(device: torch.device) -> None:
-    """Until everything that was asked of the device is done."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Marks:
-    """Marks in the stream of work, and the seconds between them.
+    """Marks in a stream of work, and the seconds between them.
 
     On a GPU these are events: nobody waits for the device until the seconds are asked for.
     """
@@ -35,7 +35,7 @@ class Marks:
         wait(device)
 
     def mark(self) -> None:
-        """Put a mark after what has been asked for so far."""
+        """Put a mark after the work submitted so far."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -44,7 +44,7 @@ class Marks:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next."""
+        """Return the seconds between consecutive marks."""
         wait(self._device)
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if self._device.type == "cuda":
@@ -53,7 +53,7 @@ class Marks:
 
 
 def taken(work: Callable[[], object], device: torch.device) -> float:
-    """The seconds that a piece of work takes, by the clock on the wall."""
+    """Return the wall-clock seconds of a piece of work."""
     wait(device)
     began = time.perf_counter()
     work()
@@ -64,7 +64,7 @@ def taken(work: Callable[[], object], device: torch.device) -> float:
 def interleaved(
     turns: Mapping[str, Callable[[], T]], rounds: int, limit: float | None = None
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
-    """Let everything have its turn, for some rounds.
+    """Give every method its turn, for some rounds.
 
     Args:
         turns: what to do, by name.
@@ -91,13 +91,13 @@ def interleaved(
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, in one line."""
+    """Return why something failed, in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]
 
 
 def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> dict[str, Any]:
-    """The medians of several rounds with their spreads, and why something failed, in one row."""
+    """Return one row with the medians of several rounds and their spreads, or the reason of a failure."""
     row: dict[str, Any] = {}
     for name, values in found.items():
         row |= {name: median(values), f"{name} spread": spread(values)}
@@ -105,7 +105,7 @@ def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> 
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """The least and the largest of several rounds, and how many there were."""
+    """Return the smallest and the largest of several rounds, and their number."""
     known = list(values)
     return {"low": min(known), "high": max(known), "rounds": len(known)}
 

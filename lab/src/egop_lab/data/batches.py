@@ -30,20 +30,20 @@ class Split:
         return self.features, self.labels
 
     def cut(self, rows: int) -> tuple[Split, Split]:
-        """The first examples, and the others."""
+        """Split off the first examples."""
         return Split(self.features[:rows], self.labels[:rows]), Split(self.features[rows:], self.labels[rows:])
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """The examples to train, to validate and to test with."""
+    """Examples for training, validation and testing."""
 
     train: Split
     validation: Split
     test: Split
 
     def on(self, device: torch.device | str) -> list[tuple[Tensor, ...]]:
-        """Features and labels of the three, each on a device."""
+        """Return features and labels of the three splits, moved to a device."""
         splits = (self.train, self.validation, self.test)
         return [tuple(tensor.to(device) for tensor in split.batch) for split in splits]
 

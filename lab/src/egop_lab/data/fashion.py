@@ -1,4 +1,4 @@
-"""Fashion-MNIST: looked for, else downloaded; checked before use."""
+"""Fashion-MNIST: found in a folder or downloaded, and checked before use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ADVICE = "Run 'apt-get install dataset-fashion-mnist', or name a folder that ha
 
 
 def fashion_mnist(folder: str | Path | None = None) -> DataSet:
-    """Fashion-MNIST, split as in the paper: 60000 to train; of the 10000 others 2500 to validate, 7500 to test.
+    """Load Fashion-MNIST, split as in the paper: 60000 to train; of the other 10000, 2500 to validate, 7500 to test.
 
     Pictures of clothing: 28 x 28 as 784 numbers in [0, 1] (float32), labels 0 to 9 (int64).
 
@@ -58,12 +58,12 @@ def fashion_mnist(folder: str | Path | None = None) -> DataSet:
 
 
 def fashion_folder(folder: str | Path | None = None) -> Path:
-    """Where the images of :func:`fashion_mnist` come from, or will be put."""
+    """Return the folder from which :func:`fashion_mnist` reads the images, or to which it downloads them."""
     return _path("train-images-idx3-ubyte", folder).parent
 
 
 def four_classes(data: DataSet) -> DataSet:
-    """The small version of the paper's spectra: classes 0 to 3, the largest pixel of each 2 x 2, 196 numbers each.
+    """Load the small version for the paper's spectra: classes 0 to 3, the largest pixel of each 2 x 2, 196 features.
 
     Of the real data set 24000 to train, 1000 to validate and 3000 to test.
     """
@@ -87,7 +87,7 @@ def _split(kind: str, folder: str | Path | None) -> Split:
 
 
 def _path(name: str, folder: str | Path | None) -> Path:
-    """Where one of the four files is, or else is to be put."""
+    """Return the path of one of the four files, or where to download it to."""
     given = (
         [] if folder is None else [Path(folder), Path(folder) / "fashion-mnist", Path(folder) / "FashionMNIST" / "raw"]
     )
@@ -97,7 +97,7 @@ def _path(name: str, folder: str | Path | None) -> Path:
 
 
 def _file(name: str, folder: str | Path | None) -> bytes:
-    """The unpacked content of one of the four files, checked."""
+    """Return the unpacked content of one of the four files, checked."""
     path = _path(name, folder)
     if not path.is_file():
         return _checked(_download(name, path), name, path)
@@ -137,7 +137,7 @@ def _checked(content: bytes, name: str, source: str | Path) -> bytes:
 
 
 def _parse_idx(content: bytes, name: str) -> Tensor:
-    """A tensor from the idx format: two zeros, the type (8: bytes), the number of dimensions, their sizes, the data."""
+    """Parse the idx format: two zeros, the type (8: bytes), the number of dimensions, their sizes, the data."""
     zeros, kind, dimensions = struct.unpack(">HBB", content[:4]) if len(content) >= 4 else (1, 0, 0)
     start = 4 + 4 * dimensions
     if zeros or kind != 8 or len(content) < start:

@@ -1,4 +1,4 @@
-"""Image folders, ``train/CLASS/*`` and ``val/CLASS/*``: held on the device where they fit, else read by processes.
+"""Image folders, ``train/CLASS/*`` and ``val/CLASS/*``: held on the device if they fit, else read by processes.
 
 Training sees random resized crops and flips, evaluation the central crop or ten crops (corners, centre and their
 mirror images). What is held is augmented on the device, a batch at a time; what is read is cropped by the workers.
@@ -31,16 +31,16 @@ HOLD_BYTES = 8 * 2**30
 
 
 class Images(Protocol):
-    """What training needs of a set of images. A batch is normalised images and their labels."""
+    """Training and validation images. A batch is normalised images and their labels."""
 
     classes: int
     counts: dict[str, int]
 
     def training(self, size: int, seed: int) -> Iterable[Batch]:
-        """Batches of random crops, (size, 3, crop, crop), in a new order on every pass; no smaller one."""
+        """Return batches of random crops, (size, 3, crop, crop), in a new order on every pass; all of the same size."""
 
     def validation(self, *, ten: bool) -> Iterable[Batch]:
-        """Batches of views, (n, views, 3, crop, crop): the central crop, or ten."""
+        """Return batches of views, (n, views, 3, crop, crop): the central crop, or ten."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Files:
     labels: tuple[int, ...]
 
     def first(self, count: int | None) -> Files:
-        """So many files, spread evenly over all of them."""
+        """Return ``count`` files, spread evenly over all of them."""
         if count is None or count >= len(self.paths):
             return self
         rows = [index * len(self.paths) // count for index in range(count)]
@@ -59,7 +59,7 @@ class Files:
 
 
 def find(folder: str | None) -> tuple[Files, Files]:
-    """The training and the validation files: in the folder itself, or in ``imagenette`` or ``imagenet`` inside it."""
+    """Find the training and validation files: in the folder itself, or in ``imagenette`` or ``imagenet`` inside it."""
     places = [] if folder is None else [Path(folder), Path(folder, "imagenette"), Path(folder, "imagenet")]
     place = next((place for place in places if (place / "train").is_dir() and (place / "val").is_dir()), None)
     if place is None:
@@ -88,7 +88,7 @@ def load(
     workers: int = 2,
     hold_bytes: int = HOLD_BYTES,
 ) -> Images:
-    """The images of a folder.
+    """Load the images of a folder.
 
     Args:
         folder: that has ``train`` and ``val``.
@@ -137,7 +137,7 @@ class _HeldBatches:
 
 
 class FolderImages:
-    """Images that are read when they are needed, by worker processes; each one's crop depends on its own seed alone."""
+    """Images that worker processes read when they are needed; the crop of each depends on its own seed alone."""
 
     def __init__(
         self, train: Files, validation: Files, *, side: int, crop: int, device: torch.device, workers: int
@@ -218,13 +218,13 @@ class _OnDevice:
 
 
 def normalized(images: Tensor) -> Tensor:
-    """Bytes as float32, with ImageNet's mean 0 and deviation 1 by channel; of any leading dimensions."""
+    """Convert bytes to float32 and normalise with ImageNet's mean and deviation by channel; any leading dimensions."""
     mean, deviation = (torch.tensor(values, device=images.device)[:, None, None] for values in (_MEAN, _DEVIATION))
     return (images.float() / 255 - mean) / deviation
 
 
 def crop_boxes(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Random boxes inside an image, (count, 4): left, top, width, height, in pixels.
+    """Draw random boxes inside an image, (count, 4): left, top, width, height, in pixels.
 
     Area and shape are drawn as usual (8 to 100 % of the image, 3:4 to 4:3): the first of ten draws that fits, or the
     largest box of a permitted shape when none does.
@@ -244,7 +244,7 @@ def crop_boxes(count: int, height: int, width: int, generator: torch.Generator) 
 
 
 def random_crops(images: Tensor, crop: int, generator: torch.Generator) -> Tensor:
-    """A random resized crop of each image, every other one mirrored: bytes as floats, (n, 3, crop, crop)."""
+    """Crop, resize and randomly mirror each image: bytes as floats, (n, 3, crop, crop)."""
     count, _, height, width = images.shape
     left, top, wide, tall = crop_boxes(count, height, width, generator).unbind(1)
     flipped = torch.rand(count, generator=generator, device=generator.device) < 0.5
@@ -257,7 +257,7 @@ def random_crops(images: Tensor, crop: int, generator: torch.Generator) -> Tenso
 
 
 def views(images: Tensor, crop: int, *, ten: bool) -> Tensor:
-    """The central crop, (n, 1, 3, crop, crop); or ten: four corners, centre, and the mirror images of these five."""
+    """Return the central crop, (n, 1, 3, crop, crop); or ten: four corners, centre, and their mirror images."""
     height, width = images.shape[-2:]
     if min(height, width) < crop:
         raise ValueError(f"A crop of {crop} pixels does not fit into images of {height} x {width}.")
@@ -300,7 +300,7 @@ def _open(path: Path) -> Any:
 
 
 def _resized(image: Any, side: int) -> Any:
-    """The image with its shorter side at the wanted length."""
+    """Resize the image so that its shorter side has the given length."""
     scale = side / min(image.width, image.height)
     if scale == 1:
         return image

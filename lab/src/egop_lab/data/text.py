@@ -38,19 +38,19 @@ class Text:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What tells this text from another one, for configurations."""
+        """Return a size and digest that identify the text, for configurations."""
         digest = hashlib.sha256(self.train.cpu().numpy().tobytes() + self.validation.cpu().numpy().tobytes())
         return {"train": len(self.train), "validation": len(self.validation), "sha256": digest.hexdigest()[:16]}
 
     def windows(self, length: int, count: int) -> Tensor:
-        """At most so many windows of the validation text, (n, length), spread evenly over it without overlap."""
+        """Return at most ``count`` windows of the validation text, (n, length), spread evenly without overlap."""
         rows = len(self.validation) // length
         chosen = torch.arange(min(count, rows), device=self.validation.device) * rows // min(count, rows)
         return self.validation[: rows * length].view(rows, length)[chosen]
 
 
 class Windows:
-    """Batches of windows of a text, (size, length), at random places; some more on every pass.
+    """Batches of windows of a text, (size, length), at random places; different ones on every pass.
 
     Two sources with the same seed give the same batches, pass by pass.
 
@@ -76,7 +76,7 @@ class Windows:
 
 
 def load(place: str | None, device: torch.device, *, smallest: int) -> Text:
-    """The text at a place, see above.
+    """Load the text at a path, see above.
 
     Args:
         place: a file or a folder.
@@ -94,7 +94,7 @@ def load(place: str | None, device: torch.device, *, smallest: int) -> Text:
 
 
 def _read(place: str | None) -> tuple[bytes, bytes]:
-    """The training and the validation part."""
+    """Return the training and the validation part."""
     root = None if place is None else Path(place)
     folders = [] if root is None else [root / name for name in _INSIDE]
     for folder in folders:

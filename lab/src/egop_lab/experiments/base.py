@@ -1,4 +1,4 @@
-"""One experiment = settings, runs, claims, pictures. All of them are values; drawing and reporting happen elsewhere."""
+"""The interface of experiments: settings, runs, claims and pictures, all plain values; drawing happens elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["claim", "reading", "target", "check"]
 
 @dataclass(frozen=True)
 class Beside:
-    """What another rule says of a claim.
+    """The result of judging a claim by an alternative rule.
 
     Attributes:
         rule: in what it differs.
@@ -33,7 +33,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim of the paper and what was found.
+    """A claim with its verdict and the numbers behind it.
 
     Attributes:
         id: of the claim, ``experiment/short-name``.
@@ -62,7 +62,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers in words, for reading.
+    """A table of formatted numbers.
 
     Attributes:
         title: what they are.
@@ -88,63 +88,63 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def settings(self, preset: Preset) -> dict[str, Any]:
-        """Sizes, trials, grids: plain values, shown in the report."""
+        """Return sizes, trials and grids as plain values, which the report shows."""
 
     @abc.abstractmethod
     def run(self, store: Store, context: Context) -> None:
-        """Do the runs that the store does not have yet, adding each as it is finished."""
+        """Do the runs that the store does not have yet; add each as soon as it is finished."""
 
     @abc.abstractmethod
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        """Each claim with its verdict, from the records alone."""
+        """Return each claim with its verdict, from the records alone."""
 
     @abc.abstractmethod
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        """The figures, from the records alone."""
+        """Return the figures, from the records alone."""
 
     def tables(self, store: Store, preset: Preset) -> list[Table]:
-        """What is better read than seen, from the records alone; none by default."""
+        """Return tables, from the records alone; none by default."""
         return []
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
-        """What is to be said before anything else, from the records alone; nothing by default."""
+        """Return remarks that come before everything else, from the records alone; none by default."""
         return []
 
     def config(self, preset: Preset, **entries: Any) -> dict[str, Any]:
-        """The configuration of one run: what is common to all, and its own settings."""
+        """Return the configuration of one run: common entries and its own settings."""
         return {"experiment": self.id, "version": self.version, "preset": preset, **entries}
 
     def records(self, store: Store, preset: Preset, **wanted: Any) -> list[Record]:
-        """The finished runs of this preset and version whose configuration has these values."""
+        """Return the finished runs of this preset and version whose configuration has these values."""
         config = self.config(preset, **wanted)
         return [r for r in store if all(r.config.get(key) == value for key, value in config.items())]
 
 
 def verdict(holds: bool) -> Verdict:
-    """The verdict on a claim that was put to the test."""
+    """Return the verdict on a claim that was tested."""
     return "holds" if holds else "does not hold"
 
 
 def decades(smaller: float, larger: float, floor: float = 0.0) -> float | None:
-    """How many decades a number is below another one, both seen no lower than a floor; None without positive ones."""
+    """Return how many decades a number is below another, both clamped to a floor; None if one is not positive."""
     one, other = max(smaller, floor), max(larger, floor)
     return math.log10(other / one) if 0 < one < math.inf and 0 < other < math.inf else None
 
 
 def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], **more: Any) -> Judged:
-    """The verdict on a claim that one measured number is smaller than another; more: of what is judged."""
+    """Judge the claim that one measured number is smaller than another; ``more`` are further fields."""
     finding = f"{smaller[0]}: {smaller[1]:.3g}; {larger[0]}: {larger[1]:.3g}."
     margin = decades(smaller[1], larger[1])
     return Judged(id, words, verdict(smaller[1] < larger[1]), finding, margin=margin, **more)
 
 
 def beside(rule: str, other: Judged) -> Beside:
-    """What was judged by another rule, to stand beside."""
+    """Return the result of judging a claim by an alternative rule."""
     return Beside(rule, other.verdict, other.found)
 
 
 def also(judged: Sequence[Judged], rule: str, others: Sequence[Judged], always: Collection[str] = ()) -> list[Judged]:
-    """Put beside what was judged what another rule finds of it, and its rules beside: where the verdict is another one.
+    """Add the results of an alternative rule, and of its own alternatives, where the verdict differs.
 
     Args:
         judged: claims with their verdicts.

@@ -32,7 +32,7 @@ _SEEN = 1.05  # what is nearer coincides in a figure
 
 
 class ConvexTrials(Trials):
-    """One kind of objective: each trial has its own data, solution and start, which is drawn from N(0, I).
+    """One kind of objective: each trial has its own data and solution, and a start drawn from N(0, I).
 
     What is recorded as loss is above the minimum, which is log n, 0, or found by Newton's method.
     """
@@ -82,7 +82,7 @@ class ConvexTrials(Trials):
         return {"loss": above, "gradient norm": torch.bmm(outer, self.data).norm(dim=-1)}
 
     def _newton(self) -> Tensor:
-        """The least loss of each trial; the logistic loss of these sizes is smooth enough for undamped steps."""
+        """Compute the least loss of each trial; at these sizes undamped Newton steps suffice."""
         theta = torch.zeros_like(self.first)
         for _ in range(50):
             chances = torch.einsum("tnd,td->tn", self.data, theta).sigmoid()
@@ -94,13 +94,13 @@ class ConvexTrials(Trials):
 
 
 def stopped(curve: Sequence[float]) -> list[float]:
-    """A curve of gradient norms under the paper's stopping rule: it stays where it first was below the tolerance."""
+    """Apply the paper's stopping rule to a curve of gradient norms: it stays at the tolerance once it is below."""
     end = first_below(curve, STOP)
     return list(curve) if end is None else [*curve[:end], *[STOP] * (len(curve) - end)]
 
 
 class ConvexExperiment(TunedExperiment):
-    """Adagrad and Adam in both coordinates, each tuned for itself, and gradient descent, which has none."""
+    """Adagrad and Adam in both coordinates, each tuned separately, and gradient descent, which has none."""
 
     id: ClassVar[str] = "convex"
     title: ClassVar[str] = "Convex objectives"
@@ -153,7 +153,7 @@ class ConvexExperiment(TunedExperiment):
         return ConvexTrials(seeds, **{name: case[name] for name in ("objective", "n", "d", "decay", "samples")})
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The final loss; runs that stopped are better than any other, and the earlier the better."""
+        """Return the final loss; runs that stopped are better than any other, and the earlier the better."""
         end = first_below(result["gradient norm"], STOP)
         return float(result["loss"][-1]) if end is None else end / len(result["loss"]) - 1
 
@@ -207,7 +207,7 @@ class ConvexExperiment(TunedExperiment):
         ]
 
     def measured(self, store: Store, preset: Preset, case: Case, method: Method) -> tuple[float, float]:
-        """Median final gradient norm and median number of steps, both under the stopping rule."""
+        """Return the median final gradient norm and the median number of steps under the stopping rule."""
         every, steps = (self.settings(preset)[name] for name in ("record every", "steps"))
         norms, ends = [], []
         for run in self.reported(store, preset, case, method):
@@ -259,7 +259,7 @@ class ConvexExperiment(TunedExperiment):
         return Judged(_id(case, "Adagrad-competitive"), words, verdict(close), finding, threshold=threshold)
 
     def _clamped(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
-        """The reported runs as the stopping rule leaves them: what comes after is rounding."""
+        """Return the reported runs under the stopping rule: what comes later is rounding."""
         runs = self.reported(store, preset, case, method)
         return [replace(run, result={"gradient norm": stopped(run.result["gradient norm"])}) for run in runs]
 

@@ -106,7 +106,7 @@ class CoordinatesExperiment(Experiment):
         methods: Sequence[str] | None = None,
         phases: Sequence[str] = PHASES,
     ) -> None:
-        """Do the runs that the store does not have yet: task by task, and last those for the rule of learning rates.
+        """Do the runs that the store does not have yet: task by task, then those for the rule of learning rates.
 
         Several processes may train at once, each other methods and with a store of its own (see
         :func:`egop_lab.training.records.merge`); times are to be measured by one process alone. The tasks after the
@@ -136,7 +136,7 @@ class CoordinatesExperiment(Experiment):
     def _work(
         self, task: str, store: Store, context: Context, methods: Sequence[str] | None, phases: Sequence[str]
     ) -> bool:
-        """Some phases of a task; whether they are all done, as far as this process does them."""
+        """Run some phases of a task; return True if all runs of this process are done."""
         trials, make = self.trials(task, store, context)
         found = functools.partial(self._found, store, trials, task)
         settings = self.settings(context.preset)
@@ -167,13 +167,13 @@ class CoordinatesExperiment(Experiment):
         return all(done[phase]() for phase in phases)
 
     def _found(self, store: Store, trials: Trials, task: str) -> Found:
-        """What is known while a task is run: of it the runs with the same settings, of the first all that is there."""
+        """Return the findings so far: of the task its runs with the same settings, of the first task all runs."""
         settings = self.settings(trials.context.preset)
         others = as_last(self.records(store, trials.context.preset), list(settings["tasks"]))
         return Found(settings, others | {task: trials.done})
 
     def trials(self, task: str, store: Store, context: Context) -> tuple[Trials, Callable[[dict[str, Any]], Run]]:
-        """What does the runs of a task, and what makes one of a configuration."""
+        """Return the series of runs of a task, and the function that makes a run of a configuration."""
         settings, device = self.settings(context.preset)["tasks"][task], context.device
         make: Callable[[dict[str, Any]], Run]
         summary: dict[str, Any]
@@ -218,23 +218,23 @@ class CoordinatesExperiment(Experiment):
         return coordinates_pictures.tables(self.found(store, preset))
 
     def found(self, store: Store, preset: Preset) -> Found:
-        """What the records say."""
+        """Return the findings of the records."""
         settings = self.settings(preset)
         return Found(settings, as_last(self.records(store, preset), list(settings["tasks"])))
 
 
 def _of(all_: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """Those that are wanted; all where nothing is said."""
+    """Return the wanted items; all if nothing is said."""
     return [method for method in all_ if wanted is None or method in wanted]
 
 
 def _scout(trials: Trials, found: Callable[[], Found], methods: Sequence[str]) -> bool:
-    """Do the short runs of the first task that choose learning rates and finalists; whether they are all done."""
+    """Do the short runs of the first task that choose learning rates and finalists; return True if all are done."""
     return all(_search(trials, found, found().grid, method, "scouting length") for method in methods)
 
 
 def _search(trials: Trials, found: Callable[[], Found], task: str, method: str, short: str | None = None) -> bool:
-    """Try learning rates while some are to be tried; whether there is a best one, or the time is over."""
+    """Try learning rates as long as the search asks for some; return True if it ended, False if the time is over."""
     length = found().length(task, 1.0 if short is None else found().settings[short])
     entries = {"method": method, unit(found().tasks[task]): length, "seed": TUNING}
     while left := (found().search(task, method) if short is None else found().scouted(method))[1]:
@@ -244,7 +244,7 @@ def _search(trials: Trials, found: Callable[[], Found], task: str, method: str, 
 
 
 def _train(trials: Trials, found: Callable[[], Found], task: str, method: str) -> bool:
-    """Do the whole runs that choose a finalist's learning rate, then those that are reported; whether all are done."""
+    """Do the full runs that choose a finalist's learning rate, then the reported ones; return True if all are done."""
     if method in found().finalists and not _search(trials, found, task, method):
         return False
     known = found()
@@ -257,7 +257,7 @@ def _train(trials: Trials, found: Callable[[], Found], task: str, method: str) -
 
 
 def _try_rates(trials: Trials, found: Callable[[], Found], task: str) -> bool:
-    """Do whole runs of EGOP with more rates around its best than tuning tries; whether they are all done."""
+    """Run EGOP with more rates around its best one than tuning tries; return True if all are done."""
     known = found()
     entries = {"method": CHOSEN, unit(known.tasks[task]): known.length(task), "seed": TUNING}
     best = known.rate(task, CHOSEN)
@@ -274,7 +274,7 @@ def _image(held: images.Images, device: torch.device, config: dict[str, Any]) ->
 
 @functools.lru_cache(maxsize=1)
 def _images(folder: str | None, side: int, crop: int, *made: int, device: torch.device) -> images.Images:
-    """The images of a folder; or, of the quick preset, some that are made here: noise, brighter in one colour."""
+    """Load the images of a folder; for the quick preset, make some: noise, brighter in one colour."""
     if not made:
         return images.load(folder, side=side, crop=crop, device=device)
     return images.HeldImages(*(_noise(count, side, device) for count in made), crop=crop)

@@ -1,4 +1,4 @@
-"""The targets of the comparison of coordinates, each judged from what the records say; what is missing is said."""
+"""The targets of the comparison of coordinates, each judged from the records; missing runs are named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Decided = tuple[bool, str]  # whether a target is met, and the numbers in a sent
 
 
 def judged(found: Found, id: str) -> list[Judged]:
-    """All targets with their verdicts."""
+    """Judge all targets."""
     results = []
     for name, words, decide in _targets(found):
         try:
@@ -92,7 +92,7 @@ def _targets(found: Found) -> Iterator[tuple[str, str, Callable[[], Decided]]]:
 
 
 def to_goal(found: Found, task: str, method: str) -> tuple[float, float]:
-    """AdamW's last loss, and the steps or epochs of a method to it; AdamW's own are all of them."""
+    """Return AdamW's final loss, and a method's steps or epochs to it; for AdamW itself all of them."""
     goal = found.loss(task, ADAMW)
     return goal, float(found.length(task)) if method == ADAMW else found.steps_to(task, method, goal)
 
@@ -133,7 +133,7 @@ def _lowest(found: Found, task: str, rival: str) -> Decided:
 
 
 def accuracy(found: Found, task: str, method: str) -> float:
-    """The median of the last accuracy."""
+    """Return the median final accuracy."""
     return -median([-float(run.result["accuracy"][-1]) for run in found.reported(task, method)])
 
 
@@ -148,7 +148,7 @@ def _step(found: Found, task: str, rival: str, most: float, eager: bool) -> Deci
 
 
 def _rule(found: Found) -> Decided:
-    """The factor with the smallest worst distance from EGOP's best loss, of those tried on all tasks."""
+    """Return the factor with the smallest worst distance from EGOP's best loss, of those tried on all tasks."""
     distances: dict[float, list[float]] = {}
     for task in (SMALL_GPT, LARGE_GPT, RESNET, VIT):
         rate = found.rate(task, ADAMW)
@@ -165,7 +165,7 @@ def _rule(found: Found) -> Decided:
 
 
 def _by_rate(found: Found, task: str) -> dict[float, float]:
-    """EGOP's last loss with each learning rate, of the trial with which most were tried."""
+    """Return EGOP's final loss with each learning rate, for the trial with which most were tried."""
     trials: dict[int, dict[float, float]] = {}
     for run in found.trainings(task, CHOSEN, 1.0):
         trials.setdefault(run.config["seed"], {})[run.config["lr"]] = final(run.result)

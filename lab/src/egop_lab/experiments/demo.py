@@ -49,7 +49,7 @@ _SAME = 0.01
 
 @dataclass(frozen=True)
 class Run:
-    """A curve and the settings it was made with; ``coordinates`` is "original" or "EGOP"."""
+    """A curve and the settings of its training; ``coordinates`` is "original" or "EGOP"."""
 
     optimizer: str
     coordinates: str
@@ -59,7 +59,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Demo:
-    """Everything the demo found; table, picture and closing words are made from it.
+    """Everything the demo found; the table, the picture and the closing words are made from it.
 
     Attributes:
         epochs: passes over the training set in each run.
@@ -76,7 +76,7 @@ class Demo:
     runs: tuple[Run, ...]
 
     def pairs(self) -> list[tuple[Run, Run]]:
-        """The runs of each optimizer: in original and in EGOP coordinates."""
+        """Return the runs of each optimizer in original and in EGOP coordinates."""
         return list(zip(self.runs[::2], self.runs[1::2], strict=True))
 
 
@@ -118,7 +118,7 @@ def run(
 
 
 def _generator(seed: int, purpose: str) -> torch.Generator:
-    """Independent streams for independent things, so that the start is not also the first sampled point."""
+    """Return an independent random stream for each purpose, so that the start is not also the first sampled point."""
     purposes = ("start", "training batches", "sampling", "sampling batches")
     return torch.Generator().manual_seed(len(purposes) * seed + purposes.index(purpose))
 
@@ -136,14 +136,14 @@ def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> ego
 
 
 def picture(demo: Demo, language: demo_language.Language | None) -> Picture:
-    """Both halves side by side; the second one may be left out."""
+    """Put both halves side by side; the second one may be left out."""
     others = [] if language is None else [demo_language.panel(language)]
     caption = "Training loss of the digits network by epoch, and validation loss of a language model by seconds."
     return Picture("demo", caption, [panel(demo), *others])
 
 
 def panel(demo: Demo) -> Panel:
-    """Training loss by epoch, and how much of the training EGOP coordinates save."""
+    """Draw the training loss by epoch, and how much of the training EGOP coordinates save."""
     series: list[Series] = []
     spans: list[Span] = []
     for original, reparameterized in demo.pairs():
@@ -159,7 +159,7 @@ def panel(demo: Demo) -> Panel:
 
 
 def _saved(original: Run, reparameterized: Run) -> int | None:
-    """The epoch in which EGOP coordinates have the original's final loss, if that is earlier and they differ."""
+    """Return the epoch in which EGOP coordinates reach the original's final loss, if earlier and if they differ."""
     before, after = original.curve, reparameterized.curve
     if before.diverged or after.diverged or _median_difference(before, after) < _SAME:
         return None
@@ -168,7 +168,7 @@ def _saved(original: Run, reparameterized: Run) -> int | None:
 
 
 def summary(demo: Demo) -> str:
-    """The closing words, computed from the numbers."""
+    """Return the closing words, computed from the numbers."""
     sentences = [_verdict(original, reparameterized, demo.epochs) for original, reparameterized in demo.pairs()]
     before, after = (sum(run.curve.seconds for run in runs) for runs in (demo.runs[::2], demo.runs[1::2]))
     cost = f"On this small network training in EGOP coordinates takes {after / before:.2g} times as long."

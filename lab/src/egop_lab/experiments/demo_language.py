@@ -49,7 +49,7 @@ _WARM_UP, _DECAY = 40, 0.4  # steps, and the share of all steps
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """One training by turns; index 0 is the start.
+    """One training in turns; index 0 is the start.
 
     Attributes:
         optimizer: its name.
@@ -66,14 +66,14 @@ class LanguageRun:
     steps: tuple[int, ...]
 
     def reached(self, loss: float) -> tuple[int, float] | None:
-        """The steps and seconds after which the loss is at most this; None if it never is."""
+        """Return the steps and seconds after which the loss is at most this, or None."""
         turns = zip(self.steps, self.seconds, self.loss, strict=True)
         return next(((steps, seconds) for steps, seconds, value in turns if value <= loss), None)
 
 
 @dataclass(frozen=True)
 class Language:
-    """What the second half found.
+    """Results of the second half.
 
     Attributes:
         parameters: of the network.
@@ -87,13 +87,13 @@ class Language:
 
     @property
     def reached(self) -> tuple[int, float] | None:
-        """The steps and seconds in which EGOP has AdamW's last loss."""
+        """Steps and seconds in which EGOP reaches AdamW's final loss, or None."""
         adamw, rotated = self.runs
         return rotated.reached(adamw.loss[-1])
 
 
 def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language:
-    """Train both, in turns.
+    """Train both in turns.
 
     Args:
         steps: of each.
@@ -114,7 +114,7 @@ def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language
 
 
 def own_source() -> Text:
-    """Egop's own source, as bytes."""
+    """Read egop's own source as bytes."""
     folder = Path(str(resources.files("egop")))
     source = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     whole = torch.frombuffer(bytearray(source), dtype=torch.uint8)
@@ -141,7 +141,7 @@ class _Side:
         self.seconds, self.steps = [0.0], [0]
 
     def train(self, steps: int) -> None:
-        """Go on for some steps, and look at the loss."""
+        """Train for some more steps, and evaluate."""
         seed = int(torch.randint(2**31, (), generator=self._generator))
         length = _SIZES["context"] + 1
         batches = Windows(self._text.train, length=length, size=_BATCH, count=steps, seed=seed)
@@ -160,7 +160,7 @@ class _Side:
         self.steps.append(self.steps[-1] + steps)
 
     def finished(self) -> LanguageRun:
-        """What it leaves."""
+        """Return the finished run."""
         return LanguageRun(self.name, self.lr, tuple(self.loss), tuple(self.seconds), tuple(self.steps))
 
 
@@ -171,18 +171,18 @@ def _optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
 
 
 def _factor(step: int, steps: int) -> float:
-    """Of the learning rate: warm-up, constant, and linear to zero."""
+    """Return the factor of the learning rate: warm-up, constant, and linear to zero."""
     return min(1.0, (step + 1) / min(_WARM_UP, max(1, steps // 2)), (steps - step) / max(1.0, _DECAY * steps))
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """The cross-entropy of every next byte, in nats."""
+    """Compute the cross-entropy of every next byte, in nats."""
     batch = batch.long()
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def panel(language: Language) -> Panel:
-    """Validation loss by seconds, and what is saved of AdamW's."""
+    """Draw the validation loss by seconds, and how much of AdamW's time is saved."""
     adamw, rotated = language.runs
     series = [
         Series(f"{run.optimizer}, lr {run.lr:g}", run.seconds, run.loss, method=run.optimizer, egop=run is rotated)
@@ -196,7 +196,7 @@ def panel(language: Language) -> Panel:
 
 
 def summary(language: Language) -> str:
-    """The closing words, computed from the numbers."""
+    """Return the closing words, computed from the numbers."""
     adamw, rotated = language.runs
     slower = rotated.seconds[-1] / adamw.seconds[-1]
     cost = f"A step of EGOP takes {slower:.2f} times AdamW's here."

@@ -76,7 +76,7 @@ class DigitsExperiment(SweptExperiment):
             )
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The best validation accuracy, negated."""
+        """Return the best validation accuracy, negated."""
         return -float(result["best validation accuracy"])
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
@@ -133,7 +133,7 @@ class DigitsExperiment(SweptExperiment):
         return compare(f"digits/{optimizer}-below-sgd", words, ("EGOP", turned), (f"{best}, the better", rivals[best]))
 
     def _faster(self, store: Store, preset: Preset, optimizer: str, rivals: Sequence[str], apart: bool) -> Judged:
-        """Compared by the epochs to the lowest loss that the rival's median has."""
+        """Compare the epochs to the lowest loss of the rival's median."""
         turned = self._curve(store, preset, optimizer, EGOP, apart)
         curves = {name: self._curve(store, preset, name, ORIGINAL, apart) for name in rivals}
         best = min(curves, key=lambda name: min(curves[name]))
@@ -177,7 +177,7 @@ class DigitsExperiment(SweptExperiment):
 
 
 def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """What figures and claims need of a run: of thousands of runs, whole curves would be tens of megabytes."""
+    """Keep what figures and claims need: whole curves of thousands of runs would take tens of megabytes."""
     return {
         "loss": result["loss"][:: _STRIDE[config["preset"]]],
         "best validation accuracy": max(result["validation accuracy"]),

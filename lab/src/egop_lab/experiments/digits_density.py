@@ -89,7 +89,7 @@ class DigitsDensityExperiment(Experiment):
 
 
 def _measured(store: Store, preset: Preset) -> Record | None:
-    """The run of the spectrum experiment, where it has been done: in this store, or in its own file beside."""
+    """Return the run of the spectrum experiment if it is finished: from this store, or from its own file."""
     spectrum = DigitsSpectrumExperiment()
     wanted = spectrum.configs(preset)[0]
     beside = store.path.with_name(f"{spectrum.id}{store.path.suffix}")

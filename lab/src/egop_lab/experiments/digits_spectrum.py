@@ -53,7 +53,7 @@ class DigitsSpectrumExperiment(Experiment):
         }
 
     def configs(self, preset: Preset) -> list[dict[str, Any]]:
-        """The runs: one a sampling distribution, the standard normal one first."""
+        """Return the configurations: one per sampling distribution, the standard normal one first."""
         settings = self.settings(preset)
         names = [NORMAL] + [name for scale in settings["scales"] if (name := f"N(0, {scale:g}²)") != NORMAL]
         samples = settings["samples per dimension"]
@@ -98,7 +98,7 @@ class DigitsSpectrumExperiment(Experiment):
 
 
 def measure(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Estimate the EGOP matrix and keep the leading eigenvalues and densities, and evenly spaced ones of the rest."""
+    """Estimate the EGOP matrix; return the leading eigenvalues and densities, and evenly spaced ones of the rest."""
     train = tuple(tensor.to(device) for tensor in digits().train.batch)
     network = digits_network().to(device)
     name = config["rho"]
@@ -132,7 +132,7 @@ def _series(name: str, result: Mapping[str, Any], index: Sequence[int]) -> Serie
 
 
 def explained(x: Sequence[float], y: Sequence[float]) -> float:
-    """The share of the variance of y that a straight line in x explains: R²."""
+    """Return the share of the variance of y that a straight line in x explains: R²."""
     return float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
@@ -154,7 +154,7 @@ def _exponential(record: Record) -> Judged:
 
 
 def _decays(records: Mapping[str, Record]) -> Judged:
-    """By the paper's own measure of decay: where it is strong, the stable rank is much smaller than the dimension."""
+    """Judge by the paper's own measure of decay: strong if the stable rank is much smaller than the dimension."""
     ranks, ratios = {}, {}
     for name, record in records.items():
         quarter = next(k for k in record.result["index"] if 4 * k >= record.result["dimension"])
@@ -191,7 +191,7 @@ def _comparable(records: Mapping[str, Record]) -> Judged:
 
 
 def _shelf(records: Mapping[str, Record]) -> Judged:
-    """A shelf ends where the eigenvalue falls by far more than it usually does; λ₁ alone is not a shelf."""
+    """Find where a shelf ends: the eigenvalue falls by far more than it usually does. λ₁ alone is not a shelf."""
     ends, drops, typical = {}, {}, []
     for name, record in records.items():
         ratios = decay(record.result, range(1, _LEADING + 2))

@@ -55,7 +55,7 @@ class MaskedRegression(Trials):
         return {"loss": self.losses(point, 0)}
 
     def hessian(self, trial: int) -> Tensor:
-        """diag(m) (AᵀA ⊗ I) diag(m), in torch's order of the entries of W."""
+        """Return diag(m) (AᵀA ⊗ I) diag(m), in torch's order of the entries of W."""
         data, mask = self.data[trial, 0], self.mask[trial, 0].flatten()
         return mask[:, None] * torch.kron(data.mT @ data, torch.eye(self.size, dtype=data.dtype)) * mask
 
@@ -69,7 +69,7 @@ class MaskedRegression(Trials):
 
 
 class ErrorsInVariablesExperiment(TunedExperiment):
-    """EGOP against SOAP and Shampoo, which renew their bases every step, as the Kronecker structure is lost."""
+    """EGOP against SOAP and Shampoo, which refresh every step, as the Kronecker structure is lost."""
 
     id: ClassVar[str] = "errors-in-variables"
     title: ClassVar[str] = "Regression with errors in variables"
@@ -112,7 +112,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         return MaskedRegression(seeds, **{name: case[name] for name in ("nu", "size", "decay", "samples")})
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The final loss; below the floor of rounding all are equally good."""
+        """Return the final loss, no smaller than the rounding floor."""
         return max(float(result["loss"][-1]), _FLOOR * float(result["loss"][0]))
 
     def run(self, store: Store, context: Context) -> None:
@@ -199,7 +199,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         ]
 
     def residual(self, store: Store, preset: Preset, case: Case) -> float:
-        """The median Kronecker residual of the reported trials."""
+        """Return the median Kronecker residual of the reported trials."""
         runs = [store.get(config) for config in self._residual_configs(preset, case)]
         if None in runs:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; residuals are missing.")
@@ -227,7 +227,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         return Series(str(method), residuals, middle, low, high, method.optimizer if egop else str(method), egop)
 
     def _linear(self, store: Store, preset: Preset) -> Judged:
-        """Linear convergence is a straight line on a logarithmic axis that goes down far, whatever ν is."""
+        """Judge linear convergence: a straight, steep line on a logarithmic axis, whatever ν is."""
         words = "EGOP Adam converges linearly for every ν."
         shapes = {}
         for case in self.cases(preset):
@@ -243,7 +243,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
 
 
 def straightness(curve: Sequence[float], every: int) -> tuple[float, int, float]:
-    """Decades that a curve falls until the floor of rounding, the steps it takes, and R² of log loss over steps."""
+    """Return the decades that a curve falls until the rounding floor, the steps it takes, and R² of the log loss."""
     if not all(math.isfinite(value) for value in curve) or curve[0] <= 0:
         return 0.0, 0, 0.0
     floor = _FLOOR * curve[0]

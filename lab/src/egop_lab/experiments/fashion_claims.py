@@ -1,4 +1,4 @@
-"""What is claimed of the Fashion-MNIST runs, and what is found."""
+"""The paper's claims about Fashion-MNIST, judged."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class Method:
 
 @dataclass(frozen=True)
 class Found:
-    """The reported runs of a method, and the seconds of a single one."""
+    """The reported runs of a method, and the time of a single one."""
 
     runs: Sequence[Record]
     seconds_per_epoch: float
     estimation: float
 
     def curves(self, name: str) -> list[list[float]]:
-        """A recorded curve of every run."""
+        """Return a recorded curve of every run."""
         return [run.result[name] for run in self.runs]
 
     def converged(self) -> list[int]:
-        """The first epoch with 99.5 % of a run's best validation accuracy, for every run."""
+        """Return for every run the first epoch with 99.5 % of its best validation accuracy."""
         curves = self.curves("validation accuracy")
         epochs = [first_below([-value for value in curve], -_CONVERGED * max(curve)) for curve in curves]
         return [epoch for epoch in epochs if epoch is not None]  # the best one is always above
 
     def seconds(self, estimation: bool) -> list[float]:
-        """Time in training steps until convergence, and that of the estimation where wanted, for every run."""
+        """Return for every run the training time until convergence, with that of the estimation if wanted."""
         return [self.seconds_per_epoch * epochs + estimation * self.estimation for epochs in self.converged()]
 
 
 def beats(rank: int, epochs: Mapping[int, int | None]) -> Judged:
-    """Compared by the epochs to the lowest training loss that original coordinates reach."""
+    """Compare the epochs to the lowest training loss of original coordinates."""
     turned, original = epochs[rank], epochs[0]
     assert original is not None
     reached = f"after {turned}" if turned is not None else "not reached"
@@ -67,7 +67,7 @@ def beats(rank: int, epochs: Mapping[int, int | None]) -> Judged:
 
 
 def grows(epochs: Mapping[int, int | None]) -> Judged:
-    """Compared by the same epochs."""
+    """Compare the same epochs across ranks."""
     needed = {rank: epochs[rank] for rank in sorted(epochs) if rank}
     values = [math.inf if value is None else value for value in needed.values()]
     ordered = all(earlier >= later for earlier, later in pairwise(values)) and values[0] > values[-1]
@@ -78,7 +78,7 @@ def grows(epochs: Mapping[int, int | None]) -> Judged:
 
 
 def grows_at_equal(ranks: Sequence[int], finals: Sequence[Sequence[float]]) -> Beside:
-    """From the final losses of each rank, in this order, for every learning rate and weight decay.
+    """Compare the final losses of each rank, in this order, for every learning rate and weight decay.
 
     The first is original coordinates, whose gain is none: a gain that grows begins there.
     """
@@ -97,7 +97,7 @@ def grows_at_equal(ranks: Sequence[int], finals: Sequence[Sequence[float]]) -> B
 
 
 def accurate(rank: int, found: Mapping[int, Found]) -> Judged:
-    """Compared by the medians of each run's best."""
+    """Compare the medians of each run's best validation accuracy."""
     turned, original = (median([max(curve) for curve in found[key].curves("validation accuracy")]) for key in (rank, 0))
     words = f"With r = {rank} the best validation accuracy is as good or better."
     shown = f"{Method(rank)}: {turned:.2%}; original: {original:.2%}."
@@ -105,7 +105,7 @@ def accurate(rank: int, found: Mapping[int, Found]) -> Judged:
 
 
 def wall_clock(found: Mapping[int, Found], *, judged: bool) -> Judged:
-    """The winner is looked for with the estimation counted, as a user would have to."""
+    """Find the fastest rank, with the estimation counted."""
     times = {rank: median(results.seconds(True)) for rank, results in found.items()}
     alone = {rank: median(results.seconds(False)) for rank, results in found.items()}
     winner = min(times, key=lambda rank: times[rank])
@@ -122,7 +122,7 @@ def wall_clock(found: Mapping[int, Found], *, judged: bool) -> Judged:
 
 
 def sooner(found: Mapping[int, Found], *, judged: bool) -> Judged:
-    """The best of all ranks against original coordinates, with the estimation counted; without it beside."""
+    """Compare the best rank with original coordinates, with the estimation counted; without it as an alternative."""
     by_rule = {
         counted: {rank: median(own.seconds(counted)) for rank, own in found.items()} for counted in (True, False)
     }
@@ -142,14 +142,14 @@ def sooner(found: Mapping[int, Found], *, judged: bool) -> Judged:
 
 
 def _against_ends(times: Mapping[int, float]) -> float | None:
-    """How far the best of the ranks between the ends is below the best of the others."""
+    """Return how far the best intermediate rank is below the best of the others."""
     between = sorted(rank for rank in times if rank)[1:-1]
     best, other = (min(times[r] for r in times if (r in between) == inside) for inside in (True, False))
     return decades(best, other)
 
 
 def auxiliary(reduced: Method, whole: Found, alone: Found) -> Judged:
-    """The paper's expectation, compared by the medians of each run's best."""
+    """Judge the paper's expectation by the medians of each run's best validation accuracy."""
     with_rest, without = (
         median([max(curve) for curve in results.curves("validation accuracy")]) for results in (whole, alone)
     )
@@ -163,7 +163,7 @@ def auxiliary(reduced: Method, whole: Found, alone: Found) -> Judged:
 
 
 def suffices(spectrum: Mapping[str, Any], *, judged: bool) -> Judged:
-    """The part of the sum of the kept eigenvalues; those between kept ones have the mean of their neighbours."""
+    """Compute the share of the sum of eigenvalues, interpolated between the recorded ones."""
     index, values = spectrum["index"], spectrum["eigenvalues"]
     every = np.interp(np.arange(1, index[-1] + 1), index, values)
     share = float(every[:_ENOUGH].sum() / every.sum())

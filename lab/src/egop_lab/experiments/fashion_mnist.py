@@ -89,7 +89,7 @@ class FashionMnistExperiment(Experiment):
         self.time(store, context)
 
     def train(self, store: Store, context: Context) -> None:
-        """All but the timing."""
+        """Do everything but the timing."""
         spectrum = self._spectrum_config(context.preset)
         runs: Runs | None = None  # the data are needed only where something is left to do
         if spectrum not in store:
@@ -107,7 +107,7 @@ class FashionMnistExperiment(Experiment):
                     self._add(left, runs, store, lambda curves: curves)
 
     def time(self, store: Store, context: Context) -> None:
-        """Single runs, for their seconds; to be called when nothing else is running."""
+        """Time single runs; call it when nothing else is running."""
         configs = {method: self._timed(store, context.preset, method) for method in self._methods(context.preset)}
         if not (left := store.missing(configs.values())):
             return
@@ -119,12 +119,12 @@ class FashionMnistExperiment(Experiment):
             store.add(finished(config, runs.timed(config), time.perf_counter() - began, context.device))
 
     def chosen(self, store: Store, preset: Preset, method: Method, search: str) -> tuple[float, float]:
-        """Learning rate and weight decay of a method's highest validation accuracy in a search; ties: the smaller."""
+        """Return the pair (rate, weight decay) of a method's best validation accuracy in a search."""
         (*_, configs) = self._tuning(store, preset, method, search)
         return _best([record for config in configs if (record := store.get(config)) is not None])
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        """By the search over the whole grid, as the paper's; beside it by the other one."""
+        """Judge by the search over the whole grid, as in the paper, with the other search as an alternative."""
         *others, papers = self.settings(preset)["searches"]
         judged = self._judged(store, preset, papers)
         for search in others:
@@ -153,7 +153,7 @@ class FashionMnistExperiment(Experiment):
         ]
 
     def _equal(self, store: Store, preset: Preset) -> Beside | None:
-        """Whether the gain grows with r at the same learning rate and weight decay: by the runs of the search."""
+        """Judge whether the gain grows with r at equal rate and weight decay, by the runs of the search."""
         ranks = [0, *self.settings(preset)["ranks"]]
         by_place: dict[tuple[float, float], dict[int, float]] = {}
         for run in self.records(store, preset, kind="run", epochs=self.settings(preset)["tuning epochs"], seed=TUNING):
@@ -231,7 +231,7 @@ class FashionMnistExperiment(Experiment):
         store.add(*(finished(config, kept(curves), seconds / len(configs), device) for config, curves in pairs))
 
     def _tuning(self, store: Store, preset: Preset, method: Method, search: str) -> Iterable[list[dict[str, Any]]]:
-        """The search of a method, stage by stage: the next one may depend on what the one before has found."""
+        """Yield the search of a method stage by stage: a stage may depend on the results of the one before."""
         settings = self.settings(preset)
         rates, decays = settings["rates"], settings["weight decays"]
         if search == "grid":
@@ -261,7 +261,7 @@ class FashionMnistExperiment(Experiment):
         return self.config(preset, kind="run", images=self.settings(preset)["images"], **entries)
 
     def _timed(self, store: Store, preset: Preset, method: Method) -> dict[str, Any]:
-        """What is timed: its seconds do not depend on how learning rate and weight decay were found."""
+        """Return the configuration to time: its seconds do not depend on the search."""
         chosen, epochs = self.chosen(store, preset, method, "lines"), self.settings(preset)["timed epochs"]
         return self._config(preset, method, *chosen, epochs, 0) | {"kind": "timing"}
 
@@ -276,7 +276,7 @@ def _and(judged: Judged, other: Beside) -> Judged:
 
 
 def _best(records: Sequence[Record]) -> tuple[float, float]:
-    """Learning rate and weight decay of the highest validation accuracy; of equal ones the smaller."""
+    """Return the learning rate and weight decay of the highest validation accuracy; the smaller ones of a tie."""
     if not records:
         raise LookupError("the search for learning rate and weight decay has runs left")
     places = sorted(((r.config["lr"], r.config["weight_decay"]), r.result["best validation accuracy"]) for r in records)
@@ -285,7 +285,7 @@ def _best(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def _compact(curves: Curves) -> dict[str, float]:
-    """What is kept of a run of the search."""
+    """Keep what is needed of a run of the search."""
     return {"best validation accuracy": max(curves["validation accuracy"]), "final": curves["loss"][-1]}
 
 

@@ -25,7 +25,7 @@ ADAMW, SOAP = label(LANGUAGE, "adamw"), label(LANGUAGE, "soap")
 
 
 class LanguageModelExperiment(TimedExperiment):
-    """Time to quality on text: not in the paper, whose networks are classifiers; targets of this project instead."""
+    """Time to quality on text: not in the paper, whose networks are classifiers; judged by targets of this project."""
 
     id: ClassVar[str] = "language-model"
     title: ClassVar[str] = "A language model on bytes of text"
@@ -92,7 +92,7 @@ class LanguageModelExperiment(TimedExperiment):
         warm: set[str] = set()
 
         def warm_up(config: dict[str, Any]) -> None:
-            """No run whose time is read pays for what the first one sets up."""
+            """Set up what the first run would pay for, so that no timed run does."""
             if config["seed"] < TUNING and config["method"] not in warm:
                 short = {"steps": config["interval"], "period": config["interval"] // 2}
                 self.training(text, config | short, device)(progress=False)
@@ -103,7 +103,7 @@ class LanguageModelExperiment(TimedExperiment):
         )
 
     def tune(self, trials: Trials, methods: Sequence[str] | None = None) -> bool:
-        """Do the runs that choose learning rates; whether they are all done. No time is read from them.
+        """Do the runs that choose learning rates; return True if all are done. They are not timed.
 
         Different methods may therefore be tuned by different processes at once, each with a store of its own.
         """
@@ -161,7 +161,7 @@ class LanguageModelExperiment(TimedExperiment):
         ]
 
     def _rates(self, store: Store, preset: Preset) -> tuple[list[Series], str]:
-        """What the search for learning rates saw, and which of those chosen lie at the end of what it may try."""
+        """Draw the search for learning rates; name the chosen rates at the end of the grid."""
         settings, done = self.settings(preset), self.done(store, preset)
         chosen = {method: self.rate(settings, done, method) for method in settings["methods"]}
         lines = [
@@ -173,12 +173,12 @@ class LanguageModelExperiment(TimedExperiment):
 
 
 def _ladder(settings: Mapping[str, Any]) -> list[float]:
-    """All learning rates that may be tried."""
+    """Return all learning rates that may be tried."""
     return sorted([*settings["rates"], *settings["further rates"]])
 
 
 def _search(settings: Mapping[str, Any], done: Sequence[Record], method: str) -> tuple[float, list[float]]:
-    """The best learning rate, and those that are to be tried before there is one."""
+    """Return the best learning rate, and the rates still to try."""
     return search(_ladder(settings), settings["rates"], _tuning(settings, done, method), lowest)
 
 
@@ -188,12 +188,12 @@ def _tuning(settings: Mapping[str, Any], done: Sequence[Record], method: str) ->
 
 
 def _step(run: Record) -> float:
-    """Milliseconds of a step."""
+    """Return the milliseconds of a step."""
     return 1000 * float(run.result["seconds"][-1]) / int(run.config["steps"])
 
 
 def _curve(method: str, runs: Sequence[Record], by: str) -> Series:
-    """The validation loss without the first tenth of the run, which would dwarf all that follows."""
+    """Draw the validation loss without the first tenth of the run, which would dwarf the rest."""
     bands = quartiles([run.result["validation loss"] for run in runs])
     interval, looks = float(runs[0].config["interval"]), len(bands[1])
     first = max(1, looks // 10)

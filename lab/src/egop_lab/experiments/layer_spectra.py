@@ -1,4 +1,4 @@
-"""The EGOP spectra of each layer by itself, on the UCI digits and on a small Fashion-MNIST."""
+"""The EGOP spectra of single layers, on the UCI digits and on a small Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LayerSpectraExperiment(Experiment):
         return [*xavier, self.config(preset, data="fashion", rho=NORMAL, **common)]
 
     def _found(self, store: Store, preset: Preset) -> dict[tuple[str, str], Mapping[str, Any]]:
-        """The results by data and distribution."""
+        """Return the results by data and distribution."""
         records = [store.get(config) for config in self._configs(preset)]
         return {(r.config["data"], r.config.get("rho", XAVIER)): r.result for r in records if r is not None}
 
@@ -119,7 +119,7 @@ def measure(
     context: Context,
     init: Callable[..., nn.Module] = xavier_,
 ) -> dict[str, Any]:
-    """Estimate the EGOP matrix of each layer and keep some of the eigenvalues."""
+    """Estimate the EGOP matrix of each layer; return some of the eigenvalues."""
     network = network.to(context.device)
     tensors = [tensor.to(context.device) for tensor in train.batch]
     batches = Batches(*tensors, size=_BATCH, generator=torch.Generator().manual_seed(seed + 1))
@@ -139,7 +139,7 @@ def measure(
 
 
 def _at(result: Mapping[str, Any], part: float) -> float:
-    """λ_k/λ₁ at the first kept k from a part of the dimension on."""
+    """Return λ_k/λ₁ at the first recorded k beyond a share of the dimension."""
     place = next(k for k in result["index"] if k >= part * result["dimension"])
     return decay(result, [place])[0]
 
@@ -162,7 +162,7 @@ def _faster(data: str, result: Mapping[str, Any]) -> Judged:
 
 
 def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> Judged:
-    """Compared at equal parts of each layer's own size, and only where both are above rounding."""
+    """Compare at equal shares of each layer's size, and only where both are above rounding."""
     first = next(iter(_LAYERS))
     pairs = [(_at(one[first], part), _at(other[first], part)) for part in np.linspace(0.01, 1, 100)]
     gap = float(np.median([abs(np.log10(a / b)) for a, b in pairs if min(a, b) > _FLOOR]))
@@ -177,7 +177,7 @@ def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> Judged:
 
 
 def _with(judged: Judged, ours: Judged | None) -> Judged:
-    """Beside what Fashion-MNIST's own initialisation gives, that of the digits."""
+    """Add the result for the digits' initialisation to that for Fashion-MNIST's own."""
     if ours is None or ours.found == judged.found:
         return judged
     return replace(judged, beside=(beside("weights drawn as the digits network's, Xavier", ours),))

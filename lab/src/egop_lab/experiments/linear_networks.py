@@ -110,7 +110,7 @@ class LinearNetworksExperiment(SweptExperiment):
         go(Sweep(rates=adaptive, seeds=reported, coordinates=[BLOCK, FIRST], **common))
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The best validation loss."""
+        """Return the best validation loss."""
         return validation(result)
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
@@ -156,7 +156,7 @@ def _least(values: Sequence[float]) -> float:
 
 
 def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Single numbers always; curves only of reported trials at the chosen rate, and only some of their points."""
+    """Keep single numbers; keep some points of the curves for reported trials at the chosen rate."""
     numbers = {"final": result["loss"][-1], "best validation": _least(result["validation loss"])}
     if config.get("chosen", {}).get(config["optimizer"]) != config["lr"]:
         return numbers

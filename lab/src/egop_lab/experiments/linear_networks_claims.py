@@ -1,4 +1,4 @@
-"""What is claimed of linear networks, and what is found."""
+"""The paper's claims about linear networks, judged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEVELS = (1e-5, 1e-10, 1e-15, 1e-20, 1e-25)  # of the training loss, for counti
 
 @dataclass(frozen=True)
 class Found:
-    """What the records of a preset say.
+    """The records of a preset.
 
     Attributes:
         experiment: whose they are.
@@ -43,7 +43,7 @@ class Found:
     preset: Preset
 
     def judged(self) -> list[Judged]:
-        """Each claim with its verdict."""
+        """Judge each claim."""
         judged = []
         for optimizer in ADAPTIVE:
             judged.append(by_both(partial(self._lower, optimizer)))
@@ -62,7 +62,7 @@ class Found:
         return median([score(run.result) for run in runs])
 
     def _medians(self, optimizer: str, coordinates: str) -> dict[float, float]:
-        """The final loss by learning rate, no lower than the floor; infinite where it diverged."""
+        """Return the final loss by learning rate, no lower than the floor; infinite if it diverged."""
         bands = by_rate(self.experiment.fresh(self.store, self.preset, optimizer, coordinates), final)
         return {rate: max(middle, _FLOOR) for rate, (_, middle, _) in bands.items()}
 
@@ -89,7 +89,7 @@ class Found:
         )
 
     def _faster(self, optimizer: str) -> Judged:
-        """As the figure shows it, epoch by epoch; curves are kept at the rate of the tuning trials only."""
+        """Compare epoch by epoch, as in the figure; curves are recorded at the rate of the tuning trials only."""
         runs = {kind: self.experiment.reported(self.store, self.preset, optimizer, kind) for kind in (EGOP, ORIGINAL)}
         curves = [quartiles([run.result["loss"] for run in own])[1] for own in runs.values()]
         epochs = runs[EGOP][0].result["epoch"]
@@ -115,7 +115,7 @@ class Found:
         return _mostly(f"{optimizer}-block-lower", words, [turned[rate] < original[rate] for rate in turned])
 
     def _share(self, optimizer: str, kind: str, *, wanted: bool) -> Judged:
-        """Gains in decades, as the figure shows them: rate by rate, and the mean over rates."""
+        """Compare gains in decades, as in the figure: rate by rate, and their mean over rates."""
         original, whole, part = (self._medians(optimizer, coordinates) for coordinates in (ORIGINAL, EGOP, kind))
         rates = [rate for rate in part if max(original[rate], whole[rate], part[rate]) < math.inf]
         gain, part_gain = (
@@ -149,7 +149,7 @@ class Found:
         return replace(judged, beside=(Beside(f"at the chosen rate alone, {rate:g}", other, at_one),))
 
     def _same(self, optimizer: str) -> Judged:
-        """Compared by the final losses over all rates: the chosen one may be so large that some trials diverge."""
+        """Compare the final losses over all rates: the chosen one may be so large that some trials diverge."""
         finals: dict[tuple[int, float], dict[str, float]] = {}
         for kind in (ORIGINAL, EGOP):
             for run in self.experiment.fresh(self.store, self.preset, optimizer, kind):
@@ -183,7 +183,7 @@ class Found:
 
 
 def _mostly(name: str, words: str, better: Sequence[bool]) -> Judged:
-    """A claim that holds rate by rate, or epoch by epoch."""
+    """Judge a claim that is to hold rate by rate, or epoch by epoch."""
     return Judged(
         f"linear-networks/{name}",
         words,
@@ -194,7 +194,7 @@ def _mostly(name: str, words: str, better: Sequence[bool]) -> Judged:
 
 
 def _to_levels(epochs: Sequence[int], turned: Sequence[float], original: Sequence[float]) -> Beside:
-    """Which of two curves comes sooner to losses down to the floor; what happens there is said, not counted."""
+    """Compare the epochs to several losses; those to the rounding floor are named but not counted."""
     levels = (*_LEVELS, _FLOOR)
     places = [[first_below(curve, level) for level in levels] for curve in (turned, original)]
     needed = [[math.inf if place is None else epochs[place] for place in own] for own in places]
@@ -209,12 +209,12 @@ def _to_levels(epochs: Sequence[int], turned: Sequence[float], original: Sequenc
 
 
 def final(result: Mapping[str, Any]) -> float:
-    """The last training loss."""
+    """Return the final training loss."""
     return float(result["final"])
 
 
 def validation(result: Mapping[str, Any]) -> float:
-    """The best validation loss."""
+    """Return the best validation loss."""
     return float(result["best validation"])
 
 
@@ -223,7 +223,7 @@ def _epochs(count: float) -> str:
 
 
 def _floors(*losses: float) -> str:
-    """What is to be said of losses that are rounding."""
+    """Return a remark if the losses are at the rounding floor."""
     if max(losses) <= _FLOOR:
         return "; both at the rounding floor" if len(losses) == 2 else "; all at the rounding floor"
     return ""

@@ -1,4 +1,4 @@
-"""What is claimed of low-rank matrix factorisation, and what is found."""
+"""The paper's claims about low-rank matrix factorisation, judged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAPERS = ("Adam", "Adagrad", "SOAP", "Shampoo")
 
 @dataclass(frozen=True)
 class Found:
-    """What the records of a preset say.
+    """The records of a preset.
 
     Attributes:
         experiment: whose they are.
@@ -47,7 +47,7 @@ class Found:
     preset: Preset
 
     def judged(self) -> list[Judged]:
-        """By the printed start where it was run, beside it by the spectral one."""
+        """Judge by the printed start if it was run, with the spectral one as an alternative."""
         starts = self.experiment.starts(self.preset)
         found = [
             self._by_start(starts, partial(one, optimizer))
@@ -65,7 +65,7 @@ class Found:
         return replace(papers, beside=(*papers.beside, *differing))
 
     def _finals(self, case: Case, optimizer: str, name: str) -> tuple[float, str, float]:
-        """The last number of EGOP's runs, and the best rival's."""
+        """Return the final number of EGOP's runs, and the best rival's."""
 
         def last(method: Method) -> float:
             return median(
@@ -146,7 +146,7 @@ class Found:
         )
 
     def _persists(self, optimizer: str, case: Case) -> Judged:
-        """Both trends at once, by the rules of the runs with a schedule."""
+        """Judge both trends at once, by the rules of the runs with a schedule."""
         lower, closer = (one(optimizer, case) for one in (self._lower, self._closer))
         return Judged(
             f"{self.experiment.id}/{optimizer}-without-schedule",
@@ -160,7 +160,7 @@ class Found:
         )
 
     def _sooner(self, optimizer: str, case: Case) -> Beside:
-        """By steps to the threshold, at the rates with the lowest final loss."""
+        """Compare the steps to the threshold, at the rates with the lowest final loss."""
         every = self.experiment.settings(self.preset)["record every"]
 
         def steps(method: Method) -> float:
@@ -176,11 +176,11 @@ class Found:
         )
 
     def _superimposed(self, case: Case) -> Judged:
-        """By the loss, as in the paper's figure; on a scale of what is left of it the traces come apart."""
+        """Compare losses, as in the paper's figure; distances to the optimum would come apart."""
         every = self.experiment.settings(self.preset)["record every"]
 
         def spread(methods: Sequence[Method], least: float) -> list[float]:
-            """At every recorded step the largest median over the smallest."""
+            """Return the largest median over the smallest at every recorded step."""
             curves = [
                 [run.result["excess"] for run in self.experiment.reported(self.store, self.preset, case, m)]
                 for m in methods
@@ -219,7 +219,7 @@ def _from(case: Case) -> str:
 
 
 def crossing(curve: Sequence[float], threshold: float) -> float:
-    """Where a curve first reaches the threshold, in records: straight lines between them, on a logarithmic axis."""
+    """Return where a curve first reaches the threshold, in records, interpolated on a logarithmic axis."""
     step = first_below(curve, threshold)
     if not step:
         return math.inf if step is None else 0.0
@@ -230,6 +230,6 @@ def crossing(curve: Sequence[float], threshold: float) -> float:
 
 
 def speed(result: Mapping[str, Any]) -> float:
-    """Where in the curve the threshold is reached; behind its end where it is not, the closer the better."""
+    """Return where the curve reaches the threshold; beyond its end if it does not, the closer the better."""
     step = crossing(result["excess"], SPEED)
     return step if math.isfinite(step) else len(result["excess"]) + float(result["excess"][-1])

@@ -28,7 +28,7 @@ IDS: tuple[str, ...] = tuple(_PLACES)
 
 
 def experiment(id: str) -> Experiment:
-    """The experiment of an id."""
+    """Return the experiment with an id."""
     if id not in _PLACES:
         raise KeyError(f"There is no experiment '{id}'. There are: {', '.join(IDS)}.")
     module, name = _PLACES[id].split(":")

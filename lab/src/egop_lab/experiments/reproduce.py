@@ -1,4 +1,4 @@
-"""Runs experiments one after the other; what is missing or fails is said, and the others go on."""
+"""Run experiments one after the other; if one lacks its data, say so and continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from egop_lab.training.records import Store
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one experiment went.
+    """Result of one experiment.
 
     Attributes:
         id: of the experiment.
@@ -33,12 +33,12 @@ class Outcome:
 
 
 def store_of(folder: Path, id: str) -> Store:
-    """The records of an experiment."""
+    """Open the records of an experiment."""
     return Store(folder / f"{id}.jsonl")
 
 
 def reproduce(ids: Sequence[str], folder: Path, context: Context, say: Callable[[str], None] = print) -> list[Outcome]:
-    """Run experiments, as far as their records do not show them done, and judge their claims.
+    """Do the runs of experiments that are not recorded yet, and judge their claims.
 
     Args:
         ids: which ones.

@@ -19,7 +19,7 @@ _STEPS_THERE = 10_000  # in an epoch of the paper: 1.28 million images by 128
 
 
 class ResnetExperiment(Experiment):
-    """The paper's table of epochs and time at small scale, and more methods beside it.
+    """The paper's table of epochs and time at small scale, with more methods.
 
     A claim is judged by the long runs where its methods have all of theirs, else by the short ones.
     """
@@ -118,7 +118,7 @@ class ResnetExperiment(Experiment):
         return int(runs.settings(preset)["epochs"])
 
     def _long_methods(self, store: Store, preset: Preset) -> list[str]:
-        """The methods that have all of their long runs, where there are enough of them to judge by."""
+        """Return the methods that have all of their long runs, if there are enough of them to judge by."""
         if preset != "full":
             return []
         return list(self.long.complete(store, preset))

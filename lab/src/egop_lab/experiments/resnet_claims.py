@@ -1,4 +1,4 @@
-"""What the paper claims of residual networks, and what its table says."""
+"""The paper's claims about residual networks, and its table."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _COMPARED = (
 
 
 def _there(measure: str, method: str, other: str) -> str:
-    """The paper's numbers."""
+    """Return the paper's numbers."""
     if measure == "validation" and other == SOAP_100:
         return "1.19 and 1.22"
     numbers = {"epochs": _EPOCHS, "seconds": _HOURS}.get(measure)
@@ -96,7 +96,7 @@ _NEARLY = {
 
 
 def claims(often: str) -> Iterator[Claim]:
-    """All of them, with the SOAP that stands for SOAP 100."""
+    """Return all claims, with the SOAP that stands for SOAP 100."""
     for name, words, measure, method, other in _COMPARED:
         one, two = (often if each == SOAP_100 else each for each in (method, other))
         part = _PARTS.get(name)

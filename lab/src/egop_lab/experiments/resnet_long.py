@@ -1,4 +1,4 @@
-"""The long runs of the residual-network experiment: by importance, several at once if wanted."""
+"""The long runs of the residual-network experiment, by importance, in several processes if wanted."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class LongRuns(ShortRuns):
         return best
 
     def _search(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> tuple[float, list[float]]:
-        """The best rate; or those that are to be tried before there is one."""
+        """Return the best rate, and the rates still to try."""
         return search(_LADDER, settings["rates"], self.tuning(settings, done, method), inaccuracy)
 
     def all_of_them(self, store: Store, context: Context, processes: int) -> bool:
-        """Do the runs that are missing, those that tune first, by importance; whether they are all there.
+        """Do the missing runs, tuning first, by importance; return True if all are there.
 
         Of every method one has the device to itself: time is read from it.
         """
@@ -86,7 +86,7 @@ class LongRuns(ShortRuns):
         return True
 
     def _left(self, trials: Trials) -> list[dict[str, Any]]:
-        """What can be done now, by group and trial: of a method that is tuned its runs, else those that tune it."""
+        """Return the runs to do now, by group and trial: reported runs of tuned methods, tuning runs of others."""
         settings = self.settings(trials.context.preset)
         entries: list[dict[str, Any]] = []
         for methods, seed in itertools.product(_LONG, range(settings["trials"])):
@@ -98,7 +98,7 @@ class LongRuns(ShortRuns):
         return [each for each in entries if trials.configured(**each) not in trials.store]
 
     def _at_once(self, trials: Trials, left: Sequence[dict[str, Any]], processes: int) -> bool:
-        """Do runs by several processes at once; whether there was time for all of them."""
+        """Do runs in several processes at once; return True if there was time for all of them."""
         context = replace(trials.context, workers=processes)
         source = self.source(trials.context)
         configs = trials.store.missing([trials.configured(**entries) for entries in left])
@@ -106,13 +106,13 @@ class LongRuns(ShortRuns):
         return not trials.store.missing(configs)
 
     def complete(self, store: Store, preset: Preset) -> Runs:
-        """The methods that have all of their runs; none where the targets are not known."""
+        """Return the methods that have all of their runs; none if the targets are not known."""
         count = self.settings(preset)["trials"]
         runs = {method: own for method, own in self.reported(store, preset).items() if len(own) == count}
         return runs if {ADAMW, self.often} <= set(runs) else {}
 
     def still_falling(self, store: Store, preset: Preset) -> list[str]:
-        """The methods whose validation loss is lowest in the last tenth of the epochs, in the median."""
+        """Return the methods whose median validation loss is lowest in the last tenth of the epochs."""
         from_here = 0.9 * self.settings(preset)["epochs"]
         runs = self.complete(store, preset)
         return [method for method, own in runs.items() if median([lowest_at(run.result) for run in own]) > from_here]
@@ -122,7 +122,7 @@ class LongRuns(ShortRuns):
         return {method: _with_time(runs, done) for method, runs in super().reported(store, preset).items()}
 
     def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        """Only what can be, since the methods that it is about have all of their runs."""
+        """Judge the claims about methods that have all of their runs."""
         runs = self.complete(store, preset)
         if not runs:
             return []
@@ -135,12 +135,12 @@ class LongRuns(ShortRuns):
         return judged
 
     def compared(self, runs: Runs, preset: Preset, other: str | None = None) -> list[Judged]:
-        """Verdicts on the claims about methods that are there; only those that compare with another one, if named."""
+        """Judge the claims about the given methods; if ``other`` is named, only those that compare with it."""
         about = [claim for claim in self.claims if {claim.method, claim.other} <= set(runs)]
         return self.verdicts(runs, preset, [claim for claim in about if other in (None, claim.other)])
 
     def _at_other_rates(self, store: Store, preset: Preset) -> dict[float, list[Record]]:
-        """AdamW's runs at rates that were not chosen, where they are all there: it is to have every chance."""
+        """Return AdamW's complete runs at rates that were not chosen: it is to have every chance."""
         settings, done = self.settings(preset), self.done(store, preset)
         chosen = self.rate(settings, done, ADAMW)
         by_rate: dict[float, list[Record]] = {}
@@ -151,13 +151,13 @@ class LongRuns(ShortRuns):
         return {rate: _with_time(runs, done) for rate, runs in by_rate.items() if len(runs) == settings["trials"]}
 
     def timed(self, store: Store, preset: Preset) -> Runs:
-        """All that had the device to themselves, short ones too."""
+        """Return all runs that had the device to themselves, short ones too."""
         timed = [run for run in self.done(store, preset) if is_timed(run)]
         methods = self.settings(preset)["methods"]
         return {method: [run for run in timed if run.config["method"] == method] for method in methods}
 
     def tables(self, store: Store, preset: Preset) -> list[Table]:
-        """With AdamW at its other rates too."""
+        """Add AdamW at its other rates to the tables."""
         table, reached = super().tables(store, preset)
         others = self._at_other_rates(store, preset).values()
         rows = [self.row(ADAMW, runs, self.timed(store, preset)) for runs in others]
@@ -170,21 +170,21 @@ class LongRuns(ShortRuns):
 
 
 class _InOurForm(LongRuns):
-    """With our SOAP as the one that is renewed often: a step of the package's takes several times as long."""
+    """The long runs with our SOAP as the frequent one: a step of the package's takes several times as long."""
 
     often: ClassVar[str] = SOAP_OURS
     claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_OURS))
 
 
 def _untimed(done: Sequence[Record], entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first run of every method that has none from which time can be read."""
+    """Return the first run of every method that has no timed run."""
     timed = {run.config["method"] for run in done if is_timed(run)}
     first = {own["method"]: own for own in reversed(entries) if own["method"] not in timed}
     return [own for own in entries if own is first.get(own["method"])]
 
 
 def _with_time(runs: Sequence[Record], done: Sequence[Record]) -> list[Record]:
-    """A method's runs; those done beside others have the seconds of runs that had the device to themselves."""
+    """Return a method's runs; those that shared the device get the seconds of runs that did not."""
     before, epoch = pace([run for run in done if run.config["method"] == runs[0].config["method"]])
     curve = [before + epoch * count for count in range(len(runs[0].result["seconds"]))]
     return [run if is_timed(run) else replace(run, result={**run.result, "seconds": curve}) for run in runs]

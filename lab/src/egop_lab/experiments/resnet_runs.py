@@ -1,4 +1,4 @@
-"""The runs of the residual-network experiment, short and long ones: how they are done, and what is found in them."""
+"""The runs of the residual-network experiment, short and long, and their results."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ShortRuns(TimedExperiment):
             self._all_of(trials, first) and self._all_of(trials, OPTIONAL)
 
     def source(self, context: Context) -> dict[str, Any]:
-        """What the images are loaded with."""
+        """Return the arguments for loading the images."""
         settings = self.settings(context.preset)
         limits = [None if count == "all" else count for count in settings["images"]]
         return {
@@ -123,7 +123,7 @@ class ShortRuns(TimedExperiment):
         warm = False
 
         def warm_up(config: dict[str, Any]) -> None:
-            """On a GPU, an epoch and decompositions that nobody times: no run pays for what the first one sets up."""
+            """Run an epoch and decompositions untimed on a GPU, so that no timed run pays for their setup."""
             nonlocal warm
             if warm:
                 return
@@ -143,7 +143,7 @@ class ShortRuns(TimedExperiment):
         )
 
     def _all_of(self, trials: Trials, methods: Sequence[str]) -> bool:
-        """Tune some methods and do their runs; whether that is done, or the time is over."""
+        """Tune some methods and do their runs; return False when the time is over."""
         settings = self.settings(trials.context.preset)
         seeds = range(TUNING, TUNING + settings["tuning trials"])
         tuning = [(method, lr, seed) for method in methods for lr in settings["rates"] for seed in seeds]
@@ -156,14 +156,14 @@ class ShortRuns(TimedExperiment):
         return {method for claim in self.claims for method in (claim.method, claim.other)}
 
     def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
-        """The rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
+        """Return the rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
         runs = [run for run in self.tuning(settings, done, method) if run.config["lr"] in settings["rates"]]
         if missing := set(settings["rates"]) - {run.config["lr"] for run in runs}:
             raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, sorted(missing)))}")
         return best_rate(runs, inaccuracy)
 
     def tuning(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
-        """The runs that choose a method's learning rate."""
+        """Return the runs that choose a method's learning rate."""
         own = [run for run in done if is_tuning(run) and run.config["method"] == method]
         return [run for run in own if run.config["epochs"] == settings["tuning epochs"]]
 
@@ -203,11 +203,11 @@ class ShortRuns(TimedExperiment):
         return f"{claim.method}: {number(one, 3)}; {claim.other}: {number(other, 3)}"
 
     def timed(self, store: Store, preset: Preset) -> Runs:
-        """The runs from which the time of an epoch is read."""
+        """Return the runs that the time of an epoch is read from."""
         return self.reported(store, preset)
 
     def tables(self, store: Store, preset: Preset) -> list[Table]:
-        """What an epoch costs here and in the paper, and what comes of it; and how many epochs each trial needs."""
+        """Compare what an epoch costs here and in the paper, the results, and the epochs that each trial needs."""
         runs, timed = self.reported(store, preset), self.timed(store, preset)
         epochs = self.settings(preset)["epochs"]
         header = ("method", "rate", "trials", "lowest validation loss", "at epoch", "ten crops: loss", "accuracy")
@@ -230,7 +230,7 @@ class ShortRuns(TimedExperiment):
         ]
 
     def row(self, method: str, runs: Sequence[Record], timed: Runs) -> tuple[str, ...]:
-        """A method in the table.
+        """Return a method's row in the table.
 
         Args:
             method: whose runs they are.
@@ -302,22 +302,22 @@ class ShortRuns(TimedExperiment):
 
 
 def inaccuracy(result: Mapping[str, Any]) -> float:
-    """What a learning rate is chosen by."""
+    """Return the score that chooses a learning rate: the ten-crop accuracy, negated."""
     return -float(result["ten-crop accuracy"])
 
 
 def _trained(runs: Runs, *methods: str) -> bool:
-    """Whether accuracy on training images was recorded for all of these."""
+    """Return True if accuracy on training images was recorded for all of these methods."""
     return all("training accuracy" in run.result for method in methods for run in runs[method])
 
 
 def is_timed(run: Record) -> bool:
-    """Whether a run had the device to itself, and did not diverge."""
+    """Return True if a run had the device to itself, and did not diverge."""
     return math.isfinite(run.result["seconds"][-1])
 
 
 def pace(runs: Sequence[Record]) -> tuple[float, float]:
-    """Seconds before the first epoch, and those of an epoch, by runs from which time can be read: medians.
+    """Return the median seconds before the first epoch and of an epoch, over timed runs.
 
     What the first epoch takes more than others, as for a first basis, is before.
     """
@@ -328,13 +328,13 @@ def pace(runs: Sequence[Record]) -> tuple[float, float]:
 
 
 def _epoch_seconds(runs: Sequence[Record]) -> list[float]:
-    """What an epoch takes after the first, in every run from which time can be read."""
+    """Return the seconds of an epoch after the first, for every timed run."""
     curves = [run.result["seconds"] for run in runs if is_timed(run)]
     return [(curve[-1] - curve[1]) / max(len(curve) - 2, 1) for curve in curves]
 
 
 def _line(method: str, curves: Sequence[Sequence[float]]) -> Series:
-    """By epoch, from the end of the first one: the loss of the start would dwarf all others."""
+    """Draw a curve by epoch from the end of the first epoch: the loss of the start would dwarf all others."""
     low, middle, high = quartiles([curve[1:] for curve in curves])
     color = "SOAP" if method in (SOAP_10, SOAP_100) else method
     return Series(method, list(range(1, len(middle) + 1)), middle, low, high, color, "EGOP" in method)

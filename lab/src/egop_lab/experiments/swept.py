@@ -1,4 +1,4 @@
-"""Experiments of two sweeps: tuning trials choose a learning rate in original coordinates, reported ones are judged."""
+"""Experiments with two sweeps: tuning trials choose a rate in original coordinates, reported trials are judged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from egop_lab.training.sweeps import ORIGINAL, TUNING
 
 
 class SweptExperiment(Experiment):
-    """The learning rate of original coordinates is that of EGOP ones too.
+    """Experiment in which the learning rate of original coordinates is also used in EGOP coordinates.
 
     The paper chooses it on the trials that it reports. Here tuning trials choose the one of the figures; claims are
     judged by both.
@@ -23,28 +23,28 @@ class SweptExperiment(Experiment):
 
     @abc.abstractmethod
     def score(self, result: Mapping[str, Any]) -> float:
-        """What a learning rate is chosen by, median over trials; the smaller the better."""
+        """Return the score that chooses a learning rate, median over trials; the smaller the better."""
 
     def chosen(self, store: Store, preset: Preset, optimizer: str, *, apart: bool = True) -> float:
-        """The rate of the best score on the tuning trials, or, not apart, on the reported ones."""
+        """Return the rate with the best score on the tuning trials or, if not ``apart``, on the reported ones."""
         runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
         return best_rate([run for run in runs if (run.config["seed"] >= TUNING) == apart], self.score)
 
     def fresh(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
-        """The runs on reported trials, at all rates."""
+        """Return the runs on reported trials, at all rates."""
         runs = self.records(store, preset, optimizer=optimizer, coordinates=coordinates)
         return [run for run in runs if run.config["seed"] < TUNING]
 
     def reported(
         self, store: Store, preset: Preset, optimizer: str, coordinates: str, *, apart: bool = True
     ) -> list[Record]:
-        """Those at the chosen rate."""
+        """Return the runs on reported trials, at the chosen rate."""
         rate = self.chosen(store, preset, optimizer, apart=apart)
         return [run for run in self.fresh(store, preset, optimizer, coordinates) if run.config["lr"] == rate]
 
 
 def by_both(judge: Callable[[bool], Judged]) -> Judged:
-    """A claim by the rates that the paper's rule gives, beside it by those of tuning trials where they differ."""
+    """Judge a claim at the rates of the paper's rule; at those of tuning trials as an alternative if they differ."""
     paper, ours = judge(False), judge(True)
     if (paper.verdict, paper.found) == (ours.verdict, ours.found):
         return paper

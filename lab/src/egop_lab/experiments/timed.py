@@ -1,4 +1,4 @@
-"""Experiments on timed trainings: methods at their own learning rates, and what each takes to AdamW's best loss."""
+"""Experiments on timed trainings: each method at its own learning rate, and what it takes to AdamW's best loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Measures = Mapping[str, tuple[str, Callable[[Record], float]]]  # what is measur
 
 @dataclass(frozen=True)
 class Claim:
-    """That a method has a smaller number than another one.
+    """The claim that a method has a smaller number than another one.
 
     Attributes:
         name: of the claim.
@@ -49,12 +49,12 @@ class Claim:
     kind: Kind | None = None
 
     def holds(self, one: float, other: float) -> bool:
-        """Whether it does, for the two numbers."""
+        """Return True if the claim holds for the two numbers."""
         return one < other if self.part is None else one <= self.part * other
 
 
 class TimedExperiment(Experiment):
-    """The settings have ``methods``, ``trials`` and, by the name in ``length``, how long a reported run is."""
+    """Experiment whose settings have ``methods``, ``trials`` and, under the name in ``length``, a run's length."""
 
     comparison: ClassVar[str]
     training: ClassVar[Callable[..., Any]]  # what one run is: of data, a configuration and a device
@@ -64,14 +64,14 @@ class TimedExperiment(Experiment):
 
     @abc.abstractmethod
     def trials(self, store: Store, context: Context) -> Trials:
-        """What does the runs, with the data that the context names."""
+        """Return the series of runs, with the data that the context names."""
 
     @abc.abstractmethod
     def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
-        """The learning rate that the tuning runs give; a LookupError when some are missing."""
+        """Return the learning rate that the tuning runs choose; raise LookupError if some are missing."""
 
     def measures(self, goal: float) -> Measures:
-        """What is compared, by name; the goal is a validation loss."""
+        """Return the compared quantities by name; the goal is a validation loss."""
         where = f"to a validation loss of {goal:.3f}"
         return {
             self.length: (f"{self.length.capitalize()} {where}", lambda run: length_to(run, goal)),
@@ -80,18 +80,18 @@ class TimedExperiment(Experiment):
 
     @abc.abstractmethod
     def said(self, claim: Claim, one: float, other: float) -> str:
-        """Both numbers in words."""
+        """Format both numbers."""
 
     def required(self, preset: Preset) -> set[str]:
-        """The methods whose runs must all be there; others are shown with those they have."""
+        """Return the methods whose runs must all be there; others are shown with those they have."""
         return set(self.settings(preset)["methods"])
 
     def chosen(self, store: Store, preset: Preset, method: str) -> float:
-        """A method's learning rate."""
+        """Return a method's learning rate."""
         return self.rate(self.settings(preset), self.done(store, preset), method)
 
     def report(self, trials: Trials, methods: Sequence[str]) -> bool:
-        """Do the runs that are reported, of methods that are tuned; whether they are all done."""
+        """Do the reported runs of methods that are tuned; return True if all are done."""
         settings = self.settings(trials.context.preset)
         best = {method: self.rate(settings, trials.done, method) for method in methods}
         runs = [(seed, method) for seed in range(settings["trials"]) for method in methods]
@@ -100,7 +100,7 @@ class TimedExperiment(Experiment):
             return all(trials.do(method=method, lr=best[method], **length, seed=seed) for seed, method in runs)
 
     def reported(self, store: Store, preset: Preset) -> Runs:
-        """Each method's runs at its chosen rate."""
+        """Return each method's runs at its chosen rate."""
         settings, done, required = self.settings(preset), self.done(store, preset), self.required(preset)
         by_method: Runs = {}
         for method in settings["methods"]:
@@ -120,7 +120,7 @@ class TimedExperiment(Experiment):
         return self.verdicts(self.reported(store, preset), preset, self.claims)
 
     def verdicts(self, runs: Runs, preset: Preset, claims: Sequence[Claim]) -> list[Judged]:
-        """What these runs say of some claims, by every goal."""
+        """Judge some claims by these runs, for every goal."""
         (_, goal), *others = self.goals(runs).items()
         judged = [self._judged(claim, runs, goal, preset) for claim in claims]
         for rule, goal in others:
@@ -149,39 +149,39 @@ class TimedExperiment(Experiment):
         )
 
     def _whole(self, measure: str, run: Record) -> float:
-        """What a run has at its end of what is counted: it takes at least that to what it does not reach."""
+        """Return the total of a run: a lower bound on what it takes to a goal that it does not reach."""
         if measure == self.length:
             return float(run.config[self.length])
         return float(run.result["seconds"][-1]) if measure == "seconds" else math.inf
 
     def goals(self, runs: Runs) -> Mapping[str, float]:
-        """The validation losses to be reached, by rule; the first is what claims are judged by, others stand beside."""
+        """Return the validation losses to reach, by rule; the first one judges, the others are alternatives."""
         return {"AdamW's lowest": self.goal(runs)}
 
     def goal(self, runs: Runs) -> float:
-        """AdamW's lowest median validation loss after any pass."""
+        """Return AdamW's lowest median validation loss after any pass."""
         curves = [run.result["validation loss"] for run in runs[label(self.comparison, "adamw")]]
         return min(quartiles(curves)[1])
 
     def done(self, store: Store, preset: Preset) -> list[Record]:
-        """The runs on the same data and with the same settings as the last one: others are not to be mixed in."""
+        """Return the runs on the same data and with the same settings as the last one."""
         runs = self.records(store, preset)
         return [run for run in runs if shared(run) == shared(runs[-1])]
 
     def key(self, run: Record) -> tuple[str, float, int]:
-        """Method, learning rate and length."""
+        """Return method, learning rate and length."""
         return run.config["method"], run.config["lr"], run.config[self.length]
 
 
 def _says_no_more(other: Judged, one: Judged) -> bool:
-    """Whether another rule looks at the same numbers, or finds nothing to compare where one does."""
+    """Return True if an alternative rule sees the same numbers, or has nothing to compare where this one has."""
     return other.found == one.found or (other.verdict == "cannot be judged" != one.verdict)
 
 
 def search(
     ladder: Sequence[float], first: Sequence[float], runs: Sequence[Record], score: Callable[[Mapping[str, Any]], float]
 ) -> tuple[float, list[float]]:
-    """The best learning rate, and those that are to be tried before there is one.
+    """Return the best learning rate, and the rates still to try before it is known.
 
     While the best is the first or last rate tried, the next one of the ladder on that side is to be tried too.
 
@@ -207,33 +207,33 @@ def search(
 
 
 def is_tuning(run: Record) -> bool:
-    """Whether a run is one that chooses a learning rate."""
+    """Return True if a run is for choosing a learning rate."""
     return bool(run.config["seed"] >= TUNING)
 
 
 def length_to(run: Record, goal: float) -> float:
-    """After how many steps or epochs the validation loss is at most the goal; infinitely many when it never is."""
+    """Return the steps or epochs after which the validation loss is at most the goal; infinite if never."""
     place = first_below(run.result["validation loss"], goal)
     return math.inf if place is None else place * int(run.config.get("interval", 1))
 
 
 def seconds_to(run: Record, goal: float) -> float:
-    """After how many seconds of training, the estimation of bases included."""
+    """Return the seconds of training, estimation of bases included, until the validation loss is at most the goal."""
     place = first_below(run.result["validation loss"], goal)
     return math.inf if place is None else run.result["seconds"][place]
 
 
 def lowest(result: Mapping[str, Any]) -> float:
-    """The lowest validation loss of a run."""
+    """Return the lowest validation loss of a run."""
     return min((value for value in result["validation loss"] if value == value), default=math.inf)
 
 
 def lowest_at(result: Mapping[str, Any]) -> int:
-    """After how many passes that is."""
+    """Return the number of passes after which the validation loss is lowest."""
     losses: list[float] = result["validation loss"]
     return losses.index(lowest(result)) if math.isfinite(lowest(result)) else 0
 
 
 def number(value: float, digits: int) -> str:
-    """A number of passes or seconds in words."""
+    """Format a number of passes or seconds."""
     return f"{value:.{digits}g}" if math.isfinite(value) else "never"

@@ -26,7 +26,7 @@ _APART = 0.1  # of the distance from the start to the minimum
 
 
 class Plane(ConvexTrials):
-    """Log-sum-exp in two dimensions; the paper's start lies far out, here on a circle."""
+    """Log-sum-exp in two dimensions; the paper starts far out, here the starts are on a circle."""
 
     def __init__(self, seeds: Sequence[int], *, n: int, decay: float, samples: int, radius: float) -> None:
         super().__init__(seeds, objective=LOG_SUM_EXP, n=n, d=2, decay=decay, samples=samples)
@@ -42,11 +42,11 @@ class Plane(ConvexTrials):
         return {"loss": super().evaluate(point)["loss"], **places}
 
     def hessian(self, trial: int) -> Tensor:
-        """At the minimum, where all residuals are zero."""
+        """Return the Hessian at the minimum, where all residuals are zero."""
         return 2 / len(self.targets[trial]) * self.data[trial].mT @ self.data[trial]
 
     def level_set(self, trial: int, height: float, points: int) -> Tensor:
-        """Where the loss is so far above its minimum, (points, 2): by bisection along rays from the minimum."""
+        """Find the points at a given loss above the minimum, (points, 2), by bisection along rays."""
         angles = torch.linspace(0, 2 * math.pi, points, dtype=torch.float64)
         rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
         low, high = torch.zeros_like(angles), torch.full_like(angles, 1e4)
@@ -60,13 +60,13 @@ class Plane(ConvexTrials):
 
 
 def tilt(hessian: Tensor, basis: Tensor) -> float:
-    """The angle in degrees between the direction of largest curvature and the nearest axis, 0 to 45."""
+    """Return the angle in degrees between the direction of largest curvature and the nearest axis, 0 to 45."""
     leading = torch.linalg.eigh(hessian).eigenvectors[:, -1]
     return math.degrees(math.acos(min(1.0, float((basis.mT @ leading).abs().max()))))
 
 
 class TrajectoriesExperiment(Experiment):
-    """Adagrad from equivalent starts; SGD as a control, which has to take the same way in both."""
+    """Adagrad from equivalent starts; SGD as a control, whose path must be the same in both."""
 
     id: ClassVar[str] = "trajectories"
     title: ClassVar[str] = "Adagrad in the plane"
@@ -221,7 +221,7 @@ class TrajectoriesExperiment(Experiment):
         return [*range(settings["trials"]), settings["shown seed"]]
 
     def _sweeps(self, preset: Preset) -> list[tuple[dict[str, list[float]], int]]:
-        """The rates to run and how often their runs are recorded: each step where the way is drawn."""
+        """Return the rates to run and how often to record them: at each step if the path is drawn."""
         settings = self.settings(preset)
         return [
             ({"Adagrad": [settings["learning rate"]]}, 1),
@@ -248,7 +248,7 @@ class TrajectoriesExperiment(Experiment):
         return record
 
     def _path(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
-        """The way taken in some coordinates, in original coordinates, (steps + 1, 2)."""
+        """Return the path taken in some coordinates, in original coordinates, (steps + 1, 2)."""
         runs = self._runs(store, preset, "Adagrad", kind, self.settings(preset)["learning rate"])
         run = next(run for run in runs if run.config["seed"] == seed)
         return torch.tensor([run.result[f"{name} coordinate"] for name in _PARTS], dtype=torch.float64).mT
@@ -269,7 +269,7 @@ class TrajectoriesExperiment(Experiment):
         return Series(label, path[:, 0].tolist(), path[:, 1].tolist(), method="Adagrad", egop=taken == EGOP)
 
     def _levels(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
-        """All level sets as one line with gaps."""
+        """Return all level sets as one line with gaps."""
         gap = torch.full((1, 2), math.nan, dtype=torch.float64)
         geometry = self._geometry(store, preset, seed).result
         least = torch.tensor(geometry["minimum"], dtype=torch.float64)
@@ -286,7 +286,7 @@ class TrajectoriesExperiment(Experiment):
 
 
 def smooth(ring: Tensor, center: Tensor, times: int = 10) -> Tensor:
-    """A closed line with so many times as many points, from points at even angles around a center.
+    """Interpolate a closed line, given by points at even angles around a center, with more points.
 
     One over the squared radius of an ellipse has two frequencies only, so that is what is interpolated.
     """

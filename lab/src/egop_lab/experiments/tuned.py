@@ -62,36 +62,36 @@ class TunedExperiment(Experiment):
 
     @abc.abstractmethod
     def cases(self, preset: Preset) -> list[Case]:
-        """The kinds of problems: whatever of the settings decides how they are made."""
+        """Return the kinds of problems: all settings that decide how they are made."""
 
     def methods(self, preset: Preset) -> list[Method]:
-        """What is compared: Adam and Adagrad in all coordinates, and the settings' baselines, which have their own."""
+        """Return the compared methods: Adam and Adagrad in all coordinates, and the baselines of the settings."""
         kinds = [ORIGINAL, EGOP, RANDOM] if preset == "full" else [ORIGINAL, EGOP]
         coordinatewise = [Method(name, kind) for name in ("Adam", "Adagrad") for kind in kinds]
         return coordinatewise + [Method(name) for name in self.settings(preset)["baselines"]]
 
     def pairs(self, preset: Preset) -> list[tuple[Case, Method]]:
-        """What is run: every method on every case."""
+        """Return the pairs to run: every method on every case."""
         return [(case, method) for case in self.cases(preset) for method in self.methods(preset)]
 
     def anneals(self, case: Case) -> bool:
-        """Whether the learning rates of a case are annealed."""
+        """Return True if the learning rates of a case are annealed."""
         return self.cosine
 
     @abc.abstractmethod
     def trials(self, case: Case, seeds: Sequence[int]) -> Trials:
-        """The problems of several seeds."""
+        """Build the problems of several seeds."""
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """What a learning rate is chosen by, median over the tuning trials; the smaller the better."""
+        """Return the score that chooses a learning rate, median over the tuning trials; the smaller the better."""
         return float(result["loss"][-1])
 
     def tuned_as(self, method: Method) -> Method:
-        """The method whose learning rates a method is given; itself unless the two are known to be the same."""
+        """Return the method whose learning rates a method uses: itself, unless both are known to be the same."""
         return method
 
     def scores(self, case: Case) -> list[Score]:
-        """What learning rates of a case are searched by, each search giving one that is reported."""
+        """Return the scores to search learning rates by; each search gives a rate that is reported."""
         return [self.score]
 
     def run(self, store: Store, context: Context) -> None:
@@ -108,21 +108,21 @@ class TunedExperiment(Experiment):
             self._do(reported, store, context, "trials")
 
     def chosen(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> float:
-        """The learning rate that the two-stage search by a score gives on the tuning trials."""
+        """Return the learning rate that the two-stage search by a score finds on the tuning trials."""
         best, left = self._search(store, preset, case, self.tuned_as(method), score or self.score)
         if left:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} is not tuned yet.")
         return best
 
     def at_edge(self, store: Store, preset: Preset, case: Case, method: Method) -> str:
-        """A remark for methods whose chosen rate is the smallest or largest that was tried; else nothing."""
+        """Return a remark if the chosen rate is the smallest or largest that was tried, else ""."""
         method = self.tuned_as(method)
         ends = [10.0**exponent for exponent in self.settings(preset)["exponents"][method.optimizer]]
         chosen = self.chosen(store, preset, case, method)
         return f" ({method}: best at the end of the grid, {chosen:g})" if chosen in ends else ""
 
     def tuning(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
-        """All runs of the search for a learning rate."""
+        """Return all runs of the search for a learning rate."""
         seen: list[Record] = []
         self._search(store, preset, case, method, self.score, seen)
         return seen
@@ -130,7 +130,7 @@ class TunedExperiment(Experiment):
     def reported(
         self, store: Store, preset: Preset, case: Case, method: Method, rate: float | None = None
     ) -> list[Record]:
-        """The runs on fresh trials, at the chosen rate unless another one is named."""
+        """Return the runs on fresh trials, at the chosen rate unless another one is given."""
         settings = self.settings(preset)
         rate = self.chosen(store, preset, case, method) if rate is None else rate
         task = _Task(case, method, [rate], range(settings["trials"]), settings["record every"])
@@ -143,7 +143,7 @@ class TunedExperiment(Experiment):
     def curve(
         self, store: Store, preset: Preset, case: Case, method: Method, name: str, rate: float | None = None
     ) -> Series:
-        """A recorded curve of the reported trials by step."""
+        """Return a recorded curve of the reported trials by step."""
         settings = self.settings(preset)
         every, last = settings["record every"], settings["steps"]
         places = [min(step, last) for step in range(0, last + every, every)]
@@ -151,7 +151,7 @@ class TunedExperiment(Experiment):
         return _styled(curve_series(runs, name, method.optimizer, method.coordinates, places), method)
 
     def sweep(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> Series:
-        """What the search saw: its score (or another one) over learning rates, the chosen one marked."""
+        """Return the score (or another one) of the search over learning rates, with the chosen one marked."""
         chosen = self.chosen(store, preset, case, method)
         runs = self.tuning(store, preset, case, method)
         return _styled(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
@@ -159,7 +159,7 @@ class TunedExperiment(Experiment):
     def _search(
         self, store: Store, preset: Preset, case: Case, method: Method, score: Score, seen: list[Record] | None = None
     ) -> tuple[float, _Task | None]:
-        """How far the search has come: the best rate so far, and what is to be run before it can go on."""
+        """Return the best rate so far, and the runs that the search needs before it can go on."""
         settings = self.settings(preset)
         seeds = range(TUNING, TUNING + settings["tuning trials"])
         task = _Task(case, method, [], seeds, settings["record tuning every"])
@@ -190,7 +190,7 @@ class TunedExperiment(Experiment):
         return sorted({self.chosen(store, preset, case, method, score) for score in self.scores(case)})
 
     def _do(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
-        """Do what the store does not have yet."""
+        """Do the runs that the store does not have yet."""
         for task in tasks:
             if methods.describe(task.method.optimizer):
                 continue
@@ -235,7 +235,7 @@ class TunedExperiment(Experiment):
 
 @contextmanager
 def small(context: Context) -> Iterator[Context]:
-    """The CPU and one thread, for tensors that are too small to be shared out."""
+    """Use the CPU and one thread: the tensors are too small to share out."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -245,7 +245,7 @@ def small(context: Context) -> Iterator[Context]:
 
 
 def run_alone(config: Mapping[str, Any]) -> Record:
-    """One run of a method that cannot be batched, as its configuration says."""
+    """Do one run of a method that cannot be batched, as its configuration says."""
     tuned = experiment(config["experiment"])
     assert isinstance(tuned, TunedExperiment)
     problem = tuned.trials(config, [config["seed"]])
@@ -261,7 +261,7 @@ def run_alone(config: Mapping[str, Any]) -> Record:
 
 
 def _styled(series: Series, method: Method) -> Series:
-    """Random rotations are a control: their own colour, and not dashed."""
+    """Draw random rotations as a control: in their own colour, and not dashed."""
     if method.coordinates != RANDOM:
         return series
     return replace(series, method=str(method), egop=False)

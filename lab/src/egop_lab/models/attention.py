@@ -9,7 +9,7 @@ __all__ = ["attended"]
 
 
 def attended(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
-    """What attention makes of queries, keys and values side by side, (n, length, 3 widths); (n, length, width).
+    """Apply attention to queries, keys and values side by side, (n, length, 3 widths); return (n, length, width).
 
     Args:
         projected: all three, in this order.

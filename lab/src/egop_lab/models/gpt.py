@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.narrower = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """The stream with what this block adds to it, (n, length, width)."""
+        """Return the stream plus the output of this block, (n, length, width)."""
         stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=True))
         return stream + self.narrower(F.gelu(self.wider(self.norm2(stream))))
 
@@ -74,7 +74,7 @@ class GPT(nn.Module):
         initialize_(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token that follows each of the tokens, (n, length, vocabulary)."""
+        """Return the logits of the token that follows each token, (n, length, vocabulary)."""
         length = tokens.shape[-1]
         if length > self.context:
             raise ValueError(f"{length} tokens are more than the context of {self.context}.")

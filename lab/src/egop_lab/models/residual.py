@@ -25,7 +25,7 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
-        """The sum of the two paths."""
+        """Return the sum of the two paths."""
         skipped = images if self.downsample is None else self.downsample(images)
         hidden = F.relu(self.bn1(self.conv1(images)), inplace=True)
         return F.relu(self.bn2(self.conv2(hidden)) + skipped, inplace=True)
@@ -56,7 +56,7 @@ class ResidualNetwork(nn.Module):
         initialize_(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits of images, (n, 3, height, width)."""
+        """Return the logits of images, (n, 3, height, width)."""
         hidden = F.relu(self.bn1(self.conv1(images)), inplace=True)
         hidden = F.max_pool2d(hidden, 3, stride=2, padding=1)
         for stage in range(self._stages):

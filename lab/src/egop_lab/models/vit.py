@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.narrower = nn.Linear(hidden, width, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """The stream with what this block adds to it, (n, patches, width)."""
+        """Return the stream plus the output of this block, (n, patches, width)."""
         stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=False))
         normed = self.norm2(stream)
         return stream + self.narrower(F.silu(self.gate(normed)) * self.wider(normed))
@@ -86,7 +86,7 @@ class VisionTransformer(nn.Module):
         initialize_(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits of images, (n, 3, side, side)."""
+        """Return the logits of images, (n, 3, side, side)."""
         rows = images.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # (n, 3, rows, patch, ...)
         stream = self.patches(rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.positions.weight
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""The paper's index: where each of its figures, tables, algorithms and statements is, and what was found."""
+"""The paper's index: where each of its figures, tables, algorithms and statements is, with its verdict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"(?<!\\)%.*")
 
 
 def labels(tex: str) -> dict[str, str]:
-    """The labels of figures, tables, algorithms and statements in LaTeX, in order, each with what it is.
+    """Parse the labels of figures, tables, algorithms and statements from LaTeX, in order, each with its kind.
 
     A statement without a label is named after the section that it is in. Labels of equations and sections are left out.
     """
@@ -55,7 +55,7 @@ def labels(tex: str) -> dict[str, str]:
 
 
 def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None:
-    """The index as Markdown, with the verdicts of these sections of the report."""
+    """Write the index as Markdown, with the verdicts of the report's sections."""
     about = {section.experiment.id: section for section in sections}
     missing: dict[str, list[str]] = {}
     for each in STATEMENTS:
@@ -71,7 +71,7 @@ def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None
 
 
 def statement_cells(statement: Statement) -> str:
-    """The cells of a row that no run changes: label, what it is, where."""
+    """Return the cells of a row that no run changes: label, kind and place."""
     places = ", ".join(f"[{each}](reproduction.md#{each})" if each in IDS else f"`{each}`" for each in statement.where)
     return f"`{statement.label}` | {statement.kind}: {statement.about} | {places or 'nowhere, see below'}"
 

@@ -43,7 +43,7 @@ _TARGETS = {
 
 @dataclass(frozen=True)
 class Section:
-    """What the report says of one experiment.
+    """The report's section on one experiment.
 
     Attributes:
         experiment: which one.
@@ -73,12 +73,12 @@ class Section:
 
 
 def sections(folder: Path, ids: Iterable[str] | None = None) -> list[Section]:
-    """What the records in a folder say, one section an experiment; all of them by default."""
+    """Read the records in a folder into sections, one per experiment; all of them by default."""
     return [_section(experiment(id), store_of(folder, id)) for id in (IDS if ids is None else ids)]
 
 
 def _section(one: Experiment, store: Store) -> Section:
-    """The full preset where all of its runs are there, else the quick one, else what is still missing."""
+    """Use the full preset if all of its runs are there, else the quick one, else say what is missing."""
     presets: tuple[Preset, ...] = ("full", "quick")
     missing = None
     for preset in presets:
@@ -118,7 +118,7 @@ def _about(
 
 
 def counts(found: Sequence[Section]) -> str:
-    """How many claims of the paper hold, how many targets are met, and how many checks passed: in a sentence."""
+    """Say in a sentence how many claims hold, how many targets are met, and how many checks passed."""
     judged = [item for section in found for item in section.judged]
     verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
     checks = sum(item.kind == "check" for item in judged)
@@ -149,7 +149,7 @@ def _run(found: Sequence[Section]) -> list[Section]:
 
 
 def _left(found: Sequence[Section]) -> list[str]:
-    """The experiments without verdicts, in a line; and why, where it is not that they were not run."""
+    """List the experiments without verdicts in a line each; say why if they were run."""
     names = [section.experiment.id for section in found if section.preset is None]
     lines = [f"Not run: {', '.join(names)}."] if names else []
     return lines + [f"{s.experiment.id}: {s.problem}" for s in found if s.problem and s.preset is not None]
@@ -162,7 +162,7 @@ def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judged]]]:
 
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
-    """The report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
+    """Write the report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
     lines = ["# Reproduction of the paper", "", _introduction(found), "", _summary(found), ""]
     if _run(found):
         lines += [_row(_HEADER), "|---|---|---|"]
@@ -248,7 +248,7 @@ def _bold(verdict: str) -> str:
 
 
 def write_html(found: Sequence[Section], path: Path) -> None:
-    """The report as one self-contained page: what was found, and each experiment behind its title."""
+    """Write the report as one self-contained page: the summary, and each experiment behind its title."""
     body = ["<h1>Reproduction of the paper</h1>", f"<p>{escape(_introduction(found))}</p>"]
     body.append(f'<p class="verdict">{escape(_summary(found))}</p>')
     if _run(found):
@@ -300,7 +300,7 @@ def _html(section: Section) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table from cells that are HTML; columns of words are set to the left."""
+    """Format a table from cells that are HTML; columns of text are left-aligned."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     kinds = [_WORDS if max(map(len, column)) > _LONG else "" for column in zip(*rows, strict=True)]
     lines = []

@@ -1,4 +1,4 @@
-"""The table of results that the README and other pages show, from the records of the race of coordinates."""
+"""The table of results in the README and on other pages, from the records of the comparison of coordinates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MISSING = "–"
 
 
 def table(records: Path) -> str:
-    """The last loss of each method on each task, and what EGOP takes to AdamW's; in Markdown."""
+    """Return the final loss of each method on each task, and when EGOP reaches AdamW's; in Markdown."""
     experiment = CoordinatesExperiment()
     found = experiment.found(Store(records / f"{experiment.id}.jsonl"), "full")
     rows = [["", *SHOWN.values(), f"{CHOSEN} is at AdamW's loss after"]]
@@ -34,7 +34,7 @@ def table(records: Path) -> str:
 
 
 def write_markdown(records: Path, page: Path) -> bool:
-    """Write the table to a file, with the lines around it by which pages mark it; false where it has no row."""
+    """Write the table to a file, between the lines that mark it in pages; return False if it has no row."""
     if table(records).count("\n") < 2:
         return False
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def _row(found: Found, task: str) -> list[str]:
 
 
 def _reached(found: Found, task: str) -> str:
-    """How many of AdamW's steps EGOP takes to its last loss, and which share of its time where that was measured."""
+    """Say how many of AdamW's steps EGOP takes to AdamW's final loss, and what share of its time if that was timed."""
     if not found.has(task, CHOSEN):
         return _MISSING
     steps, length = to_goal(found, task, CHOSEN)[1], found.length(task)

@@ -1,4 +1,4 @@
-"""What the report says of settings and verdicts, in words."""
+"""Wording of settings and verdicts in the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULE = (
 
 
 def settings(experiment: Experiment, preset: Preset) -> list[tuple[str, str]]:
-    """Names and values; what is nested has a row of its own for each part."""
+    """Return names and values; nested settings have one row per part."""
     rows: list[tuple[str, str]] = []
     for name, value in experiment.settings(preset).items():
         parts = value if isinstance(value, Mapping) and any(isinstance(v, Mapping) for v in value.values()) else None
@@ -27,7 +27,7 @@ def settings(experiment: Experiment, preset: Preset) -> list[tuple[str, str]]:
 
 
 def deviations(experiment: Experiment, preset: Preset) -> str:
-    """Where the settings are not what the paper names, in a sentence; nothing where it names none."""
+    """Say in a sentence where the settings differ from the paper's; return "" if the paper names none."""
     ours = {name: words(value) for name, value in experiment.settings(preset).items()}
     if not experiment.paper:
         return ""
@@ -37,7 +37,7 @@ def deviations(experiment: Experiment, preset: Preset) -> str:
 
 
 def words(value: Any) -> str:
-    """A setting as it is read."""
+    """Format a setting."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict):
@@ -49,7 +49,7 @@ def words(value: Any) -> str:
 
 
 def held(judged: Sequence[Judged]) -> str:
-    """How many of the claims that were judged hold; of targets where there are no claims."""
+    """Count the judged claims that hold; targets if there are no claims."""
     kind = "claim" if any(item.kind == "claim" for item in judged) else "target"
     decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
     good = sum(item.verdict == "holds" for item in decided)
@@ -57,7 +57,7 @@ def held(judged: Sequence[Judged]) -> str:
 
 
 def reason(judged: Sequence[Judged]) -> str:
-    """Why not all of them hold, in a line."""
+    """Say in a line why not all claims hold."""
     own = [item for item in judged if item.kind in ("claim", "target")]
     failed = [item for item in own if item.verdict == "does not hold"]
     unknown = sum(item.verdict == "cannot be judged" for item in own)
@@ -76,13 +76,13 @@ def reason(judged: Sequence[Judged]) -> str:
 
 
 def _flips(item: Judged) -> bool:
-    """Whether another rule decides otherwise."""
+    """Return True if an alternative rule decides otherwise."""
     opposite = {"holds": "does not hold", "does not hold": "holds"}.get(item.verdict)
     return any(other.verdict == opposite for other in item.beside)
 
 
 def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Judged]:
-    """The claims of the paper with a verdict whose numbers are furthest apart, one an experiment."""
+    """Return the paper's claims with a verdict whose numbers are furthest apart, one per experiment."""
     sign = 1 if verdict == "holds" else -1
     margins = [
         (sign * item.margin, item)
@@ -100,7 +100,7 @@ def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Jud
 
 
 def apart(item: Judged) -> str:
-    """How far apart its numbers are."""
+    """Say how far apart the numbers are."""
     assert item.margin is not None
     factor = abs(item.margin)
     return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {_rounded(10**factor)}"
@@ -111,7 +111,7 @@ def _rounded(number: float) -> str:
 
 
 def found(item: Judged) -> list[str]:
-    """What was measured, our threshold and what other rules say, a sentence each."""
+    """Return the finding, our threshold and the results of alternative rules, a sentence each."""
     lines = [item.found]
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
     lines += [f"By another rule ({other.rule}): {other.verdict}. {other.found}" for other in item.beside]
@@ -119,7 +119,7 @@ def found(item: Judged) -> list[str]:
 
 
 def together(judged: Iterable[Judged]) -> list[Judged]:
-    """What is shown, with those that cannot be judged for one reason as one."""
+    """Merge the claims that cannot be judged for the same reason."""
     kept: dict[object, Judged] = {}
     for item in judged:
         alike = item.verdict == "cannot be judged" and not (item.beside or item.paper)
@@ -131,12 +131,12 @@ def together(judged: Iterable[Judged]) -> list[Judged]:
 
 
 def claim(item: Judged) -> str:
-    """The claim, marked where it is not the paper's."""
+    """Return the claim, marked if it is not the paper's."""
     return f"Our reading: {item.words}" if item.kind == "reading" else item.words
 
 
 def changed(judged: Sequence[Judged]) -> str:
-    """How many claims come out otherwise by other rules, in both directions; nothing where there are none."""
+    """Say how many claims alternative rules would change in each direction; return "" if none."""
     claims = [item for item in judged if item.kind == "claim"]
     gained, lost = (
         sum(item.verdict == verdict and _flips(item) for item in claims) for verdict in ("does not hold", "holds")

@@ -1,4 +1,4 @@
-"""One run at a time on a small problem, for optimizers that couple the entries of a matrix: they cannot be stacked."""
+"""Single runs on a small problem, for optimizers that couple the entries of a matrix and cannot be batched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(
     record_every: int = 1,
     cosine: bool = False,
 ) -> tuple[dict[str, list[float]], float]:
-    """Train the only trial of a problem with a method of small problems.
+    """Train the only trial of a problem with one of the methods for small problems.
 
     Args:
         problem: of one trial.

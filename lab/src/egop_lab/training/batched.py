@@ -1,4 +1,4 @@
-"""Many runs as one tensor programme: trials and learning rates together, for optimizers that work by coordinates.
+"""Batched runs: all trials and learning rates in one tensor program, for coordinate-wise optimizers.
 
 All runs of one method are one loop. The parameters of T trials with K learning rates each are stacked along two leading
 dimensions. In EGOP coordinates the stacked coordinates are decoded by stacked bases, and reverse mode through that
@@ -34,10 +34,10 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> Point:
-        """The starting points, (trials, *shape) each."""
+        """Return the starting points, (trials, *shape) each."""
 
     def batch(self, step: int) -> Any:
-        """What the loss of a step depends on besides the point: the number of the step, by default.
+        """Return what the loss of a step depends on besides the point: by default the number of the step.
 
         A tensor (of the rows that make up the batch) says that there is nothing else, so that on a GPU the step can be
         recorded once and replayed with other values in that tensor.
@@ -46,11 +46,11 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def losses(self, point: Point, batch: Any) -> Tensor:
-        """The training loss of every run on a batch, (trials, rates); all runs of a trial see the same one."""
+        """Compute the training loss of every run on a batch, (trials, rates); the runs of a trial share it."""
 
     @abc.abstractmethod
     def evaluate(self, point: Point) -> dict[str, Tensor]:
-        """What is recorded, (trials, rates) each; called without gradients."""
+        """Compute the recorded quantities, (trials, rates) each; called without gradients."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Basis:
 
     @classmethod
     def stack(cls, bases: Sequence[egop.Basis]) -> Basis:
-        """From one basis a trial, of ``Full`` blocks and either ``Auxiliary`` or ``Reduced`` ones."""
+        """Stack one basis per trial, of ``Full`` blocks and either ``Auxiliary`` or ``Reduced`` ones."""
         kinds = {change.kind for change in bases[0].values()} - {"Full"}
         if kinds not in (set(), {"Auxiliary"}, {"Reduced"}):
             raise ValueError(f"Bases of {' and '.join(sorted(kinds))} blocks cannot be stacked here.")
@@ -80,7 +80,7 @@ class Basis:
 
 
 def cosine(periods: int) -> Callable[[int], float]:
-    """A schedule from one to zero along half a cosine, as ``CosineAnnealingLR``."""
+    """Return a schedule from one to zero along half a cosine, as ``CosineAnnealingLR``."""
     return lambda done: (1 + math.cos(math.pi * done / periods)) / 2
 
 
@@ -140,7 +140,7 @@ def train(
 
 
 class Coordinates:
-    """What is trained, and the parameters it stands for.
+    """Trained coordinates, and the parameters that they represent.
 
     Attributes:
         leaves: (trials, rates, *shape) each.
@@ -171,7 +171,7 @@ class Coordinates:
         self.leaves = [torch.stack([value.detach()] * rates, dim=1).requires_grad_() for value in first]
 
     def point(self) -> Point:
-        """The parameters of all runs, as a differentiable function of the leaves."""
+        """Return the parameters of all runs, as a differentiable function of the leaves."""
         left = iter(self.leaves)
         point: Point = {}
         for names, v in self._blocks:
@@ -189,7 +189,7 @@ class Coordinates:
 
 
 class _Stepper:
-    """Takes steps one by one, or replays them: one graph for each shape of batch."""
+    """Steps one by one, or replayed: one CUDA graph for each shape of batch."""
 
     def __init__(self, problem: Problem, coordinates: Coordinates, rule: Rule, graphs: bool) -> None:
         self._problem, self._coordinates, self._rule, self._graphs = problem, coordinates, rule, graphs
@@ -228,7 +228,7 @@ def _partial(v: Tensor) -> bool:
 
 @torch.no_grad()
 def _evaluated(problem: Problem, coordinates: Coordinates) -> dict[str, Tensor]:
-    """Copies: what is recorded may be a view of what is trained."""
+    """Evaluate and copy: a recorded quantity may be a view of a trained tensor."""
     values = problem.evaluate(coordinates.point())
     double = torch.float64
     return {

@@ -1,4 +1,4 @@
-"""One timed training of a network that classifies images: a residual network or a vision transformer."""
+"""Timed training of an image classifier: a residual network or a vision transformer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS = 1000  # gradients of a kernel that every convolution is to have at least
 
 
 def samples_for(model: nn.Module) -> int:
-    """How many gradients give every convolution its rows."""
+    """Return the number of samples that gives every convolution enough kernel gradients."""
     return math.ceil(_ROWS / min(len(part.weight) for part in model.modules() if isinstance(part, nn.Conv2d)))
 
 
@@ -77,7 +77,7 @@ class _Logits(nn.Module):
 
 
 def _network(kind: str, settings: str, classes: int, device: torch.device) -> tuple[_Logits, _Logits]:
-    """The outputs of a network on the device, and the same for training; settings are JSON, by which one is kept."""
+    """Return the outputs of a network on the device, for evaluation and for training; the settings are a cache key."""
     config = json.loads(settings)
     model = NETWORKS[kind].make(classes, config).to(device)
     eager = _Logits(model, device)
@@ -89,7 +89,7 @@ def _network(kind: str, settings: str, classes: int, device: torch.device) -> tu
 
 
 def in_own_process(source: Mapping[str, Any], ends: float, config: Mapping[str, Any]) -> Record | None:
-    """A run in a process that does several, beside others on the same device; nothing when the time is over.
+    """Train in a process that shares the device with others; return None when the time is over.
 
     Its seconds say nothing of the method, so that they are not recorded.
 
@@ -111,7 +111,7 @@ _loaded = functools.lru_cache(maxsize=1)(images.load)
 
 
 class Run(timed.Run):
-    """A network on images; a pass is an epoch.
+    """Training of a network on images; a pass is an epoch.
 
     Which network ``network`` in the configuration says; a residual one where nothing does.
 
@@ -158,11 +158,11 @@ class Run(timed.Run):
 
     @property
     def epoch(self) -> int:
-        """How many steps an epoch has."""
+        """Number of steps per epoch."""
         return self.data.counts["train"] // int(self.config["batch"])
 
     def start(self) -> Start:
-        """Every convolution and the head get bases."""
+        """Return the setup of the optimizer: every convolution and the head get bases."""
         config = self.config
         return Start(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
@@ -196,7 +196,7 @@ class Run(timed.Run):
         return {"ten-crop loss": loss, "ten-crop accuracy": accuracy}
 
     def _scores(self, batches: Iterable[images.Batch]) -> tuple[float, float]:
-        """Loss and accuracy of the mean of the outputs over an image's views."""
+        """Compute loss and accuracy of the mean of the outputs over an image's views."""
         total, right, count = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0
         for views, labels in batches:
             outputs = self.logits(views.flatten(0, 1)).unflatten(0, views.shape[:2]).mean(1)

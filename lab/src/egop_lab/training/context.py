@@ -1,4 +1,4 @@
-"""What runs are done with: preset, device, data, time; the record that a run leaves; runs over processes."""
+"""The context of a run: preset, device, data, time budget; the record it leaves; runs in several processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Preset = Literal["quick", "full"]
 
 @dataclass(frozen=True)
 class Context:
-    """What an experiment runs with.
+    """Settings that an experiment runs with.
 
     Attributes:
         preset: ``"quick"`` (small sizes, few trials; labelled as such) or ``"full"`` (the paper's).
@@ -45,7 +45,7 @@ class Context:
 def finished(
     config: Mapping[str, Any], result: Mapping[str, Any], seconds: float, device: torch.device | str = "cpu"
 ) -> Record:
-    """The record of a run that has just ended here."""
+    """Build the record of a run that has just ended here."""
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -59,7 +59,7 @@ def in_processes(
     context: Context,
     description: str,
 ) -> None:
-    """Do runs that cannot be batched, several processes at a time; each record is stored as it comes.
+    """Do runs that cannot be batched in several processes; each record is stored as soon as it is there.
 
     A function that gives none has not done its run.
     """
@@ -81,7 +81,7 @@ def in_processes(
 
 
 def over_processes(function: Callable[[Any], Any], arguments: Sequence[Any], workers: int) -> list[Any]:
-    """What a function gives for each argument, in their order; by several processes where there is more to do."""
+    """Map a function over arguments, in several processes if there is more than one; results keep their order."""
     workers = min(workers, len(arguments))
     if workers <= 1:
         return [function(argument) for argument in arguments]
@@ -90,12 +90,12 @@ def over_processes(function: Callable[[Any], Any], arguments: Sequence[Any], wor
 
 
 def _pickled(function: Callable[[Any], Any], argument: Any) -> bytes:
-    """As bytes: tensors themselves would go through shared memory, of which containers have little."""
+    """Return the result as bytes: tensors would go through shared memory, of which containers have little."""
     return pickle.dumps(function(argument))
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    """Fresh processes, with one thread each."""
+    """Create a pool of fresh processes with one thread each."""
     return ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     )

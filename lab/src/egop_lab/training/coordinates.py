@@ -1,4 +1,4 @@
-"""The trainings of the comparison of coordinates: language models and classifiers, with the same weights in bases."""
+"""Tasks of the comparison of coordinates, on the timed trainings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Bases = dict[egop.Structure, egop.Basis]
 
 @functools.lru_cache(maxsize=8)
 def _kept(settings: str) -> Bases:
-    """The bases from before a training, for runs that differ in method, learning rate and length alone."""
+    """Return the cache of bases for runs that differ only in method, learning rate and length."""
     return {}
 
 
 def _completed(start: Start, config: Mapping[str, Any]) -> Start:
-    """With the bases of other runs; but not where the time before the first step is measured."""
+    """Add the bases of other runs, unless the time before the first step is measured."""
     same = {key: value for key, value in config.items() if key not in ("method", "lr", "steps", "epochs")}
     bases = None if "rounds" in config else _kept(json.dumps(same, sort_keys=True))
     return replace(start, memory=MEMORY, bases=bases)
@@ -52,18 +52,18 @@ class ImageRun(classifiers.Run):
         return _completed(replace(super().start(), adam=adam, inside=hidden(self.model)), self.config)
 
     def at_end(self) -> dict[str, float]:
-        """Nothing: ten crops would take longer than an epoch of some networks."""
+        """Return nothing: ten crops would take longer than an epoch of some networks."""
         return {}
 
 
 def hidden(model: nn.Module) -> list[str]:
-    """The names of a classifier's weights that get bases: of all convolutions and linear layers but the last."""
+    """Return the names of a classifier's weights that get bases: all convolutions and linear layers but the last."""
     layers = [name for name, part in model.named_modules() if isinstance(part, nn.Conv2d | nn.Linear)]
     return [f"{name}.weight" for name in layers[:-1]]
 
 
 def step_times(runs: Mapping[str, Callable[[], timed.Run]], config: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Seconds of a step and before the first one, by method and round; the methods take turns.
+    """Time a step and what comes before the first one, by method and round; the methods take turns.
 
     Args:
         runs: makes a run of each method.

@@ -1,4 +1,4 @@
-"""Trials of the digits network: as one batch, and one by itself."""
+"""Trials of the digits network, batched and single."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class DigitsProblem(ImageTrials):
         self.device, self.workers = device, workers
 
     def bases(self) -> list[egop.Basis]:
-        """One basis a trial."""
+        """Estimate one basis per trial."""
         return [basis.to(self.device) for basis in over_processes(estimate, self.seeds, self.workers)]
 
 
 def network(seed: int) -> nn.Module:
-    """The network at a trial's start."""
+    """Build the network at the start of a trial."""
     return xavier_(digits_network(), torch.Generator().manual_seed(seed))
 
 
 def estimate(seed: int) -> egop.Basis:
-    """A trial's basis: M = d gradients at fresh initialisations; on the CPU, faster for so small a network."""
+    """Estimate a trial's basis from d gradients at fresh initialisations; on the CPU, which is faster for this size."""
     model = network(seed)
     batches = Batches(*digits().train.batch, size=_BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
     return egop.estimate(
@@ -65,7 +65,7 @@ def train_alone(
     device: torch.device | str = "cpu",
     basis: egop.Basis | None = None,
 ) -> Curve:
-    """One run of the sweep by itself: the network, torch's optimizer or the library's, the training loop.
+    """Train one run of the sweep with torch's optimizer or the library's.
 
     It is the same run as in :class:`DigitsProblem`'s batch: what the batch is tested against, and what its speed is
     compared with.
@@ -92,7 +92,7 @@ def train_alone(
 
 
 class _Epochs:
-    """Each pass over it has the batches of a trial's next epoch."""
+    """Batches of a trial; each pass is its next epoch."""
 
     def __init__(self, tensors: Sequence[Tensor], seed: int) -> None:
         self._tensors, self._seed, self._epoch = tensors, seed, 0

@@ -1,4 +1,4 @@
-"""The instances of low-rank matrix factorisation."""
+"""Random instances of low-rank matrix factorisation."""
 
 from __future__ import annotations
 

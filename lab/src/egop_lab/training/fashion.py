@@ -1,4 +1,4 @@
-"""The Fashion-MNIST network: single runs with the library's optimizer, which are timed, and many as one programme.
+"""The Fashion-MNIST network: single timed runs with the library's optimizer, and batched runs.
 
 The paper collects M = 0.01 d ≈ 800 gradients, fewer than its larger ranks and its 4000 plotted eigenvalues need. Here a
 basis is made from at least as many gradients as it has directions, and the spectrum from a number of its own. A layer
@@ -49,7 +49,7 @@ class Runs:
         self._kept: tuple[tuple[int, int, bool], egop.Basis, float] | None = None
 
     def train(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Curves by epoch, the seconds of all steps, and those of the estimation; rank 0 is original coordinates."""
+        """Train once; return curves by epoch, and the seconds of steps and estimation. Rank 0: original coordinates."""
         rank, seed = config["rank"], config["seed"]
         model = self.start(seed)
         basis, estimation = self.basis(rank, seed, config.get("reduced", False)) if rank else (None, 0.0)
@@ -70,7 +70,7 @@ class Runs:
         return result | {"seconds": curve.seconds, "estimation seconds": estimation}
 
     def spectrum(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The leading eigenvalues of the first layer's EGOP matrix, through the inner products of the gradients."""
+        """Compute the leading eigenvalues of the first layer's EGOP matrix from inner products of gradients."""
         seed, samples = config["seed"], config["samples"]
         chunks = sample_gradients(
             self._objective(seed),
@@ -88,7 +88,7 @@ class Runs:
         return {**subsampled(values[:_SHOWN].tolist(), leading=50), "samples": samples}
 
     def start(self, seed: int) -> nn.Module:
-        """The network at a trial's start."""
+        """Build the network at the start of a trial."""
         return normal_(fashion_network(), generator(seed, 0)).to(self.context.device)
 
     def _objective(self, seed: int) -> egop.Objective:
@@ -96,7 +96,7 @@ class Runs:
         return egop.Objective(self.start(seed), cross_entropy, batches)
 
     def timed(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Seconds of an epoch, the mean of some after one that is not counted, and of the estimation."""
+        """Return the mean seconds of an epoch, after one that is not counted, and those of the estimation."""
         self.train({**config, "epochs": 1})
         result = self.train(config)
         return {
@@ -105,7 +105,7 @@ class Runs:
         }
 
     def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Basis, float]:
-        """The basis of a rank, and how long it took; reduced: nothing outside the leading directions is trained."""
+        """Return the basis of a rank and the seconds it took; if reduced, only its leading directions are trained."""
         kind = egop.Reduced if reduced else egop.Auxiliary
         if self._kept is None or self._kept[0] != (rank, seed, reduced):
             self._kept = None  # two large bases need not fit at once
@@ -130,12 +130,12 @@ class Runs:
 
 
 def generator(seed: int, purpose: int) -> torch.Generator:
-    """A stream of its own for the start (0), the training batches (1) and the estimation (2, 3)."""
+    """Return the random stream for the start (0), the training batches (1) or the estimation (2, 3)."""
     return torch.Generator().manual_seed(4 * seed + purpose)
 
 
 def _optimizer(model: nn.Module, basis: egop.Basis | None, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with weight decay on weights (on all of their coordinates), not on biases."""
+    """Build AdamW with weight decay on weights (on all of their coordinates), not on biases."""
     named = list(model.named_parameters())
     groups: list[dict[str, Any]] = [
         {"params": [(name, value) for name, value in named if value.dim() > 1], "weight_decay": weight_decay},
@@ -161,7 +161,7 @@ class FashionProblem(ImageTrials):
 
 
 def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Curves], float]:
-    """Curves of several runs of one method: every seed among them with every pair of rate and weight decay.
+    """Train several runs of one method: each seed with each pair of learning rate and weight decay.
 
     Returns:
         Curves by epoch in the order of the configurations, and the seconds of all of them together.
@@ -188,7 +188,7 @@ def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[li
 
 
 def _until_divergence(curves: Curves) -> Curves:
-    """A single run ends with the first loss that is not finite."""
+    """Replace everything after the first non-finite loss by nan, as in a single run."""
     end = next((place + 1 for place, loss in enumerate(curves["loss"]) if not math.isfinite(loss)), None)
     return {
         name: values if end is None else values[:end] + [math.nan] * (len(values) - end)

@@ -29,10 +29,10 @@ class Trials(batched.Problem):
 
     @abc.abstractmethod
     def alone(self, seed: int) -> Self:
-        """The problem of one trial."""
+        """Build the problem of one trial."""
 
     def objective(self, seed: int) -> egop.Objective:
-        """The loss of one trial, for the library."""
+        """Return the loss of one trial as an objective of the library."""
         trial = self.alone(seed)
 
         def loss(**values: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Trials(batched.Problem):
         return egop.Objective.from_function(loss, {name: value[0] for name, value in trial.start().items()})
 
     def basis(self, coordinates: str) -> batched.Basis | None:
-        """A basis for each trial, one block a parameter; none for original coordinates."""
+        """Estimate a basis for each trial, one block per parameter; return None for original coordinates."""
         if coordinates == ORIGINAL:
             return None
         return batched.Basis.stack(

@@ -1,4 +1,4 @@
-"""One timed training of a small language model on the bytes of a text."""
+"""Timed training of a small language model on the bytes of a text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Loss(nn.Module):
 
 
 def _network(shape: tuple[int, ...], batch: int, device: torch.device) -> tuple[GPT, nn.Module]:
-    """A model on the device, and its loss for training."""
+    """Build a model on the device, and its loss for training."""
     sizes = dict(zip(_SHAPE, shape, strict=True))
     model = GPT(**sizes).to(device)
     loss = _Loss(model, device)
@@ -48,7 +48,7 @@ def _network(shape: tuple[int, ...], batch: int, device: torch.device) -> tuple[
 
 
 class Run(timed.Run):
-    """A GPT on a text; a pass is so many steps.
+    """Training of a GPT on a text; a pass is a fixed number of steps.
 
     Args:
         text: what to train on and to validate with.
@@ -83,7 +83,7 @@ class Run(timed.Run):
         return int(self.config["steps"])
 
     def start(self) -> Start:
-        """The weights of the blocks get bases; embeddings and the head have none, as with ``"auto"``."""
+        """Return the setup of the optimizer: the blocks' weights get bases, embeddings and the head do not."""
         config = self.config
         return Start(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},

@@ -67,7 +67,7 @@ class LinearProblem(NetworkTrials):
         return {name: (error @ root[:, None]).square().sum((-2, -1)) for name, root in self._roots.items()}
 
     def basis(self, kind: str) -> batched.Basis | None:
-        """The stacked bases of a kind of coordinates; estimated on the CPU, faster for small networks."""
+        """Return the stacked bases of a kind of coordinates; estimated on the CPU, faster for small networks."""
         if kind == ORIGINAL:
             return None
         partition = "global" if kind == EGOP else "parameter"
@@ -84,12 +84,12 @@ class LinearProblem(NetworkTrials):
 
 
 def _network(seed: int) -> nn.Module:
-    """The network at a trial's start."""
+    """Build the network at the start of a trial."""
     return xavier_(linear_network(*WIDTHS), _generator(seed, 0))
 
 
 def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
-    """The basis of a trial: of its seed, samples, gradients, precision and partition."""
+    """Estimate the basis of a trial from its seed, samples, gradients, precision and partition."""
     seed, samples, gradients, dtype, partition = wanted
     inputs, target = (tensor.to(dtype) for tensor in _data(seed, samples))
 
@@ -110,7 +110,7 @@ def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
 
 
 def _generator(seed: int, purpose: int) -> torch.Generator:
-    """A stream of its own for the start (0), the data (1), the estimation (2, 3) and each epoch (from 4 on)."""
+    """Return the random stream for the start (0), the data (1), the estimation (2, 3) or an epoch (from 4 on)."""
     return torch.Generator().manual_seed(100_003 * seed + purpose)
 
 
@@ -119,7 +119,7 @@ def _order(seed: int, epoch: int) -> torch.Generator:
 
 
 def _data(seed: int, samples: int) -> tuple[Tensor, Tensor]:
-    """The rows of Aᵀ, whose singular values are k^-2, and M*."""
+    """Draw the rows of Aᵀ, whose singular values are k^-2, and M*."""
     generator = _generator(seed, 1)
     left = random_orthonormal(samples, WIDTHS[0], generator)
     right = random_orthonormal(WIDTHS[0], WIDTHS[0], generator)

@@ -1,4 +1,4 @@
-"""Trials of one network as a problem of stacked runs."""
+"""Trials of one network as a batched problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What finished runs leave behind, and the files that is kept in."""
+"""Records of finished runs, and the files that hold them."""
 
 import hashlib
 import json
@@ -34,16 +34,16 @@ class Record:
 
     @property
     def key(self) -> str:
-        """What identifies the configuration: a changed setting never finds an old record."""
+        """Key of the configuration: a changed setting never finds an old record."""
         return config_key(self.config)
 
 
 class RecordError(ValueError):
-    """A record that cannot be read; the message says where and what to do."""
+    """A record cannot be read; the message says where, and what to do."""
 
 
 def config_key(config: Mapping[str, Any]) -> str:
-    """A digest of a configuration, the same for equal ones whatever their order."""
+    """Return a digest of a configuration that does not depend on the order of its entries."""
     text = json.dumps(config, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -75,11 +75,11 @@ class Store:
         return config_key(config) in self._records
 
     def get(self, config: Mapping[str, Any]) -> Record | None:
-        """The record of a configuration, if its run is finished."""
+        """Return the record of a configuration if its run is finished, else None."""
         return self._records.get(config_key(config))
 
     def missing(self, configs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The configurations whose runs are still to be done."""
+        """Return the configurations whose runs are not finished."""
         return [config for config in configs if config not in self]
 
     def add(self, *records: Record) -> None:
@@ -117,7 +117,7 @@ class Store:
 
 
 def merge(into: Path, others: Iterable[Path]) -> Store:
-    """Bring the records of several stores into one, skipping what it has: those of processes that worked at once."""
+    """Copy the records of several stores, written by parallel processes, into one; skip those it has."""
     store = Store(into)
     for path in others:
         if new := [record for record in Store(path) if record.config not in store]:
@@ -126,7 +126,7 @@ def merge(into: Path, others: Iterable[Path]) -> Store:
 
 
 def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries of one machine as one, with what is the same in all configurations written once."""
+    """Merge entries from one machine, so that what all configurations share is written once."""
     places = {_text([entry["device"], entry["versions"]]) for entry in entries}
     if len(entries) < 2 or len(places) > 1:
         return entries
@@ -149,7 +149,7 @@ def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _apart(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The reverse of :func:`_shared`."""
+    """Undo :func:`_shared`."""
     if "runs" not in entry:
         return [entry]
     place = {name: entry[name] for name in ("device", "versions")}
@@ -175,7 +175,7 @@ def _line(record: Record) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than any figure shows, and a third of the bytes."""
+    """Round to six digits: more than any figure shows, and a third of the bytes."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

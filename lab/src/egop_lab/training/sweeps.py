@@ -1,4 +1,4 @@
-"""Sweeps over learning rates, trials and both coordinates, run in batches and kept as one record a run."""
+"""Sweeps over learning rates, trials and coordinates, run in batches, with one record per run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TUNING = 10_000
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to run: every optimizer in every kind of coordinates, with every rate, on every trial.
+    """Runs to do: every optimizer in every kind of coordinates, with every rate, on every trial.
 
     Attributes:
         rates: the learning rates of each optimizer.
@@ -53,7 +53,7 @@ def run_sweep(
     compact: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] | None = None,
     **options: Any,
 ) -> None:
-    """Do what the store does not have yet; all rates and some trials of one method at a time.
+    """Do the runs that the store does not have yet; all rates and some trials of one method at a time.
 
     Args:
         configured: the whole configuration of a run, from the preset and its own settings.

@@ -1,4 +1,4 @@
-"""Timed trainings by one method each: the run that is recorded, its clock, and many runs while time lasts.
+"""Timed trainings: one recorded run by one method, its clock, and series of runs within a time budget.
 
 Seconds are those of training, bases included; evaluation is not counted. On a GPU a network's forward and backward pass
 are replayed as a CUDA graph: the launching of single kernels would hide what the methods themselves cost.
@@ -58,27 +58,27 @@ class Run(abc.ABC):
     @property
     @abc.abstractmethod
     def passes(self) -> int:
-        """How many passes the training has."""
+        """Number of passes of the training."""
 
     @property
     @abc.abstractmethod
     def length(self) -> int:
-        """How many steps the training has."""
+        """Number of steps of the training."""
 
     @abc.abstractmethod
     def start(self) -> Start:
-        """What the optimizer is made from."""
+        """Return the setup that the optimizer is built from."""
 
     @abc.abstractmethod
     def training_loss(self, batch: Any) -> Tensor:
-        """The loss of a batch, by a graph where there is one."""
+        """Compute the loss of a batch, with a CUDA graph if there is one."""
 
     @abc.abstractmethod
     def validate(self) -> dict[str, float]:
-        """The loss on the validation set, and what else is recorded of it."""
+        """Compute the loss on the validation set, and other recorded numbers."""
 
     def at_end(self) -> dict[str, float]:
-        """What is recorded of the trained model alone."""
+        """Return numbers that are recorded for the trained model only."""
         return {}
 
     def loss(self, _: nn.Module, batch: Any) -> Tensor:
@@ -87,7 +87,7 @@ class Run(abc.ABC):
         return loss
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of one pass; with a warm-up, the learning rate rises by every step of it and then stays.
+        """Yield the batches of one pass, setting the learning rate for each: a warm-up, then constant.
 
         With a decay, which is a part of the training, it falls to nearly nothing over the last steps.
         """
@@ -102,7 +102,7 @@ class Run(abc.ABC):
             yield batch
 
     def factor(self, step: int) -> float:
-        """Of the learning rate in a step; the first is 1."""
+        """Return the factor of the learning rate in a step; the first step is 1."""
         factor = min(1.0, step / self.config.get("warm-up", 1))
         if (decay := self.config.get("decay")) is not None:
             factor = min(factor, (self.length - step + 1) / (decay * self.length))
@@ -114,19 +114,19 @@ class Run(abc.ABC):
         return {**self.validate(), "training loss": training, "seconds": self.seconds}
 
     def begin(self) -> None:
-        """Make the optimizer, with the basis that it may need."""
+        """Build the optimizer, with the basis that it may need."""
         self.model.train()
         self.began = time.perf_counter()
         self.optimizer = compared(self.comparison)[self.config["method"]].make(self.start())
         self.wait()
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def step_seconds(self, warm: int, timed: int) -> tuple[float, float]:
-        """The seconds before the first step, and the mean of some whole steps after some that nobody times."""
+        """Return the seconds before the first step, and the mean of some whole steps after a warm-up."""
         self.begin()
         before = time.perf_counter() - self.began
         passes = itertools.chain.from_iterable(itertools.repeat(self))
@@ -157,7 +157,7 @@ class Run(abc.ABC):
 
 
 class Trials:
-    """Does runs that are not done, one after the other, while there is time.
+    """A series of runs, done one after the other until the time budget ends; finished ones are skipped.
 
     Args:
         store: where finished runs are.
@@ -181,17 +181,17 @@ class Trials:
 
     @property
     def done(self) -> list[Record]:
-        """The finished runs on this data and with these settings."""
+        """Finished runs on this data with these settings."""
         return [run for run in self.store if shared(run) == self.configured()]
 
     @property
     def ends(self) -> float:
-        """When no further run is started, by the monotonic clock."""
+        """Time after which no further run starts, by the monotonic clock."""
         budget = self.context.time_budget
         return math.inf if budget is None else self._began + budget
 
     def do(self, **entries: Any) -> bool:
-        """Do one run, unless it is done; false when the time is over."""
+        """Do one run unless it is finished; return False when the time is over."""
         config, context = self.configured(**entries), self.context
         if config in self.store:
             return True
@@ -205,7 +205,7 @@ class Trials:
 
 
 def shared(run: Record) -> dict[str, Any]:
-    """What all runs that are compared have in common: the rest of a configuration."""
+    """Return the part of a configuration that all compared runs have in common."""
     keys = ("method", "lr", "steps", "epochs", "seed")
     return {key: value for key, value in run.config.items() if key not in keys}
 
@@ -214,7 +214,7 @@ _networks: dict[Any, Any] = {}
 
 
 def network(make: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function makes, a network and its graph; kept for the runs to come. A process has one at a time.
+    """Return a network and its CUDA graph, cached for later runs. A process keeps one at a time.
 
     The last one goes before the next is made: graphs are recorded on one stream, and one that goes takes with it what
     the others' products work in (pytorch/pytorch#193402).
@@ -228,12 +228,12 @@ def network(make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def precision(device: torch.device) -> str:
-    """What timed trainings compute in, for configurations."""
+    """Return the precision of timed trainings, for configurations."""
     return "bfloat16, TF32" if device.type == "cuda" else "float32"
 
 
 def graphed(module: M, sample: Tensor) -> M:
-    """The module, its forward and backward pass for inputs like the sample recorded as CUDA graphs."""
+    """Record the module's forward and backward pass, for inputs like the sample, as CUDA graphs."""
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
     kept = torch.backends.cudnn.benchmark
@@ -245,7 +245,7 @@ def graphed(module: M, sample: Tensor) -> M:
 
 @contextlib.contextmanager
 def fast(device: torch.device) -> Iterator[None]:
-    """On a GPU, TF32 for products in float32. Without the log lines of the sampling, one a renewal."""
+    """Use TF32 for float32 products on a GPU, and silence the sampling's log lines, one per refresh."""
     logger = logging.getLogger("egop")
     kept = torch.get_float32_matmul_precision(), logger.level
     if device.type == "cuda":

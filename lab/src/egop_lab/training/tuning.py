@@ -9,12 +9,12 @@ Evaluate = Callable[[Sequence[float]], Mapping[float, float]]
 
 
 def powers_of_ten(lowest: int, highest: int) -> list[float]:
-    """10^lowest, ..., 10^highest."""
+    """Return 10^lowest, ..., 10^highest."""
     return [float(f"1e{exponent}") for exponent in range(lowest, highest + 1)]
 
 
 def doublings(lowest: float, highest: float) -> list[float]:
-    """Each interval between powers of ten, divided by doubling: 0.01, 0.02, 0.04, 0.08, 0.1, 0.2, ..., the end."""
+    """Divide each interval between powers of ten by doubling: 0.01, 0.02, 0.04, 0.08, 0.1, 0.2, ..., the end."""
     decades = powers_of_ten(round(math.log10(lowest)), round(math.log10(highest)))
     return [float(f"{factor * decade:.12g}") for decade in decades[:-1] for factor in (1, 2, 4, 8)] + decades[-1:]
 

@@ -1,4 +1,4 @@
-"""Update rules of many runs at once, each with its own learning rate: the same numbers as torch's optimizers.
+"""Update rules for batched runs, each run with its own learning rate: the same numbers as torch's optimizers.
 
 torch's optimizers take one learning rate for a parameter group, so many rates would be many groups, each with its own
 small kernels. Here the rate is a tensor, one a run, and a step is a handful of tensor operations whatever the number of
@@ -20,7 +20,7 @@ _MOMENTUM = 0.9
 
 
 class Rule(abc.ABC):
-    """Steps stacked parameters in place, by their gradients.
+    """Update rule that steps stacked parameters in place.
 
     Args:
         leaves: what is trained, (trials, runs, *shape) each.
@@ -34,14 +34,14 @@ class Rule(abc.ABC):
         self.prepare()
 
     def prepare(self) -> None:  # noqa: B027 - not every rule has a state
-        """Make the state."""
+        """Create the state."""
 
     @abc.abstractmethod
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Take one step."""
 
     def zeros(self) -> list[Tensor]:
-        """State of the size of the leaves."""
+        """Return state of the size of the leaves."""
         return [torch.zeros_like(leaf, requires_grad=False) for leaf in self.leaves]
 
 
@@ -122,5 +122,5 @@ OPTIMIZERS: dict[str, type[Rule]] = {
 
 
 def _by_run(values: Tensor, leaf: Tensor) -> Tensor:
-    """A number a run, to be multiplied with a leaf; in its precision, or everything would become float64."""
+    """Reshape one number per run so that it multiplies a leaf, in the leaf's dtype (else all would become float64)."""
     return values.to(leaf.dtype).reshape(-1, *[1] * (leaf.dim() - 2))
