@@ -16,7 +16,19 @@ import torch
 from torch.optim import Optimizer
 
 import egop
-from egop_lab.making import ADAM, SOAPS, Foreign, Start, adamw, as_soap, crossed, muon, recipe, rotated, stacked
+from egop_lab.builders import (
+    ADAM,
+    SOAP_BETAS,
+    PackageOptimizer,
+    Start,
+    adamw,
+    build_soap,
+    crossed,
+    muon,
+    recipe,
+    rotated,
+    stacked,
+)
 from egop_lab.muon import Muon, NorMuon
 
 # The comparisons: three experiments, the small problems of several, and the parts of the benchmark.
@@ -62,11 +74,11 @@ def _online(name: str, labels: Mapping[str, str], structure: egop.Structure, **o
     return Method(name, labels, functools.partial(rotated, online=structure, **options), follows=True)
 
 
-def _foreign(name: str, labels: Mapping[str, str], build: Foreign, needs: tuple[str, ...] = ()) -> Method:
+def _package(name: str, labels: Mapping[str, str], build: PackageOptimizer, needs: tuple[str, ...] = ()) -> Method:
     return Method(name, labels, build, needs, build.cadence is not None, package="always")
 
 
-_SOAP = functools.partial(Foreign, "SOAP", cadence="precondition_frequency")
+_SOAP = functools.partial(PackageOptimizer, "SOAP", cadence="precondition_frequency")
 
 # The grid of the comparison COORDINATES: base optimizers, and the coordinates they run in.
 BASES: Mapping[str, type[Optimizer]] = {
@@ -148,26 +160,26 @@ METHODS: tuple[Method, ...] = (
     _online("shared-online-compiled", {COMPILED: "Shared, online, compiled"}, egop.Shared(), compile=True),
     # SOAP's own momentum constants are (0.95, 0.95). On small problems it has Adam's too, as every method there, and no
     # weight decay; its own are a row of their own: which of the two is better depends on the problem.
-    _foreign("soap-once", {RESNET: "SOAP once"}, Foreign("SOAP", {"precondition_frequency": 10**9})),
-    _foreign("soap-100", {RESNET: "SOAP 100"}, Foreign("SOAP", {"precondition_frequency": 100})),
-    Method("soap-100-ours", {RESNET: "SOAP 100, ours"}, functools.partial(as_soap, every=100)),
-    _foreign("soap-period", {RESNET: "SOAP each epoch"}, _SOAP(by="period"), ("period",)),
-    _foreign("soap", {LANGUAGE: "SOAP", RESNET: "SOAP every 10", COORDINATES: "SOAP", BENCH: "SOAP"}, _SOAP()),
-    _foreign("soap-adam", {SMALL: "SOAP"}, _SOAP({"betas": ADAM, "weight_decay": 0.0})),
-    _foreign("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": SOAPS, "weight_decay": 0.0})),
-    _foreign("shampoo", {SMALL: "Shampoo"}, Foreign("Shampoo", {}, "preconditioning_compute_steps")),
+    _package("soap-once", {RESNET: "SOAP once"}, PackageOptimizer("SOAP", {"precondition_frequency": 10**9})),
+    _package("soap-100", {RESNET: "SOAP 100"}, PackageOptimizer("SOAP", {"precondition_frequency": 100})),
+    Method("soap-100-ours", {RESNET: "SOAP 100, ours"}, functools.partial(build_soap, every=100)),
+    _package("soap-period", {RESNET: "SOAP each epoch"}, _SOAP(by="period"), ("period",)),
+    _package("soap", {LANGUAGE: "SOAP", RESNET: "SOAP every 10", COORDINATES: "SOAP", BENCH: "SOAP"}, _SOAP()),
+    _package("soap-adam", {SMALL: "SOAP"}, _SOAP({"betas": ADAM, "weight_decay": 0.0})),
+    _package("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": SOAP_BETAS, "weight_decay": 0.0})),
+    _package("shampoo", {SMALL: "Shampoo"}, PackageOptimizer("Shampoo", {}, "preconditioning_compute_steps")),
     # With blocks of 512, as it is used: the inverse root of a wider matrix takes seconds.
-    _foreign(
+    _package(
         "shampoo-blocks",
         {BENCH: "Shampoo"},
-        Foreign("ScalableShampoo", {"start_preconditioning_step": 1}, "preconditioning_compute_steps"),
+        PackageOptimizer("ScalableShampoo", {"start_preconditioning_step": 1}, "preconditioning_compute_steps"),
     ),
     # No reduction: what is left is its change of basis. Its moments do not follow a new projection, so that one every
     # step would make them meaningless: its authors' 200 steps. The class's eps is a hundred times Adam's.
-    _foreign(
+    _package(
         "galore",
         {SMALL: "GaLore"},
-        Foreign(
+        PackageOptimizer(
             "GaLore",
             {"betas": ADAM, "eps": 1e-8, "rank": None, "scale": 1.0, "projection_type": "std", "update_proj_gap": 200},
         ),
@@ -180,7 +192,7 @@ METHODS: tuple[Method, ...] = (
 )
 
 
-def compared(where: str) -> dict[str, Method]:
+def get_methods(where: str) -> dict[str, Method]:
     """Return the methods of a comparison by their labels there."""
     return {method.labels[where]: method for method in METHODS if where in method.labels}
 
@@ -192,5 +204,5 @@ def label(where: str, name: str) -> str:
 
 def describe(optimizer: str) -> str | None:
     """Return the call that builds an optimizer of small problems as text; None for those of :data:`TORCH`."""
-    method = compared(SMALL).get(optimizer)
-    return method.build.describe() if method is not None and isinstance(method.build, Foreign) else None
+    method = get_methods(SMALL).get(optimizer)
+    return method.build.describe() if method is not None and isinstance(method.build, PackageOptimizer) else None

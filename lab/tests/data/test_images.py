@@ -157,7 +157,7 @@ def test_a_random_crop_samples_its_box_and_mirrors_about_half(monkeypatch):
 
 def test_normalised_pixels_have_imagenets_scale():
     grey = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
-    found = images.normalized(grey)[0, :, 0, 0]
+    found = images.normalize(grey)[0, :, 0, 0]
     expected = torch.tensor([(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225])
     torch.testing.assert_close(found, expected)
 

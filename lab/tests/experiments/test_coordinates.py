@@ -21,7 +21,7 @@ from egop_lab.experiments.coordinates_found import (
     Found,
     unit,
 )
-from egop_lab.methods import COORDINATES, compared
+from egop_lab.methods import COORDINATES, get_methods
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store, merge
 from egop_lab.training.sweeps import TUNING
@@ -105,7 +105,7 @@ def test_other_tasks_have_the_finalists_their_controls_and_rivals(store):
     methods = found(store).methods(VIT)
     assert methods[:6] == ["AdamW", "EGOP", "Muon", "NorMuon", "SOAP", "PolarAdam, original"]
     assert set(methods[6:]) == {*found(store).best, "Sinkhorn, original", "Sign, original"}
-    assert set(methods) <= set(compared(COORDINATES))
+    assert set(methods) <= set(get_methods(COORDINATES))
     assert methods == found(store).methods(SMALL_GPT)[: len(methods)]
 
 
@@ -209,10 +209,10 @@ class Fake:
         Fake.clock += 10
         return {"validation loss": [1.0, LOSSES.get(self.config["method"], 1.5) + abs(self.config["lr"] - 8e-3)]}
 
-    def begin(self):
+    def set_up(self):
         pass
 
-    def step_seconds(self, warm, timed):
+    def time_steps(self, warm, timed):
         return 0.5, 0.01
 
 

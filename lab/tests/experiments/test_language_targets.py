@@ -7,13 +7,13 @@ import math
 import pytest
 
 from egop_lab.experiments.language_model import LanguageModelExperiment
-from egop_lab.methods import LANGUAGE, compared
+from egop_lab.methods import LANGUAGE, get_methods
 from egop_lab.training.language import COMMON
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 
 EXPERIMENT = LanguageModelExperiment()
-METHODS = compared(LANGUAGE)
+METHODS = get_methods(LANGUAGE)
 ADAMW, FIXED, PERIODIC, ONLINE, BOTH_SIDES, SOAP, MUON = METHODS
 
 # What the methods look like when all targets are met: the loss falls by this much in twenty steps, a step takes so many

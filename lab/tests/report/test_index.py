@@ -11,7 +11,7 @@ import pytest
 
 import egop
 from egop_lab import theory
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judgement
 from egop_lab.experiments.registry import IDS, experiment
 from egop_lab.report import index, reproduction
 from egop_lab.report.statements import STATEMENTS
@@ -105,7 +105,7 @@ def test_every_function_of_the_theory_and_every_experiment_on_the_paper_is_named
 
 def test_verdicts_are_those_of_the_sections(tmp_path):
     judged = tuple(
-        Judged(f"convex/{i}", "It is.", verdict, "1.") for i, verdict in enumerate(["holds", "does not hold"])
+        Judgement(f"convex/{i}", "It is.", verdict, "1.") for i, verdict in enumerate(["holds", "does not hold"])
     )
     sections = [
         reproduction.Section(experiment("convex"), "full", judged),

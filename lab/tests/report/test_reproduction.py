@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from egop_lab.cli import app
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import registry, reproduce
-from egop_lab.experiments.base import Beside, Experiment, Judged, Table, compare
+from egop_lab.experiments.base import Alternative, Experiment, Judgement, Table, compare
 from egop_lab.experiments.curves import quartiles
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.report import reproduction, words
-from egop_lab.training.context import Context, finished
+from egop_lab.report import reproduction, wording
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.records import Store
 
 
@@ -36,7 +36,7 @@ class Toy(Experiment):
             for seed in range(2):
                 config = self.config(context.preset, method=method, seed=seed)
                 if config not in store:
-                    store.add(finished(config, {"loss": [1.0, end + seed / 100]}, 0.5))
+                    store.add(make_record(config, {"loss": [1.0, end + seed / 100]}, 0.5))
 
     def judge(self, store, preset):
         ends = {method: self.records(store, preset, method=method)[0].result["loss"][-1] for method in self.ends}
@@ -130,7 +130,7 @@ def section(*judged, preset="full", **options):
 
 
 def judged(name, verdict="holds", kind="claim", words="So it is."):
-    return Judged(f"toy/{name}", words, verdict, "1 and 2.", kind)
+    return Judgement(f"toy/{name}", words, verdict, "1 and 2.", kind)
 
 
 def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
@@ -158,14 +158,16 @@ def test_readings_of_ours_are_not_claims_of_the_paper(tmp_path):
     assert reproduction.counts([found]) == (
         "Of 1 claim of the paper 1 holds; of 1 reading of ours of its figures 1 does not hold."
     )
-    assert words.held(found.judged) == "1 / 1"
+    assert wording.held(found.judged) == "1 / 1"
     reproduction.write_markdown([found], tmp_path / "r.md")
     assert "| Our reading: So it is. | **does not hold** |" in (tmp_path / "r.md").read_text()
 
 
 def flipped(name, verdict, other):
-    beside = (Beside("ours", other, "3 and 4."),)
-    return Judged(f"toy/{name}", "So it is.", verdict, "1 and 2.", paper="5 and 6", threshold="by 7", beside=beside)
+    beside = (Alternative("ours", other, "3 and 4."),)
+    return Judgement(
+        f"toy/{name}", "So it is.", verdict, "1 and 2.", paper="5 and 6", threshold="by 7", alternatives=beside
+    )
 
 
 def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
@@ -184,33 +186,35 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     assert "In the paper: 5 and 6." in (tmp_path / "r.html").read_text()
 
 
-def compared(experiment, name, verdict, margin, kind="claim"):
-    return Judged(f"{experiment}/{name}", f"{name}.", verdict, "1 and 2.", kind, margin=margin)
+def get_methods(experiment, name, verdict, margin, kind="claim"):
+    return Judgement(f"{experiment}/{name}", f"{name}.", verdict, "1 and 2.", kind, margin=margin)
 
 
 def test_what_cannot_be_judged_for_one_reason_is_shown_as_one():
-    unknown = [Judged(f"t/{name}", f"Target: {name}.", "cannot be judged", "Not there.", "target") for name in "abc"]
-    other = Judged("t/d", "d.", "cannot be judged", "Not there.", "target", beside=(Beside("ours", "holds", "1."),))
-    held = [Judged(f"t/{name}", f"{name}.", "holds", "Not there.", "target") for name in "ef"]
-    shown = words.together([unknown[0], held[0], *unknown[1:], other, held[1]])
+    unknown = [Judgement(f"t/{name}", f"Target: {name}.", "cannot be judged", "Not there.", "target") for name in "abc"]
+    other = Judgement(
+        "t/d", "d.", "cannot be judged", "Not there.", "target", alternatives=(Alternative("ours", "holds", "1."),)
+    )
+    held = [Judgement(f"t/{name}", f"{name}.", "holds", "Not there.", "target") for name in "ef"]
+    shown = wording.together([unknown[0], held[0], *unknown[1:], other, held[1]])
     assert [item.words for item in shown] == ["Target: a; b; c.", "e.", "d.", "f."]
 
 
 def test_the_strongest_and_the_clearest_are_those_furthest_apart_one_an_experiment():
     items = [
-        compared("one", "a", "holds", 2.0),
-        compared("one", "b", "holds", 3.0),
-        compared("two", "c", "holds", 1.0),
-        compared("three", "d", "does not hold", -0.5),
-        compared("three", "e", "does not hold", None),
-        compared("four", "f", "does not hold", -9.0, "target"),
-        compared("five", "g", "does not hold", -1.0),
-        compared("six", "h", "does not hold", 0.0),
+        get_methods("one", "a", "holds", 2.0),
+        get_methods("one", "b", "holds", 3.0),
+        get_methods("two", "c", "holds", 1.0),
+        get_methods("three", "d", "does not hold", -0.5),
+        get_methods("three", "e", "does not hold", None),
+        get_methods("four", "f", "does not hold", -9.0, "target"),
+        get_methods("five", "g", "does not hold", -1.0),
+        get_methods("six", "h", "does not hold", 0.0),
     ]
-    assert [item.words for item in words.furthest(items, "holds")] == ["b.", "c."]
-    assert [item.words for item in words.furthest(items, "does not hold")] == ["g.", "d."]
-    assert [words.apart(item) for item in (items[1], items[3])] == ["a factor of 1000", "a factor of 3.2"]
-    assert words.apart(compared("one", "a", "holds", 25.2)) == "25 decades"
+    assert [item.words for item in wording.furthest(items, "holds")] == ["b.", "c."]
+    assert [item.words for item in wording.furthest(items, "does not hold")] == ["g.", "d."]
+    assert [wording.apart(item) for item in (items[1], items[3])] == ["a factor of 1000", "a factor of 3.2"]
+    assert wording.apart(get_methods("one", "a", "holds", 25.2)) == "25 decades"
 
 
 class Named(Toy):
@@ -222,9 +226,9 @@ class Named(Toy):
 
 
 def test_what_differs_from_the_paper_is_said_from_the_settings(tmp_path):
-    assert words.deviations(Named(), "quick") == "Differs from the paper in rates: [0.1, 0.2] (paper: [0.1])."
-    assert words.deviations(Toy(), "quick") == ""
-    assert words.settings(Named(), "quick")[-2:] == [("tasks: one", "n 1"), ("tasks: two", "n 2, d 3")]
+    assert wording.deviations(Named(), "quick") == "Differs from the paper in rates: [0.1, 0.2] (paper: [0.1])."
+    assert wording.deviations(Toy(), "quick") == ""
+    assert wording.settings(Named(), "quick")[-2:] == [("tasks: one", "n 1"), ("tasks: two", "n 2, d 3")]
     reproduction.write_markdown([reproduction.Section(Named(), "quick")], tmp_path / "r.md")
     text = (tmp_path / "r.md").read_text()
     assert "In the paper: Figure 0 (`fig:toy`, `table:toy`)." in text
@@ -248,7 +252,7 @@ def test_the_quick_preset_is_explained_only_where_a_section_has_it(tmp_path):
 def test_one_run_in_one_thread_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     store = Store(tmp_path / "toy.jsonl")
-    store.add(finished(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
+    store.add(make_record(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
     monkeypatch.setattr(Toy, "ends", {"fast": 0.25})
     monkeypatch.setattr(Toy, "judge", lambda self, store, preset: [judged("a")])
     monkeypatch.setattr(reproduction, "experiment", lambda id: Toy())
@@ -264,7 +268,7 @@ def test_the_full_preset_is_reported_where_there_is_one(tmp_path, toys):
 
 def test_runs_that_are_still_to_come_are_said_to_be(tmp_path, toys):
     store = Store(tmp_path / "toy.jsonl")
-    store.add(finished(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
+    store.add(make_record(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
     (section,) = reproduction.sections(tmp_path, ["toy"])
     assert section.problem.startswith("Not all of its runs are there yet")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import egop
-from egop_lab.making import TORCH
+from egop_lab.builders import TORCH
 from egop_lab.training import batched
 from egop_lab.training.instances import Trials
 from egop_lab.training.sweeps import EGOP, ORIGINAL

@@ -9,13 +9,13 @@ import torch
 
 import egop
 from egop_lab.data import images
-from egop_lab.methods import RESNET, compared
+from egop_lab.methods import RESNET, get_methods
 from egop_lab.training.classifiers import Run
 from fakes import image_folder
 
 CPU = torch.device("cpu")
 CONFIG = {"depths": [1], "width": 4, "seed": 0, "batch": 8, "crop": 16, "lr": 1e-3, "weight decay": 1e-4}
-METHODS = compared(RESNET)
+METHODS = get_methods(RESNET)
 ADAMW, UPFRONT, *_ = METHODS
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import egop
+from egop_lab.builders import Together
 from egop_lab.data.images import HeldImages
 from egop_lab.data.text import Text
-from egop_lab.making import Together
-from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, compared
+from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, get_methods
 from egop_lab.training import coordinates
 from egop_lab.training.coordinates import ImageRun, LanguageRun, step_times
 
 CPU = torch.device("cpu")
-METHODS = compared(COORDINATES)
+METHODS = get_methods(COORDINATES)
 COMMON = {"task": "tiny", "seed": 0, "lr": 1e-2, "weight decay": 0.1, "batch": 4, "samples": 2, "warm-up": 2}
 GPT = COMMON | {"layers": 2, "width": 8, "heads": 2, "context": 8, "interval": 5, "windows": 4, "steps": 10}
 RESNET = COMMON | {"network": "residual", "depths": [1, 1], "width": 4, "crop": 16, "epochs": 2}
@@ -44,7 +44,7 @@ def run_of(name, **further):
 def stepped(run, steps=3):
     """The names of what has moved after some steps."""
     before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
-    run.begin()
+    run.set_up()
     batches = [batch for _ in range(steps) for batch in run][:steps]
     for batch in batches:
         run.optimizer.zero_grad()
@@ -92,7 +92,7 @@ def test_the_grid_is_complete_but_for_one_cell():
 @pytest.mark.parametrize(("name", "total"), [("GPT", 10), ("ViT", 4)])
 def test_the_rate_rises_stays_and_falls(name, total):
     run = run_of(name, method="AdamW", decay=0.4)
-    run.begin()
+    run.set_up()
     rates = [run.optimizer.param_groups[0]["lr"] for _ in range(run.passes) for _ in run]
     expected = [1e-2 * min(1, k / 2, (total - k + 1) / (0.4 * total)) for k in range(1, total + 1)]
     assert rates == pytest.approx(expected, rel=1e-12)

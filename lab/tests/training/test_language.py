@@ -9,14 +9,14 @@ import torch
 
 import egop
 from egop_lab.data.text import load
-from egop_lab.methods import LANGUAGE, compared
-from egop_lab.training import timed
+from egop_lab.methods import LANGUAGE, get_methods
+from egop_lab.training import timed_runs
 from egop_lab.training.language import Run
 from fakes import TINY_LANGUAGE, text_folder
 
 CPU = torch.device("cpu")
 CONFIG = TINY_LANGUAGE | {"heads": 2, "weight decay": 0.1}
-METHODS = compared(LANGUAGE)
+METHODS = get_methods(LANGUAGE)
 ADAMW, FIXED, PERIODIC, ONLINE, BOTH_SIDES, SOAP, MUON = METHODS
 
 
@@ -102,7 +102,7 @@ def test_a_decomposition_that_fails_is_a_run_that_diverges(text, monkeypatch):
     def fail(*arguments, **options):
         raise torch.linalg.LinAlgError("did not converge")
 
-    monkeypatch.setattr(timed, "train", fail)
+    monkeypatch.setattr(timed_runs, "train", fail)
     found = Run(text, CONFIG | {"method": ADAMW, "lr": 1e-3, "seed": 0, "steps": 4}, CPU)(progress=False)
     assert found["diverged"]
     assert len(found["validation loss"]) == len(found["seconds"]) == 2

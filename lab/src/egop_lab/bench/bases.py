@@ -15,8 +15,8 @@ from egop.basis import Accumulator, Block
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.starts import MEMORY
-from egop_lab.bench.steps import gradients_of
+from egop_lab.bench.setups import MEMORY
+from egop_lab.bench.steps import compute_gradients
 from egop_lab.bench.timing import PeakMemory, reason, taken
 
 
@@ -134,7 +134,7 @@ def run(setting: Setting) -> Iterator[Row]:
         estimate(networks.perceptron((6, 4, 3), 4), egop.Shared(), 8, setting.device)
     for network, structures, samples in cases:
         with contextlib.suppress(Exception):  # the same for the network
-            gradients_of(network, network.make(setting.device), network.batches(setting.device, 1))
+            compute_gradients(network, network.make(setting.device), network.batches(setting.device, 1))
         for structure in structures:
             row: Row = {"network": network.name, "structure": _name(structure)}
             try:

@@ -12,13 +12,13 @@ import egop
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Batch, Network
-from egop_lab.bench.starts import start
-from egop_lab.bench.timing import interleaved, spread, taken
-from egop_lab.methods import EPOCH, compared, label
-from egop_lab.training.classifiers import samples_for
-from egop_lab.training.timed import graphed
+from egop_lab.bench.setups import start
+from egop_lab.bench.timing import interleave, spread, taken
+from egop_lab.methods import EPOCH, get_methods, label
+from egop_lab.training.classifiers import count_samples
+from egop_lab.training.timed_runs import capture_graphs
 
-ADAMW, FIXED, RENEWED = (label(EPOCH, name) for name in ("adamw", "shared-fixed", "shared-renewed"))
+ADAMW, FIXED, EACH_EPOCH = (label(EPOCH, name) for name in ("adamw", "shared-fixed", "shared-renewed"))
 EAGER, GRAPH = "eager", "CUDA graph"
 
 
@@ -40,9 +40,9 @@ class _Epoch:
         self.network, self.batches, self.steps = network, batches, steps
         self.device = batches[0][0].device
         self.model = network.make(self.device)
-        self.outputs = graphed(_Outputs(network, self.model), batches[0][0].clone()) if form == GRAPH else None
-        options = {"period": steps, "samples": samples or samples_for(self.model)}
-        self.optimizer = compared(EPOCH)[name].make(start(self.model, network, batches, **options))
+        self.outputs = capture_graphs(_Outputs(network, self.model), batches[0][0].clone()) if form == GRAPH else None
+        options = {"period": steps, "samples": samples or count_samples(self.model)}
+        self.optimizer = get_methods(EPOCH)[name].make(start(self.model, network, batches, **options))
         self._train(3)
         if isinstance(self.optimizer, egop.ReparameterizedOptimizer) and self.optimizer.refresher is not None:
             self.optimizer.renew_basis()  # the first one loads what it needs
@@ -56,7 +56,7 @@ class _Epoch:
             inputs, targets = self.batches[index % len(self.batches)]
             self.model.zero_grad()
             outputs = self.network.outputs(self.model, inputs) if self.outputs is None else self.outputs(inputs)
-            networks.loss_of(outputs, targets).backward()
+            networks.compute_loss(outputs, targets).backward()
             self.optimizer.step()
 
 
@@ -80,11 +80,14 @@ def run(setting: Setting) -> Iterator[Row]:
     steps, samples = (3, 2) if setting.smoke else (74, None)
     batches = network.batches(setting.device, 16)
     for form in [EAGER, GRAPH] if setting.gpu else [EAGER]:
-        epochs, unready = interleaved(
-            {name: functools.partial(_Epoch, network, batches, steps, samples, form, name) for name in compared(EPOCH)},
+        epochs, unready = interleave(
+            {
+                name: functools.partial(_Epoch, network, batches, steps, samples, form, name)
+                for name in get_methods(EPOCH)
+            },
             rounds=1,
         )
-        times, failed = interleaved({name: epoch for name, (epoch,) in epochs.items()}, setting.turns(7), limit=12)
+        times, failed = interleave({name: epoch for name, (epoch,) in epochs.items()}, setting.turns(7), limit=12)
         base = median(times[ADAMW]) if ADAMW in times else None
         for name, seconds in times.items():
             row: Row = {"network": network.name, "form": form, "method": name, "steps": steps}

@@ -10,10 +10,10 @@ import egop
 from egop_lab.bench import bases, networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.starts import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, available
+from egop_lab.bench.setups import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, available
 from egop_lab.bench.steps import trials
-from egop_lab.bench.timing import interleaved, reason
-from egop_lab.making import RENEWED
+from egop_lab.bench.timing import interleave, reason
+from egop_lab.builders import REFRESH_EVERY
 
 _METHODS = (ADAMW, SHARED, SHARED_ONLINE, KRONECKER, KRONECKER_ONLINE, SOAP)
 
@@ -34,8 +34,8 @@ def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[R
     for size, network in sizes.items():
         methods = {name: method for name, method in available(network)[0].items() if name in _METHODS}
         ready, unready = trials(network, methods, setting.device, whole=False)
-        turns = {name: functools.partial(trial.alone, RENEWED) for name, trial in ready.items()}
-        results, failed = interleaved(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
+        turns = {name: functools.partial(trial.alone, REFRESH_EVERY) for name, trial in ready.items()}
+        results, failed = interleave(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
         now = {name: median([turn.step for turn in rounds]) for name, rounds in results.items()}
         for name, seconds in now.items():
             row: Row = {"what": what, "size": size, "of": name, "seconds": seconds}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from egop_lab.bench.timing import Marks
-from egop_lab.training.timed import fast
+from egop_lab.training.timed_runs import fast_math
 
 T = TypeVar("T")
 Row = dict[str, Any]  # what is measured of one method or structure on one network
@@ -73,7 +73,7 @@ class Setting:
 def settled(device: torch.device) -> Iterator[None]:
     """Use TF32 and the fastest convolutions on a GPU, and keep the garbage collector off while measuring."""
     convolutions, collecting = torch.backends.cudnn.benchmark, gc.isenabled()
-    with fast(device), warnings.catch_warnings():
+    with fast_math(device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # of attention under vmap
         torch.backends.cudnn.benchmark = device.type == "cuda"
         gc.collect()

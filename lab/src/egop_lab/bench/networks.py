@@ -70,7 +70,7 @@ class Network:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the mean cross-entropy of a batch."""
-        return loss_of(self.outputs(model, batch[0]), batch[1])
+        return compute_loss(self.outputs(model, batch[0]), batch[1])
 
     def outputs(self, model: nn.Module, inputs: Tensor, **options: Any) -> Tensor:
         """Compute the network's outputs in float32."""
@@ -79,7 +79,7 @@ class Network:
             return model(inputs).float()
 
 
-def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compute the mean cross-entropy of a network's outputs."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 

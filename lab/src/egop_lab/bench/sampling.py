@@ -13,7 +13,7 @@ from egop.estimation import Sampling, sample_gradients
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.timing import interleaved, summary, taken
+from egop_lab.bench.timing import interleave, summary, taken
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.models.small import xavier_
@@ -55,8 +55,8 @@ def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting:
         for method, count in counts.items()
     }
     for turn in turns.values():
-        interleaved({"warm-up": functools.partial(turn, samples=2)}, rounds=1)
-    times, failed = interleaved(turns, setting.turns(3))
+        interleave({"warm-up": functools.partial(turn, samples=2)}, rounds=1)
+    times, failed = interleave(turns, setting.turns(3))
     row: Row = {"network": network.name, "rho": type(rho).__name__, "batch": list(network.inputs), "samples": counts}
     row |= summary(times, failed)
     return row if failed else row | {"vmap over loop": row["vmap"] / row["loop"]}

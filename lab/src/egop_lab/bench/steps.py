@@ -15,10 +15,10 @@ import egop
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Rates, Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.starts import ADAMW, INSTALL, SOAP, available, period, start
-from egop_lab.bench.timing import Marks, interleaved, spread
-from egop_lab.making import RENEWED
-from egop_lab.methods import COMPILED, Method, compared
+from egop_lab.bench.setups import ADAMW, INSTALL, SOAP, available, period, start
+from egop_lab.bench.timing import Marks, interleave, spread
+from egop_lab.builders import REFRESH_EVERY
+from egop_lab.methods import COMPILED, Method, get_methods
 
 _BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, as in training
 
@@ -60,7 +60,7 @@ class Trial:
         self.optimizer = method.make(start(self.model, network))
         self._parameters = list(self.model.parameters())
 
-    def warmed_up(self, *, whole: bool) -> Trial:
+    def warm_up(self, *, whole: bool) -> Trial:
         """Run the first steps, which set things up and build a first basis; on a GPU a refresh also loads kernels."""
         if self.gradients:
             self.alone(self.period + 2 if self.device.type == "cuda" else 2)
@@ -103,7 +103,7 @@ class Trial:
         return Turn(alone.step, alone.longest, self.whole(steps).whole)
 
 
-def gradients_of(network: Network, model: nn.Module, batches: Sequence[networks.Batch]) -> list[list[Tensor]]:
+def compute_gradients(network: Network, model: nn.Module, batches: Sequence[networks.Batch]) -> list[list[Tensor]]:
     """Compute the gradients of each batch."""
     parameters = list(model.parameters())
     return [list(torch.autograd.grad(network.loss(model, batch), parameters)) for batch in batches]
@@ -122,19 +122,19 @@ def trials(
     """
     model = network.make(device)
     batches = network.batches(device, _BATCHES)
-    gradients = [] if whole and device.type == "cpu" else gradients_of(network, model, batches)
+    gradients = [] if whole and device.type == "cpu" else compute_gradients(network, model, batches)
 
     def ready(name: str) -> Trial:
-        return Trial(network, name, methods[name], model, batches, gradients).warmed_up(whole=whole)
+        return Trial(network, name, methods[name], model, batches, gradients).warm_up(whole=whole)
 
-    results, failed = interleaved({name: functools.partial(ready, name) for name in methods}, rounds=1)
+    results, failed = interleave({name: functools.partial(ready, name) for name in methods}, rounds=1)
     return {name: trial for name, (trial,) in results.items()}, failed
 
 
 def measure(network: Network, methods: Mapping[str, Method], setting: Setting, steps: int, rounds: int) -> list[Row]:
     """Return the rows of one network: seconds of each method, and ratios to AdamW, SOAP and the lower bound."""
     ready, unready = trials(network, methods, setting.device, whole=True)
-    results, failed = interleaved(
+    results, failed = interleave(
         {name: functools.partial(trial.turn, steps) for name, trial in ready.items()},
         setting.turns(rounds),
         limit=setting.pick(smoke=1.0, cpu=15.0, gpu=6.0),
@@ -202,15 +202,15 @@ def run(setting: Setting) -> Iterator[Row]:
             (networks.gpt(1, 16, batch=2, context=8), 1, 1),
         ],
         cpu=[
-            (networks.perceptron((784, 1024, 1024, 10), 256), RENEWED, 3),
-            (networks.resnet(16, 96, width=32), RENEWED // 2, 2),
-            (networks.gpt(6, 384, batch=2), RENEWED // 2, 2),
+            (networks.perceptron((784, 1024, 1024, 10), 256), REFRESH_EVERY, 3),
+            (networks.resnet(16, 96, width=32), REFRESH_EVERY // 2, 2),
+            (networks.gpt(6, 384, batch=2), REFRESH_EVERY // 2, 2),
         ],
         gpu=[  # many short rounds: the speed of the host, which whole steps depend on, changes from second to second
-            (networks.perceptron((784, 1024, 1024, 10), 512), RENEWED, 31),
-            (networks.resnet(128, 112), RENEWED, 15),
-            (networks.gpt(6, 384, batch=64), RENEWED, 31),
-            (networks.gpt(12, 768, batch=32), RENEWED, 9),
+            (networks.perceptron((784, 1024, 1024, 10), 512), REFRESH_EVERY, 31),
+            (networks.resnet(128, 112), REFRESH_EVERY, 15),
+            (networks.gpt(6, 384, batch=64), REFRESH_EVERY, 31),
+            (networks.gpt(12, 768, batch=32), REFRESH_EVERY, 9),
         ],
     )
     for network, steps, rounds in cases:
@@ -218,6 +218,6 @@ def run(setting: Setting) -> Iterator[Row]:
         if missing:
             yield {"network": network.name, "note": INSTALL}
         if setting.gpu and not setting.smoke and network.name == "GPT 6x384":
-            methods |= compared(COMPILED)  # compiling takes long, so these run on one network only
+            methods |= get_methods(COMPILED)  # compiling takes long, so these run on one network only
         yield from measure(network, methods, setting, steps, rounds)
         release(setting.device)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from egop_lab.bench import epoch, starts
+from egop_lab.bench import epoch, setups
 
 Parts = Mapping[str, Sequence[Mapping[str, Any]]]  # rows by part of the benchmark
 
@@ -80,8 +80,8 @@ def _soap() -> Iterator[Target]:
         ("GPT 12x768", "cuda"),
     ]
     for structure, bound, method in (
-        ("Shared", 3.0, starts.SHARED_ONLINE),
-        ("Kronecker", 2.0, starts.KRONECKER_ONLINE),
+        ("Shared", 3.0, setups.SHARED_ONLINE),
+        ("Kronecker", 2.0, setups.KRONECKER_ONLINE),
     ):
         for network, kind in networks:
             find = _value("steps", "SOAP over step", network=network, method=method)
@@ -92,10 +92,13 @@ def _soap() -> Iterator[Target]:
 TARGETS: list[Target] = [
     _sampling("cpu", 3, "2 CPU cores"),
     _sampling("cuda", 30, "GPU"),
-    _whole("gpt-online", "Shared online", 1.15, starts.SHARED_ONLINE),
-    _whole("gpt-fixed", "Shared fixed", 1.08, starts.SHARED),
+    _whole("gpt-online", "Shared online", 1.15, setups.SHARED_ONLINE),
+    _whole("gpt-fixed", "Shared fixed", 1.08, setups.SHARED),
     *(_epoch("resnet-fixed", "Shared fixed", 1.10, epoch.FIXED, form) for form in (epoch.EAGER, epoch.GRAPH)),
-    *(_epoch("resnet-renewed", "Shared each epoch", 1.20, epoch.RENEWED, form) for form in (epoch.EAGER, epoch.GRAPH)),
+    *(
+        _epoch("resnet-renewed", "Shared each epoch", 1.20, epoch.EACH_EPOCH, form)
+        for form in (epoch.EAGER, epoch.GRAPH)
+    ),
     *_soap(),
     Target(
         "floor",
@@ -103,7 +106,7 @@ TARGETS: list[Target] = [
         "at most",
         2,
         "cuda",
-        _value("steps", "step over floor", network="GPT 12x768", method=starts.SHARED),
+        _value("steps", "step over floor", network="GPT 12x768", method=setups.SHARED),
     ),
     *(
         Target(

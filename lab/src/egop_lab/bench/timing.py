@@ -61,7 +61,7 @@ def taken(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def interleaved(
+def interleave(
     turns: Mapping[str, Callable[[], T]], rounds: int, limit: float | None = None
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
     """Give every method its turn, for some rounds.

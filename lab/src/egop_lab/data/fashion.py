@@ -100,9 +100,9 @@ def _file(name: str, folder: str | Path | None) -> bytes:
     """Return the unpacked content of one of the four files, checked."""
     path = _path(name, folder)
     if not path.is_file():
-        return _checked(_download(name, path), name, path)
+        return _check(_download(name, path), name, path)
     try:
-        return _checked(path.read_bytes(), name, path)
+        return _check(path.read_bytes(), name, path)
     except OSError as error:
         raise MissingDataError(f"Fashion-MNIST: {path} cannot be read ({error}). {_ADVICE}") from error
 
@@ -116,13 +116,13 @@ def _download(name: str, path: Path) -> bytes:
         raise MissingDataError(
             f"Fashion-MNIST is not on this machine and cannot be downloaded ({error}). {_ADVICE}"
         ) from error
-    _checked(content, name, url)
+    _check(content, name, url)
     with replace_atomically(path) as beside:
         beside.write_bytes(content)
     return content
 
 
-def _checked(content: bytes, name: str, source: str | Path) -> bytes:
+def _check(content: bytes, name: str, source: str | Path) -> bytes:
     """Unpack and compare with the checksum."""
     try:
         plain = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content

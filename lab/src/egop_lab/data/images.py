@@ -119,7 +119,7 @@ class HeldImages:
     def validation(self, *, ten: bool) -> Iterator[Batch]:
         images, labels = self.held_out
         for some, theirs in zip(images.split(100 if ten else 1000), labels.split(100 if ten else 1000), strict=True):
-            yield normalized(views(some, self.crop, ten=ten)), theirs
+            yield normalize(views(some, self.crop, ten=ten)), theirs
 
 
 class _HeldBatches:
@@ -133,7 +133,7 @@ class _HeldBatches:
     def __iter__(self) -> Iterator[Batch]:
         order = torch.randperm(len(self.labels), generator=self.generator, device=self.images.device)
         for rows in order[: len(self) * self.size].split(self.size):
-            yield normalized(random_crops(self.images[rows], self.crop, self.generator)), self.labels[rows]
+            yield normalize(random_crops(self.images[rows], self.crop, self.generator)), self.labels[rows]
 
 
 class FolderImages:
@@ -197,7 +197,7 @@ class _Views(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, drawn: Any) -> tuple[Tensor, int]:
         row, _ = drawn
-        pixels = _pixels(_resized(_open(self.files.paths[row]), self.side))
+        pixels = _pixels(_resize(_open(self.files.paths[row]), self.side))
         return views(pixels[None], self.crop, ten=self.ten)[0], self.files.labels[row]
 
 
@@ -214,10 +214,10 @@ class _OnDevice:
 
     def __iter__(self) -> Iterator[Batch]:
         for images, labels in self.loader:
-            yield (normalized(images.to(self.device, non_blocking=True)), labels.to(self.device, non_blocking=True))
+            yield (normalize(images.to(self.device, non_blocking=True)), labels.to(self.device, non_blocking=True))
 
 
-def normalized(images: Tensor) -> Tensor:
+def normalize(images: Tensor) -> Tensor:
     """Convert bytes to float32 and normalise with ImageNet's mean and deviation by channel; any leading dimensions."""
     mean, deviation = (torch.tensor(values, device=images.device)[:, None, None] for values in (_MEAN, _DEVIATION))
     return (images.float() / 255 - mean) / deviation
@@ -282,7 +282,7 @@ def _files(folder: Path, names: Sequence[str]) -> Files:
 
 def _read_all(files: Files, side: int, workers: int, device: torch.device) -> Batch:
     def read(path: Path) -> Tensor:
-        return views(_pixels(_resized(_open(path), side))[None], side, ten=False)[0, 0]
+        return views(_pixels(_resize(_open(path), side))[None], side, ten=False)[0, 0]
 
     with ThreadPoolExecutor(max(1, workers)) as pool:  # decoding releases Python's lock
         images = torch.stack(list(pool.map(read, files.paths)))
@@ -299,7 +299,7 @@ def _open(path: Path) -> Any:
         raise MissingDataError(f"The image {path} cannot be read ({error}): replace it or delete it.") from error
 
 
-def _resized(image: Any, side: int) -> Any:
+def _resize(image: Any, side: int) -> Any:
     """Resize the image so that its shorter side has the given length."""
     scale = side / min(image.width, image.height)
     if scale == 1:

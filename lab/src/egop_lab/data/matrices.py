@@ -13,7 +13,7 @@ def random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> T
     return vectors * triangle.diagonal().sign()
 
 
-def with_decay(rows: int, columns: int, decay: float, generator: torch.Generator) -> Tensor:
+def matrix_with_decay(rows: int, columns: int, decay: float, generator: torch.Generator) -> Tensor:
     """Draw a matrix with singular values k^-decay and random singular vectors, in float64."""
     rank = min(rows, columns)
     left, right = (random_orthonormal(size, rank, generator) for size in (rows, columns))

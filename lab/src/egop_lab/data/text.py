@@ -102,11 +102,11 @@ def _read(place: str | None) -> tuple[bytes, bytes]:
             [file for file in _files(folder) if part in file.name.lower()] for part in ("train", "val")
         )
         if train and validation:
-            return _joined(train), _joined(validation)
+            return _join(train), _join(validation)
     alone = [root] if root is not None and root.is_file() else next(filter(None, map(_files, folders[:2])), [])
     if not alone:
         raise MissingDataError(f"There is no text{'' if place is None else f' at {place}'}. {_ADVICE}")
-    whole = _joined(alone)
+    whole = _join(alone)
     middle = len(whole) - len(whole) // 10
     return whole[:middle], whole[middle:]
 
@@ -121,7 +121,7 @@ def _plain(file: Path) -> Path:
     return file.with_suffix("") if file.suffix == ".gz" else file
 
 
-def _joined(files: list[Path]) -> bytes:
+def _join(files: list[Path]) -> bytes:
     try:
         contents = [file.read_bytes() for file in files]
         return b"".join(gzip.decompress(part) if part[:2] == b"\x1f\x8b" else part for part in contents)

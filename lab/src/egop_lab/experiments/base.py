@@ -17,7 +17,7 @@ Kind = Literal["claim", "reading", "target", "check"]
 
 
 @dataclass(frozen=True)
-class Beside:
+class Alternative:
     """The result of judging a claim by an alternative rule.
 
     Attributes:
@@ -32,7 +32,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judgement:
     """A claim with its verdict and the numbers behind it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Judged:
     kind: Kind = "claim"
     paper: str = ""
     threshold: str = ""
-    beside: tuple[Beside, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     margin: float | None = None
 
 
@@ -95,7 +95,7 @@ class Experiment(abc.ABC):
         """Do the runs that the store does not have yet; add each as soon as it is finished."""
 
     @abc.abstractmethod
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         """Return each claim with its verdict, from the records alone."""
 
     @abc.abstractmethod
@@ -120,30 +120,32 @@ class Experiment(abc.ABC):
         return [r for r in store if all(r.config.get(key) == value for key, value in config.items())]
 
 
-def verdict(holds: bool) -> Verdict:
+def to_verdict(holds: bool) -> Verdict:
     """Return the verdict on a claim that was tested."""
     return "holds" if holds else "does not hold"
 
 
-def decades(smaller: float, larger: float, floor: float = 0.0) -> float | None:
+def count_decades(smaller: float, larger: float, floor: float = 0.0) -> float | None:
     """Return how many decades a number is below another, both clamped to a floor; None if one is not positive."""
     one, other = max(smaller, floor), max(larger, floor)
     return math.log10(other / one) if 0 < one < math.inf and 0 < other < math.inf else None
 
 
-def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], **more: Any) -> Judged:
+def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], **more: Any) -> Judgement:
     """Judge the claim that one measured number is smaller than another; ``more`` are further fields."""
     finding = f"{smaller[0]}: {smaller[1]:.3g}; {larger[0]}: {larger[1]:.3g}."
-    margin = decades(smaller[1], larger[1])
-    return Judged(id, words, verdict(smaller[1] < larger[1]), finding, margin=margin, **more)
+    margin = count_decades(smaller[1], larger[1])
+    return Judgement(id, words, to_verdict(smaller[1] < larger[1]), finding, margin=margin, **more)
 
 
-def beside(rule: str, other: Judged) -> Beside:
+def make_alternative(rule: str, other: Judgement) -> Alternative:
     """Return the result of judging a claim by an alternative rule."""
-    return Beside(rule, other.verdict, other.found)
+    return Alternative(rule, other.verdict, other.found)
 
 
-def also(judged: Sequence[Judged], rule: str, others: Sequence[Judged], always: Collection[str] = ()) -> list[Judged]:
+def add_alternatives(
+    judged: Sequence[Judgement], rule: str, others: Sequence[Judgement], always: Collection[str] = ()
+) -> list[Judgement]:
     """Add the results of an alternative rule, and of its own alternatives, where the verdict differs.
 
     Args:
@@ -153,13 +155,15 @@ def also(judged: Sequence[Judged], rule: str, others: Sequence[Judged], always: 
         always: the claims of which it is shown in any case.
     """
     by_id = {each.id: each for each in others}
-    return [_with_other(each, rule, by_id[each.id], each.id in always) if each.id in by_id else each for each in judged]
+    return [
+        _add_alternative(each, rule, by_id[each.id], each.id in always) if each.id in by_id else each for each in judged
+    ]
 
 
-def _with_other(one: Judged, rule: str, other: Judged, always: bool) -> Judged:
-    known = {each.rule: each.verdict for each in one.beside}
-    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.beside
+def _add_alternative(one: Judgement, rule: str, other: Judgement, always: bool) -> Judgement:
+    known = {each.rule: each.verdict for each in one.alternatives}
+    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.alternatives
             if each.verdict != known.get(each.rule, one.verdict)]  # fmt: skip
     if always or other.verdict not in (one.verdict, "cannot be judged"):
-        more.insert(0, beside(rule, other))
-    return replace(one, beside=(*one.beside, *more))
+        more.insert(0, make_alternative(rule, other))
+    return replace(one, alternatives=(*one.alternatives, *more))

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from egop_lab.builders import ADAM, REFRESH_EVERY, foreign
 from egop_lab.data import images, text
 from egop_lab.experiments import coordinates_pictures, coordinates_targets
-from egop_lab.experiments.base import Experiment, Judged, Table
+from egop_lab.experiments.base import Experiment, Judgement, Table
 from egop_lab.experiments.coordinates_found import (
     ADAMW,
     CHOSEN,
@@ -28,15 +29,14 @@ from egop_lab.experiments.coordinates_found import (
     as_last,
     unit,
 )
-from egop_lab.making import ADAM, RENEWED, foreign
 from egop_lab.methods import cell
 from egop_lab.plots.picture import Picture
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.coordinates import ImageRun, LanguageRun, step_times
 from egop_lab.training.language import BETAS
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed import Run, Trials, fast, precision
+from egop_lab.training.timed_runs import Run, Trials, describe_precision, fast_math
 
 PHASES = ("scouting", "trainings", "times", "rule")
 _SCHEDULE = {"warm-up": 50, "decay": 0.4, "samples": 32}
@@ -89,7 +89,7 @@ class CoordinatesExperiment(Experiment):
             "weights": "the base steps the blocks' weights and first layers; AdamW embeddings, head, norms and biases, "
             "with every method but SOAP, which takes everything",
             "betas": f"AdamW {BETAS} in GPTs, {ADAM} in image networks; all others have their own",
-            "renewal": f"online bases and SOAP's after {RENEWED} steps, aligned ones every step",
+            "renewal": f"online bases and SOAP's after {REFRESH_EVERY} steps, aligned ones every step",
             "left out": "PolarAdam, aligned: it offers no map of its momentum to align to",
             "finalists": "AdamW, EGOP as people type it, the rivals, the best cells by the short runs, and the same "
             "bases in original coordinates",
@@ -125,7 +125,7 @@ class CoordinatesExperiment(Experiment):
         names = list(tasks or settings["tasks"])
         ends = None if context.time_budget is None else time.monotonic() + context.time_budget
         # One after the other, lazily: what a task does may depend on what those before it have found.
-        with fast(context.device):
+        with fast_math(context.device):
             works = [(name, [phase for phase in phases if phase != "rule"]) for name in names]
             works += [(name, [phase for phase in phases if phase == "rule"]) for name in names]
             for name, parts in works:
@@ -184,13 +184,13 @@ class CoordinatesExperiment(Experiment):
             held = _images(context.data, settings["side"], settings["crop"], *settings.get("made", ()), device=device)
             make, summary = functools.partial(_image, held, device), held.counts
         own = {key: value for key, value in settings.items() if key not in ("rates", "begin", "steps", "epochs")}
-        common = self.config(context.preset, task=task, **own, data=summary, precision=precision(device))
+        common = self.config(context.preset, task=task, **own, data=summary, precision=describe_precision(device))
         return Trials(store, context, lambda **entries: common | entries, make, lambda config: None), make
 
     def _time(self, trials: Trials, make: Callable[[dict[str, Any]], Run], methods: Sequence[str], eager: bool) -> bool:
         """Time the steps of methods that are not timed yet; eager ones without a CUDA graph of the network."""
         store, context = trials.store, trials.context
-        common = trials.configured()
+        common = trials.make_config()
         settings = self.settings(context.preset)
         task = settings["tasks"][common["task"]]
         timing = settings["timing"] | {"lr": 1e-3, "seed": 0, unit(task): task[unit(task)]}
@@ -205,10 +205,10 @@ class CoordinatesExperiment(Experiment):
         runs = {method: functools.partial(make, config) for method, config in left.items()}
         results = step_times(runs, settings["timing"])
         seconds = (time.perf_counter() - began) / len(left)
-        store.add(*(finished(left[method], result, seconds, context.device) for method, result in results.items()))
+        store.add(*(make_record(left[method], result, seconds, context.device) for method, result in results.items()))
         return True
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         return coordinates_targets.judged(self.found(store, preset), self.id)
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from egop_lab.experiments.curves import first_below, median
-from egop_lab.experiments.timed import is_tuning, search
-from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, compared
+from egop_lab.experiments.timed_experiment import is_tuning, search_rates
+from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, get_methods
 from egop_lab.training.records import Record
-from egop_lab.training.timed import shared
+from egop_lab.training.timed_runs import shared_config
 
 # The tasks of the full preset.
 SMALL_GPT, LARGE_GPT, RESNET, VIT = "GPT 6×384", "GPT 12×768", "ResNet-34", "ViT 6×384"
@@ -22,7 +22,7 @@ CELL = cell("PolarAdam", "online smaller")  # what it is made of: a cell of the 
 ADAMW, MUON, NORMUON, SOAP = "AdamW", "Muon", "NorMuon", "SOAP"
 RIVALS = (MUON, NORMUON, SOAP)
 
-GRID = [name for base in BASES for column in COLUMNS if (name := cell(base, column)) in compared(COORDINATES)]
+GRID = [name for base in BASES for column in COLUMNS if (name := cell(base, column)) in get_methods(COORDINATES)]
 
 
 class Found:
@@ -54,7 +54,7 @@ class Found:
 
     def scouted(self, method: str) -> tuple[float, list[float]]:
         """Return a method's learning rate on the first task by short runs, and the rates still to try."""
-        return search(self.settings["ladder"], self.tasks[self.grid]["rates"], self._scouting(method), final)
+        return search_rates(self.settings["ladder"], self.tasks[self.grid]["rates"], self._scouting(method), final)
 
     def search(self, task: str, method: str) -> tuple[float, list[float]]:
         """Return a method's learning rate, and the rates still to try.
@@ -70,7 +70,7 @@ class Found:
         place = ladder.index(known) + self.tasks[task].get("begin", 0)
         first = ladder[max(0, place - 1) : place + 2]
         runs = [run for run in self.trainings(task, method, 1.0) if is_tuning(run)]
-        return search(ladder, first, runs, final)
+        return search_rates(ladder, first, runs, final)
 
     def _scouting(self, method: str) -> list[Record]:
         runs = self.trainings(self.grid, method, self.settings["scouting length"])
@@ -183,8 +183,8 @@ def as_last(records: Sequence[Record], tasks: Sequence[str]) -> dict[str, list[R
         own = [run for run in records if run.config["task"] == task]
         trainings = [run for run in own if "rounds" not in run.config]
         if trainings:
-            common = shared(trainings[-1])
-            by_task[task] = [run for run in own if common.items() <= shared(run).items()]
+            common = shared_config(trainings[-1])
+            by_task[task] = [run for run in own if common.items() <= shared_config(run).items()]
     return by_task
 
 

@@ -9,7 +9,7 @@ from egop_lab.experiments.base import Table
 from egop_lab.experiments.coordinates_found import ADAMW, CELL, CHOSEN, RIVALS, Found, control_of, final, unit
 from egop_lab.experiments.coordinates_targets import accuracy, to_goal
 from egop_lab.experiments.curves import quartiles
-from egop_lab.experiments.timed import number
+from egop_lab.experiments.timed_experiment import format_number
 from egop_lab.methods import BASES, COLUMNS, cell
 from egop_lab.plots.picture import Panel, Picture, Series
 
@@ -146,9 +146,9 @@ def _row(found: Found, task: str, method: str, images: bool) -> tuple[str, ...]:
         f"{found.loss(task, method):.3f}",
         f"{min(losses):.3f} to {max(losses):.3f}",
         *([f"{accuracy(found, task, method):.3f}"] if images else []),
-        number(steps, 4),
+        format_number(steps, 4),
         f"{1000 * found.step(task, method)[1]:.2f}" if timed else "not timed",
-        number(seconds, 3) if timed else "not timed",
+        format_number(seconds, 3) if timed else "not timed",
     )
 
 

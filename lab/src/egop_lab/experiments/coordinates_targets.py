@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.base import Judgement, to_verdict
 from egop_lab.experiments.coordinates_found import (
     ADAMW,
     CHOSEN,
@@ -22,14 +22,14 @@ from egop_lab.experiments.coordinates_found import (
     unit,
 )
 from egop_lab.experiments.curves import median
-from egop_lab.experiments.timed import lowest, number
+from egop_lab.experiments.timed_experiment import format_number, lowest_loss
 
 RULE = 0.03  # how far from its own best loss EGOP may be with a rate that follows from AdamW's
 
 Decided = tuple[bool, str]  # whether a target is met, and the numbers in a sentence
 
 
-def judged(found: Found, id: str) -> list[Judged]:
+def judged(found: Found, id: str) -> list[Judgement]:
     """Judge all targets."""
     results = []
     for name, words, decide in _targets(found):
@@ -38,9 +38,9 @@ def judged(found: Found, id: str) -> list[Judged]:
                 raise LookupError("this preset has other tasks")
             holds, said = decide()
         except LookupError as error:
-            results.append(Judged(f"{id}/{name}", words, "cannot be judged", f"Not there: {error}.", "target"))
+            results.append(Judgement(f"{id}/{name}", words, "cannot be judged", f"Not there: {error}.", "target"))
         else:
-            results.append(Judged(f"{id}/{name}", words, verdict(holds), said, "target"))
+            results.append(Judgement(f"{id}/{name}", words, to_verdict(holds), said, "target"))
     return results
 
 
@@ -102,8 +102,8 @@ def _steps(found: Found, task: str, most: float) -> Decided:
     length, unit_ = found.length(task), unit(found.tasks[task])
     last = found.loss(task, CHOSEN)
     said = (
-        f"AdamW ends at {goal:.3f} after {length} {unit_}; EGOP is there after {number(steps, 4)} "
-        f"({number(steps / length, 2)}), in the middle of a schedule of {length}. "
+        f"AdamW ends at {goal:.3f} after {length} {unit_}; EGOP is there after {format_number(steps, 4)} "
+        f"({format_number(steps / length, 2)}), in the middle of a schedule of {length}. "
     )
     try:
         times = found.multiple(task, last)
@@ -117,7 +117,10 @@ def _steps(found: Found, task: str, most: float) -> Decided:
 def _time(found: Found, task: str, most: float) -> Decided:
     steps = to_goal(found, task, CHOSEN)[1]
     one, other = found.seconds_to(task, CHOSEN, steps), found.seconds_to(task, ADAMW, found.length(task))
-    return one <= most * other, f"AdamW {other:.3g} seconds, EGOP {number(one, 3)} ({number(one / other, 2)})."
+    return (
+        one <= most * other,
+        f"AdamW {other:.3g} seconds, EGOP {format_number(one, 3)} ({format_number(one / other, 2)}).",
+    )
 
 
 def _every_seed(found: Found, task: str, rival: str) -> Decided:
@@ -127,7 +130,7 @@ def _every_seed(found: Found, task: str, rival: str) -> Decided:
 
 
 def _lowest(found: Found, task: str, rival: str) -> Decided:
-    one, other = (median([lowest(run.result) for run in found.reported(task, name)]) for name in (CHOSEN, rival))
+    one, other = (median([lowest_loss(run.result) for run in found.reported(task, name)]) for name in (CHOSEN, rival))
     last = f"at the end {found.loss(task, CHOSEN):.3f} and {found.loss(task, rival):.3f}"
     return one <= other, f"EGOP {one:.3f}, {rival} {other:.3f}; {last}."
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judgement
 from egop_lab.plots.picture import Panel, Series
 from egop_lab.training.records import Record
 from egop_lab.training.sweeps import ORIGINAL
@@ -39,7 +39,7 @@ def first_below(curve: Sequence[float], target: float) -> int | None:
     return next((index for index, value in enumerate(curve) if value <= target), None)
 
 
-def by_rate(
+def quartiles_by_rate(
     records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]
 ) -> dict[float, tuple[float, float, float]]:
     """Return the quartiles (first, median, third) of a score over trials for each learning rate, ascending."""
@@ -55,7 +55,7 @@ def by_rate(
 
 def best_rate(records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]) -> float:
     """Return the learning rate with the smallest median score; the smaller one of a tie."""
-    medians = {rate: middle for rate, (_, middle, _) in by_rate(records, score).items()}
+    medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(records, score).items()}
     return min(medians, key=lambda rate: medians[rate])
 
 
@@ -67,7 +67,7 @@ def rate_series(
     chosen: float | None = None,
 ) -> Series:
     """Return a score over learning rates as a line with quartiles."""
-    bands = by_rate(records, score)
+    bands = quartiles_by_rate(records, score)
     columns = list(zip(*bands.values(), strict=True))
     label = optimizer if coordinates == ORIGINAL else f"{optimizer}, {coordinates}"
     return Series(label, list(bands), columns[1], columns[0], columns[2], optimizer, coordinates != ORIGINAL, chosen)
@@ -84,9 +84,9 @@ def curve_series(
     return Series(label, places, middle, low, high, optimizer, coordinates != ORIGINAL)
 
 
-def same_in_both(
+def check_same_in_both(
     id: str, who: str, original: Sequence[Record], turned: Sequence[Record], name: str, tolerance: float
-) -> Judged:
+) -> Judgement:
     """Check that an optimizer without preferred coordinates (SGD) has the same curve in both; raise otherwise.
 
     Training amplifies rounding, so the median over recorded points of the relative difference is compared.
@@ -100,4 +100,4 @@ def same_in_both(
     if not worst <= tolerance:
         raise AssertionError(f"{id}: {who} differs between coordinates by {worst:.2g}: the implementation is wrong.")
     finding = f"Largest median relative difference of a trial: {worst:.2g}."
-    return Judged(id, f"Check: {who} is the same in both coordinates.", "holds", finding, "check")
+    return Judgement(id, f"Check: {who} is the same in both coordinates.", "holds", finding, "check")

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 import egop
+from egop_lab.builders import build_torch_optimizer
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
 from egop_lab.experiments import demo_language
-from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series, Span
 from egop_lab.training.loop import Curve, train
@@ -104,7 +104,7 @@ def run(
             model = copy.deepcopy(start)
             curve = train(
                 model,
-                torch_optimizer(name, model, lr, given),
+                build_torch_optimizer(name, model, lr, given),
                 cross_entropy,
                 Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "training batches")),
                 epochs,
@@ -151,14 +151,14 @@ def panel(demo: Demo) -> Panel:
             label = run.optimizer if run is original else f"{run.optimizer}, EGOP"
             turned = run is reparameterized
             series.append(Series(label, range(len(run.curve.loss)), run.curve.loss, method=run.optimizer, egop=turned))
-        saved = _saved(original, reparameterized)
+        saved = _find_saving(original, reparameterized)
         if saved is not None and not spans:  # the first optimizer's: more would hide the lines
             words = f"the same loss after {saved} of {demo.epochs} epochs"
             spans.append(Span(words, demo.epochs, saved, original.curve.final, original.optimizer))
     return Panel("The digits network", "epoch", "training loss", series, spans=spans)
 
 
-def _saved(original: Run, reparameterized: Run) -> int | None:
+def _find_saving(original: Run, reparameterized: Run) -> int | None:
     """Return the epoch in which EGOP coordinates reach the original's final loss, if earlier and if they differ."""
     before, after = original.curve, reparameterized.curve
     if before.diverged or after.diverged or _median_difference(before, after) < _SAME:
@@ -191,10 +191,10 @@ def _verdict(original: Run, reparameterized: Run, epochs: int) -> str:
         if reached is not None
         else f"does not reach the original's final loss in {epochs} epochs"
     )
-    return f"{name} in EGOP coordinates {speed} and ends {_compared(after.final, before.final)}."
+    return f"{name} in EGOP coordinates {speed} and ends {_compare_losses(after.final, before.final)}."
 
 
-def _compared(loss: float, reference: float) -> str:
+def _compare_losses(loss: float, reference: float) -> str:
     if loss == 0:
         return "at zero"
     return f"{reference / loss:.2g} times lower" if loss < reference else f"{loss / reference:.2g} times higher"

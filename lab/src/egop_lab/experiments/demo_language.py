@@ -100,7 +100,7 @@ def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language
         seed: of the start and the batches.
         progress: show a progress bar on standard error.
     """
-    text = own_source()
+    text = read_own_source()
     sides = [_Side(name, lr, text, steps, seed) for name, lr in LEARNING_RATES.items()]
     with tqdm(total=2 * steps, desc="language model, in turns", unit="step", disable=not progress) as bar:
         for count in _turns(steps):
@@ -109,11 +109,11 @@ def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language
                 bar.update(count)
             bar.set_postfix_str(", ".join(f"{side.name} {side.loss[-1]:.2f}" for side in sides), refresh=False)
     size = sum(parameter.numel() for parameter in sides[0].model.parameters())
-    adamw, rotated = (side.finished() for side in sides)
+    adamw, rotated = (side.to_run() for side in sides)
     return Language(size, len(text.train) + len(text.validation), (adamw, rotated))
 
 
-def own_source() -> Text:
+def read_own_source() -> Text:
     """Read egop's own source as bytes."""
     folder = Path(str(resources.files("egop")))
     source = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
@@ -159,7 +159,7 @@ class _Side:
         self.seconds.append(self.seconds[-1] + curve.seconds)
         self.steps.append(self.steps[-1] + steps)
 
-    def finished(self) -> LanguageRun:
+    def to_run(self) -> LanguageRun:
         """Return the finished run."""
         return LanguageRun(self.name, self.lr, tuple(self.loss), tuple(self.seconds), tuple(self.steps))
 

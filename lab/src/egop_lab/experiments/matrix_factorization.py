@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judgement
 from egop_lab.experiments.curves import median
-from egop_lab.experiments.matrix_factorization_claims import PAPERS, RIVALS, SPEED, THRESHOLDS, Found, crossing, speed
-from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment
+from egop_lab.experiments.matrix_factorization_claims import PAPERS, RIVALS, SPEED, THRESHOLDS, Claims, crossing, speed
+from egop_lab.experiments.tuned_experiment import Case, Method, Score, TunedExperiment
 from egop_lab.methods import describe
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Preset
@@ -96,10 +96,10 @@ class MatrixFactorizationExperiment(TunedExperiment):
 
     def fastest(self, store: Store, preset: Preset, method: Method, case: Case | None = None) -> float:
         """Return the rate with the fewest steps to the threshold, median over the tuning trials."""
-        return self.chosen(store, preset, case or self.cases(preset)[0], method, speed)
+        return self.choose_rate(store, preset, case or self.cases(preset)[0], method, speed)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        return Found(self, store, preset).judged()
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        return Claims(self, store, preset).judge_all()
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
         missing = CONSTANT in self.settings(preset)["schedules"] and not self.constant(store, preset)
@@ -111,7 +111,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         try:
             for case, method in self.pairs(preset):
                 if case in wanted:
-                    self.reported(store, preset, case, method)
+                    self.reported_runs(store, preset, case, method)
         except LookupError:
             return []
         return wanted
@@ -173,7 +173,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
     ) -> float:
         """Return the median steps to a relative distance from the optimum, at the fastest rate; maybe infinite."""
         every, case = self.settings(preset)["record every"], case or self.cases(preset)[0]
-        runs = self.reported(store, preset, case, method, self.fastest(store, preset, method, case))
+        runs = self.reported_runs(store, preset, case, method, self.fastest(store, preset, method, case))
         return median([crossing(run.result["excess"], threshold) * every for run in runs])
 
     def _bars(self, store: Store, preset: Preset) -> Panel:

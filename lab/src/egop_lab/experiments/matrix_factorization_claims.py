@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from egop_lab.experiments.base import Beside, Judged, beside, decades, verdict
+from egop_lab.experiments.base import Alternative, Judgement, count_decades, make_alternative, to_verdict
 from egop_lab.experiments.curves import first_below, median, quartiles
-from egop_lab.experiments.tuned import Case, Method
+from egop_lab.experiments.tuned_experiment import Case, Method
 from egop_lab.training.context import Preset
 from egop_lab.training.factorization import ROUNDING, SPECTRAL
 from egop_lab.training.records import Store
@@ -33,7 +33,7 @@ PAPERS = ("Adam", "Adagrad", "SOAP", "Shampoo")
 
 
 @dataclass(frozen=True)
-class Found:
+class Claims:
     """The records of a preset.
 
     Attributes:
@@ -46,30 +46,33 @@ class Found:
     store: Store
     preset: Preset
 
-    def judged(self) -> list[Judged]:
+    def judge_all(self) -> list[Judgement]:
         """Judge by the printed start if it was run, with the spectral one as an alternative."""
         starts = self.experiment.starts(self.preset)
         found = [
-            self._by_start(starts, partial(one, optimizer))
+            self._judge_by_start(starts, partial(one, optimizer))
             for optimizer in ("Adam", "Adagrad")
-            for one in (self._lower, self._closer, self._fastest_of_all, self._faster_than_original)
+            for one in (self._judge_lower, self._judge_closer, self._judge_fastest, self._judge_faster_than_original)
         ]
-        found.append(self._by_start(starts, self._superimposed))
+        found.append(self._judge_by_start(starts, self._judge_superimposed))
         if constant := self.experiment.constant(self.store, self.preset):
-            found += [self._by_start(constant, partial(self._persists, optimizer)) for optimizer in ("Adam", "Adagrad")]
+            found += [
+                self._judge_by_start(constant, partial(self._judge_persistence, optimizer))
+                for optimizer in ("Adam", "Adagrad")
+            ]
         return found
 
-    def _by_start(self, cases: Sequence[Case], judge: Callable[[Case], Judged]) -> Judged:
+    def _judge_by_start(self, cases: Sequence[Case], judge: Callable[[Case], Judgement]) -> Judgement:
         *others, papers = map(judge, cases)
-        differing = [beside(f"from {SPECTRAL}", other) for other in others if other.found != papers.found]
-        return replace(papers, beside=(*papers.beside, *differing))
+        differing = [make_alternative(f"from {SPECTRAL}", other) for other in others if other.found != papers.found]
+        return replace(papers, alternatives=(*papers.alternatives, *differing))
 
     def _finals(self, case: Case, optimizer: str, name: str) -> tuple[float, str, float]:
         """Return the final number of EGOP's runs, and the best rival's."""
 
         def last(method: Method) -> float:
             return median(
-                [run.result[name][-1] for run in self.experiment.reported(self.store, self.preset, case, method)]
+                [run.result[name][-1] for run in self.experiment.reported_runs(self.store, self.preset, case, method)]
             )
 
         rivals = {
@@ -80,7 +83,7 @@ class Found:
         best = min(rivals, key=lambda rival: rivals[rival])
         return last(Method(optimizer, EGOP)), best, rivals[best]
 
-    def _lower(self, optimizer: str, case: Case) -> Judged:
+    def _judge_lower(self, optimizer: str, case: Case) -> Judgement:
         turned, best, rival = self._finals(case, optimizer, "excess")
         finding = (
             f"Above the optimum, relative, from {case.get('start', SPECTRAL)}: EGOP {optimizer} {turned:.2g}; {best}, "
@@ -88,34 +91,34 @@ class Found:
         )
         if max(turned, rival) <= AT_OPTIMUM:
             finding += " Both have found the optimum."
-        return Judged(
+        return Judgement(
             f"{self.experiment.id}/{optimizer}-lower",
             f"EGOP {optimizer} ends at a lower loss than Adam, Adagrad, SOAP and Shampoo.",
-            verdict(rival > AT_OPTIMUM and turned < rival),
+            to_verdict(rival > AT_OPTIMUM and turned < rival),
             finding,
             threshold=f"below {AT_OPTIMUM:g} all are at the optimum",
-            margin=decades(turned, rival, AT_OPTIMUM),
+            margin=count_decades(turned, rival, AT_OPTIMUM),
         )
 
-    def _closer(self, optimizer: str, case: Case) -> Judged:
+    def _judge_closer(self, optimizer: str, case: Case) -> Judgement:
         turned, best, rival = self._finals(case, optimizer, "error")
-        return Judged(
+        return Judgement(
             f"{self.experiment.id}/{optimizer}-closer",
             f"EGOP {optimizer} ends at a lower reconstruction error than Adam, Adagrad, SOAP and Shampoo.",
-            verdict(turned < (1 - _CLOSER) * rival),
+            to_verdict(turned < (1 - _CLOSER) * rival),
             f"‖LRᵀ − X*‖² from {case.get('start', SPECTRAL)}: EGOP {optimizer} {turned:.5g}; {best}, the best rival, "
             f"{rival:.5g}.",
             threshold=f"by more than {_CLOSER:.1%}",
-            margin=decades(turned, rival),
+            margin=count_decades(turned, rival),
         )
 
-    def _fastest_of_all(self, optimizer: str, case: Case) -> Judged:
-        return self._faster(optimizer, case, RIVALS, "Adam, Adagrad, SOAP and Shampoo")
+    def _judge_fastest(self, optimizer: str, case: Case) -> Judgement:
+        return self._judge_faster(optimizer, case, RIVALS, "Adam, Adagrad, SOAP and Shampoo")
 
-    def _faster_than_original(self, optimizer: str, case: Case) -> Judged:
-        return self._faster(optimizer, case, [optimizer], optimizer)
+    def _judge_faster_than_original(self, optimizer: str, case: Case) -> Judgement:
+        return self._judge_faster(optimizer, case, [optimizer], optimizer)
 
-    def _faster(self, optimizer: str, case: Case, rivals: Sequence[str], against: str) -> Judged:
+    def _judge_faster(self, optimizer: str, case: Case, rivals: Sequence[str], against: str) -> Judgement:
         mine = [
             self.experiment.steps_to(self.store, self.preset, Method(optimizer, EGOP), threshold, case)
             for threshold in THRESHOLDS
@@ -137,52 +140,52 @@ class Found:
         )
         faster = all(steps < rival for steps, rival in zip(mine, best, strict=True))
         name = f"{optimizer}-faster" if len(rivals) > 1 else f"{optimizer}-faster-than-original"
-        return Judged(
+        return Judgement(
             f"{self.experiment.id}/{name}",
             words,
-            verdict(faster),
-            f"{_from(case)} at the fastest rate: {numbers}.",
+            to_verdict(faster),
+            f"{_describe_start(case)} at the fastest rate: {numbers}.",
             "reading",
         )
 
-    def _persists(self, optimizer: str, case: Case) -> Judged:
+    def _judge_persistence(self, optimizer: str, case: Case) -> Judgement:
         """Judge both trends at once, by the rules of the runs with a schedule."""
-        lower, closer = (one(optimizer, case) for one in (self._lower, self._closer))
-        return Judged(
+        lower, closer = (one(optimizer, case) for one in (self._judge_lower, self._judge_closer))
+        return Judgement(
             f"{self.experiment.id}/{optimizer}-without-schedule",
             f"The trends persist without a schedule: EGOP {optimizer} ends at a lower loss and reconstruction error "
             "than Adam, Adagrad, SOAP and Shampoo.",
-            verdict(lower.verdict == closer.verdict == "holds"),
+            to_verdict(lower.verdict == closer.verdict == "holds"),
             f"{lower.found} {closer.found}",
             threshold=f"{lower.threshold}; of the error, {closer.threshold}",
-            beside=(self._sooner(optimizer, case),),
+            alternatives=(self._compare_steps(optimizer, case),),
             margin=lower.margin,
         )
 
-    def _sooner(self, optimizer: str, case: Case) -> Beside:
+    def _compare_steps(self, optimizer: str, case: Case) -> Alternative:
         """Compare the steps to the threshold, at the rates with the lowest final loss."""
         every = self.experiment.settings(self.preset)["record every"]
 
         def steps(method: Method) -> float:
-            runs = self.experiment.reported(self.store, self.preset, case, method)
+            runs = self.experiment.reported_runs(self.store, self.preset, case, method)
             return median([crossing(run.result["excess"], SPEED) * every for run in runs])
 
         needed = {name: steps(Method(name)) for name in PAPERS}
         best, mine = min(needed, key=lambda name: needed[name]), steps(Method(optimizer, EGOP))
-        return Beside(
+        return Alternative(
             f"fewer steps to {SPEED:g} above the optimum, at the same rates",
-            verdict(mine < needed[best]),
+            to_verdict(mine < needed[best]),
             f"EGOP {optimizer} {mine:.0f}; {best}, the best rival, {needed[best]:.0f}.",
         )
 
-    def _superimposed(self, case: Case) -> Judged:
+    def _judge_superimposed(self, case: Case) -> Judgement:
         """Compare losses, as in the paper's figure; distances to the optimum would come apart."""
         every = self.experiment.settings(self.preset)["record every"]
 
         def spread(methods: Sequence[Method], least: float) -> list[float]:
             """Return the largest median over the smallest at every recorded step."""
             curves = [
-                [run.result["excess"] for run in self.experiment.reported(self.store, self.preset, case, m)]
+                [run.result["excess"] for run in self.experiment.reported_runs(self.store, self.preset, case, m)]
                 for m in methods
             ]
             middle = [[value + least for value in quartiles(trials)[1]] for trials in curves]
@@ -196,25 +199,25 @@ class Found:
         )
         place = losses.index(max(losses))
         start = case.get("start", SPECTRAL)
-        return Judged(
+        return Judgement(
             f"{self.experiment.id}/superimposed",
             "The traces of Adam, Adagrad, Shampoo and SOAP are superimposed.",
-            verdict(together >= _MOSTLY),
+            to_verdict(together >= _MOSTLY),
             f"From {start}, median losses within {_SUPERIMPOSED - 1:.0%} of each other at {together:.0%} of the steps; "
             f"furthest apart at step {place * every}, by a factor of {losses[place]:.2g}. With EGOP Adam and Adagrad "
             f"among them: at {all_together:.0%}.",
             threshold=f"within {_SUPERIMPOSED - 1:.0%} at {_MOSTLY:.0%} of the steps",
-            beside=(
-                Beside(
+            alternatives=(
+                Alternative(
                     f"what is left above the optimum, down to {AT_OPTIMUM:g}",
-                    verdict(apart >= _MOSTLY),
+                    to_verdict(apart >= _MOSTLY),
                     f"Within {_SUPERIMPOSED - 1:.0%} at {apart:.0%} of the steps.",
                 ),
             ),
         )
 
 
-def _from(case: Case) -> str:
+def _describe_start(case: Case) -> str:
     return f"Steps from {case.get('start', SPECTRAL)}"
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.experiments.base import Experiment, Judgement
 from egop_lab.experiments.registry import experiment
 from egop_lab.training.context import Context
 from egop_lab.training.records import Store
@@ -27,12 +27,12 @@ class Outcome:
     """
 
     id: str
-    judged: tuple[Judged, ...] = ()
+    judged: tuple[Judgement, ...] = ()
     seconds: float = 0.0
     problem: str | None = None
 
 
-def store_of(folder: Path, id: str) -> Store:
+def open_store(folder: Path, id: str) -> Store:
     """Open the records of an experiment."""
     return Store(folder / f"{id}.jsonl")
 
@@ -51,7 +51,7 @@ def reproduce(ids: Sequence[str], folder: Path, context: Context, say: Callable[
     for id, one in chosen.items():
         say(f"{id}: {one.title} ({context.preset} preset)")
         once = cache(lambda line: say(f"  {line}"))  # an experiment may load its data more than once
-        outcomes.append(_run(one, store_of(folder, id), replace(context, say=once)))
+        outcomes.append(_run(one, open_store(folder, id), replace(context, say=once)))
         outcome = outcomes[-1]
         if outcome.problem:
             say(f"  left out: {outcome.problem}")

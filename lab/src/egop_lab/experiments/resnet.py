@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Experiment, Judged, Table, also
+from egop_lab.experiments.base import Experiment, Judgement, Table, add_alternatives
 from egop_lab.experiments.resnet_long import LongRuns
 from egop_lab.experiments.resnet_runs import ShortRuns
 from egop_lab.plots.picture import Picture
@@ -76,17 +76,19 @@ class ResnetExperiment(Experiment):
                 has the device to itself.
         """
         began = time.monotonic()
-        if context.preset == "full" and not self.long.all_of_them(store, context, processes):
+        if context.preset == "full" and not self.long.run_missing(store, context, processes):
             return
         if context.time_budget is not None:
             context = replace(context, time_budget=context.time_budget - (time.monotonic() - began))
         self.short.run(store, context)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         long = {each.id: each for each in self.long.judge(store, preset)} if preset == "full" else {}
         short = self.short.judge(store, preset)
         rule = f"{self.short.settings(preset)['epochs']} epochs"
-        return also([long.get(each.id, each) for each in short], rule, [replace(each, beside=()) for each in short])
+        return add_alternatives(
+            [long.get(each.id, each) for each in short], rule, [replace(each, alternatives=()) for each in short]
+        )
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         long = self.long.pictures(store, preset) if self._long_methods(store, preset) else []
@@ -97,7 +99,7 @@ class ResnetExperiment(Experiment):
         return [*long, *self.short.tables(store, preset)]
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
-        run = self.short.done(store, preset)[-1]
+        run = self.short.finished_runs(store, preset)[-1]
         counts = run.config["data"]
         whose = "Imagenette's" if counts["train"] == _IMAGENETTE else "a folder's"
         remark = (
@@ -121,7 +123,7 @@ class ResnetExperiment(Experiment):
         """Return the methods that have all of their long runs, if there are enough of them to judge by."""
         if preset != "full":
             return []
-        return list(self.long.complete(store, preset))
+        return list(self.long.complete_runs(store, preset))
 
     def _long_remark(self, store: Store, preset: Preset) -> list[str]:
         if preset != "full":
@@ -130,7 +132,7 @@ class ResnetExperiment(Experiment):
         length = f"{settings['epochs']} epochs"
         there = self._long_methods(store, preset)
         if not there:
-            begun = self.long.reported(store, preset)
+            begun = self.long.reported_runs(store, preset)
             return [f"Not run{' to their end' if begun else ''}: runs of {length}."]
         if missing := [method for method in settings["methods"] if method not in there]:
             return [f"Not run with {length}: {', '.join(missing)}; what is claimed of these is judged by short runs."]

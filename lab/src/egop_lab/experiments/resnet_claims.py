@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from egop_lab.experiments.timed import Claim
+from egop_lab.experiments.timed_experiment import Claim
 from egop_lab.methods import RESNET, label
 
 ADAMW, UPFRONT, PERIODIC, AROUND, BOTH_SIDES, SOAP_ONCE, SOAP_100, SOAP_OURS, SOAP_EPOCH, SOAP_10 = (
@@ -75,7 +75,7 @@ _COMPARED = (
 )
 
 
-def _there(measure: str, method: str, other: str) -> str:
+def _paper_numbers(measure: str, method: str, other: str) -> str:
     """Return the paper's numbers."""
     if measure == "validation" and other == SOAP_100:
         return "1.19 and 1.22"
@@ -101,7 +101,16 @@ def claims(often: str) -> Iterator[Claim]:
         one, two = (often if each == SOAP_100 else each for each in (method, other))
         part = _PARTS.get(name)
         threshold = _NEARLY[measure] if part == _COMPETITIVE else ""
-        yield Claim(name, words.format(often=often), measure, one, two, part, _there(measure, method, other), threshold)
+        yield Claim(
+            name,
+            words.format(soap=often),
+            measure,
+            one,
+            two,
+            part,
+            _paper_numbers(measure, method, other),
+            threshold,
+        )
     yield Claim(
         "validation",
         "EGOP each epoch validates lower than SOAP each epoch.",

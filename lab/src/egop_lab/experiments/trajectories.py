@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop_lab.experiments.base import Experiment, Judged, decades, verdict
+from egop_lab.experiments.base import Experiment, Judgement, count_decades, to_verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
-from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
-from egop_lab.experiments.tuned import Method, small
+from egop_lab.experiments.curves import check_same_in_both, curve_series, median, quartiles_by_rate, rate_series
+from egop_lab.experiments.tuned_experiment import Method, single_threaded
 from egop_lab.plots.picture import Mark, Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, Sweep, run_sweep
 
@@ -34,7 +34,7 @@ class Plane(ConvexTrials):
         self.minimum = torch.linalg.lstsq(self.data, self.targets[..., None]).solution[..., 0]
         self.first = radius * self.first / self.first.norm(dim=-1, keepdim=True)
 
-    def alone(self, seed: int) -> Self:
+    def single_trial(self, seed: int) -> Self:
         return type(self)([seed], **self.own)  # type: ignore[arg-type]
 
     def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class Plane(ConvexTrials):
         angles = torch.linspace(0, 2 * math.pi, points, dtype=torch.float64)
         rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
         low, high = torch.zeros_like(angles), torch.full_like(angles, 1e4)
-        plane = self.alone(self.seeds[trial])
+        plane = self.single_trial(self.seeds[trial])
         for _ in range(80):
             middle = (low + high) / 2
             inside = super(Plane, plane).evaluate({"theta": (self.minimum[trial] + middle[:, None] * rays)[None]})
@@ -94,7 +94,7 @@ class TrajectoriesExperiment(Experiment):
         }
 
     def run(self, store: Store, context: Context) -> None:
-        with small(context) as context:
+        with single_threaded(context) as context:
             settings = self.settings(context.preset)
             sizes = settings["problem"]
             for rates, every in self._sweeps(context.preset):
@@ -129,9 +129,9 @@ class TrajectoriesExperiment(Experiment):
                     "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
                     "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
                 }
-                store.add(finished(config, result, time.perf_counter() - began))
+                store.add(make_record(config, result, time.perf_counter() - began))
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         settings = self.settings(preset)
         apart = [self._apart(store, preset, seed) for seed in self._seeds(preset)]
         words = "From equivalent starts Adagrad takes different ways in the two coordinates."
@@ -144,26 +144,26 @@ class TrajectoriesExperiment(Experiment):
         numbers = (
             f"Median angle of the steepest direction to the nearest axis: EGOP {turned:.2g}°, original {original:.2g}°."
         )
-        aligned = verdict(turned < min(original, _ALIGNED))
+        aligned = to_verdict(turned < min(original, _ALIGNED))
         one, other = (self._runs(store, preset, "SGD", kind, settings["SGD rate"]) for kind in (ORIGINAL, EGOP))
         return [
-            Judged(
+            Judgement(
                 f"{self.id}/differ",
                 words,
-                verdict(median(apart) > _APART),
+                to_verdict(median(apart) > _APART),
                 finding,
                 threshold=f"differ: by {_APART:g} of that distance",
             ),
-            Judged(
+            Judgement(
                 f"{self.id}/aligned",
                 "In EGOP coordinates the main directions lie along the axes.",
                 aligned,
                 numbers,
                 threshold=f"within {_ALIGNED:g}°",
-                margin=decades(turned, original),
+                margin=count_decades(turned, original),
             ),
             self._solved(store, preset),
-            same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
+            check_same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
         ]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
@@ -205,16 +205,16 @@ class TrajectoriesExperiment(Experiment):
             )
         ]
 
-    def _solved(self, store: Store, preset: Preset) -> Judged:
+    def _solved(self, store: Store, preset: Preset) -> Judgement:
         rates = [rate for rate in self.settings(preset)["rates"] if 30 <= rate <= 90]
         runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, swept=True)]
-        medians = {rate: middle for rate, (_, middle, _) in by_rate(runs, _final).items()}
+        medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(runs, _final).items()}
         words = (
             "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
         )
         finding = f"Median final loss above the minimum: {min(medians.values()):.2g} to {max(medians.values()):.2g}."
-        holds = verdict(max(medians.values()) < 1e-10)
-        return Judged(f"{self.id}/solved", words, holds, finding, paper="< 1e-10")
+        holds = to_verdict(max(medians.values()) < 1e-10)
+        return Judgement(f"{self.id}/solved", words, holds, finding, paper="< 1e-10")
 
     def _seeds(self, preset: Preset) -> list[int]:
         settings = self.settings(preset)

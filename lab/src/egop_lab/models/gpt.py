@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attended
+from egop_lab.models.attention import attend
 
 __all__ = ["GPT", "Block", "initialize_"]
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """Return the stream plus the output of this block, (n, length, width)."""
-        stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=True))
+        stream = stream + self.mixed(attend(self.qkv(self.norm1(stream)), self.heads, causal=True))
         return stream + self.narrower(F.gelu(self.wider(self.norm2(stream))))
 
 

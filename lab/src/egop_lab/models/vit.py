@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attended
+from egop_lab.models.attention import attend
 
 __all__ = ["Block", "VisionTransformer", "initialize_"]
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """Return the stream plus the output of this block, (n, patches, width)."""
-        stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=False))
+        stream = stream + self.mixed(attend(self.qkv(self.norm1(stream)), self.heads, causal=False))
         normed = self.norm2(stream)
         return stream + self.narrower(F.silu(self.gate(normed)) * self.wider(normed))
 

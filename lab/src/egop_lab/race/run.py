@@ -124,7 +124,7 @@ class Race:
         self.records = load_records(*paths, out)
         self.losses = read_losses(self.records.values())
         self.failed: dict[Run, str] = {}
-        self.step_seconds: dict[tuple[str, str], float] = {}
+        self.time_steps: dict[tuple[str, str], float] = {}
         self.made = 0
         self.workers = [Worker(*settings) for _ in range(workers)]
 
@@ -170,10 +170,10 @@ class Race:
 
     def estimate(self, run: Run, worker: Worker) -> float:
         """Estimate the seconds that a run takes, generously."""
-        known = self.step_seconds.get((run.task, run.method)) or max(
-            (seconds for (task, _), seconds in self.step_seconds.items() if task == run.task), default=0.0
+        known = self.time_steps.get((run.task, run.method)) or max(
+            (seconds for (task, _), seconds in self.time_steps.items() if task == run.task), default=0.0
         )
-        step = known or TASKS[run.task].step_seconds * len(self.workers)
+        step = known or TASKS[run.task].time_steps * len(self.workers)
         return 1.3 * step * run.steps + 1 + (_START_SECONDS if worker.is_new and self.budget < math.inf else 0)
 
     def _take_back(self, worker: Worker) -> None:
@@ -188,7 +188,7 @@ class Race:
         self.records[run] = record
         self.losses |= read_losses([record])
         self.made += 1
-        self.step_seconds[run.task, run.method] = record["seconds"] / run.steps
+        self.time_steps[run.task, run.method] = record["seconds"] / run.steps
         loss = "diverged" if record["diverged"] else f"val {record['validation']:.4f}"
         test = "" if record["test"] is None else f", test {record['test']:.4f}"
         self._say(f"{format_run(run)}: {loss}{test}, {record['seconds']:.1f} s")

@@ -87,7 +87,7 @@ class Task:
     multiples: tuple[float, ...] = (1.5, 2.0, 3.0)
     evaluations: int = 10
     windows: int = 512
-    step_seconds: float = 0.01
+    time_steps: float = 0.01
 
     def length(self, multiple: float) -> int:
         """Return the number of steps of a run that is a multiple as long."""
@@ -127,7 +127,7 @@ TASKS = {
             steps=400,
             seeds=5,
             guesses={"AdamW": -1, "Muon": 3, "NorMuon": 2, "SOAP": 3},
-            step_seconds=0.025,
+            time_steps=0.025,
         ),
         Task(  # for tests: seconds on a CPU
             name="tiny",

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from egop_lab.experiments.base import Experiment, Judged, Table
+from egop_lab.experiments.base import Experiment, Judgement, Table
 from egop_lab.experiments.registry import IDS, experiment
-from egop_lab.experiments.reproduce import store_of
+from egop_lab.experiments.reproduce import open_store
 from egop_lab.files import replace_atomically
 from egop_lab.formatting import pluralize
 from egop_lab.plots.figures import draw_picture, embed_picture, save_figure
 from egop_lab.plots.picture import Picture
-from egop_lab.report import words
+from egop_lab.report import wording
 from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
@@ -61,7 +61,7 @@ class Section:
 
     experiment: Experiment
     preset: Preset | None = None
-    judged: tuple[Judged, ...] = ()
+    judged: tuple[Judgement, ...] = ()
     pictures: tuple[Picture, ...] = ()
     tables: tuple[Table, ...] = ()
     runs: int = 0
@@ -74,7 +74,7 @@ class Section:
 
 def sections(folder: Path, ids: Iterable[str] | None = None) -> list[Section]:
     """Read the records in a folder into sections, one per experiment; all of them by default."""
-    return [_section(experiment(id), store_of(folder, id)) for id in (IDS if ids is None else ids)]
+    return [_section(experiment(id), open_store(folder, id)) for id in (IDS if ids is None else ids)]
 
 
 def _section(one: Experiment, store: Store) -> Section:
@@ -96,7 +96,7 @@ def _about(
     experiment: Experiment,
     preset: Preset,
     records: Sequence[Record],
-    judged: Iterable[Judged] = (),
+    judged: Iterable[Judgement] = (),
     pictures: Iterable[Picture] = (),
     tables: Iterable[Table] = (),
     remarks: Iterable[str] = (),
@@ -155,10 +155,10 @@ def _left(found: Sequence[Section]) -> list[str]:
     return lines + [f"{s.experiment.id}: {s.problem}" for s in found if s.problem and s.preset is not None]
 
 
-def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judged]]]:
+def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judgement]]]:
     judged = [item for section in found for item in section.judged]
     pairs = (("The strongest confirmations", "holds"), ("The clearest failures", "does not hold"))
-    return [(title, items) for title, verdict in pairs if (items := words.furthest(judged, verdict))]
+    return [(title, items) for title, verdict in pairs if (items := wording.furthest(judged, verdict))]
 
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
@@ -168,7 +168,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
         lines += [_row(_HEADER), "|---|---|---|"]
         for section in _run(found):
             name = f"[{section.experiment.title}](#{section.experiment.id})"
-            lines.append(_row((name, words.held(section.judged), words.reason(section.judged))))
+            lines.append(_row((name, wording.held(section.judged), wording.reason(section.judged))))
         lines.append("")
     for line in _left(found):
         lines += [line, ""]
@@ -176,7 +176,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
         lines += [f"**{title}**", ""]
         lines += [f"- {_highlight(item)} ([{_of(item)}](#{_of(item)}))" for item in items] + [""]
     if _highlights(found):
-        lines += [words.RULE, ""]
+        lines += [wording.RULE, ""]
     for section in _run(found):
         for picture in section.pictures:
             place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"
@@ -187,16 +187,16 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
 
 
 def _summary(found: Sequence[Section]) -> str:
-    changed = words.changed([item for section in found for item in section.judged])
+    changed = wording.changed([item for section in found for item in section.judged])
     return f"{counts(found)} {changed}".strip()
 
 
-def _of(item: Judged) -> str:
+def _of(item: Judgement) -> str:
     return item.id.partition("/")[0]
 
 
-def _highlight(item: Judged) -> str:
-    return f"{item.words} {item.found} Apart: {words.apart(item)}."
+def _highlight(item: Judgement) -> str:
+    return f"{item.words} {item.found} Apart: {wording.apart(item)}."
 
 
 def _markdown(section: Section) -> list[str]:
@@ -205,19 +205,19 @@ def _markdown(section: Section) -> list[str]:
     lines = [f'<a id="{one.id}"></a>', "", f"## {one.title} (`{one.id}`)", ""]
     lines += [line for remark in section.remarks for line in (f"**{remark}**", "")]
     lines += [_place(one), f"Preset: **{section.preset}**. {_ran(section)}"]
-    if differs := words.deviations(one, section.preset):
+    if differs := wording.deviations(one, section.preset):
         lines += ["", differs]
     lines += ["", "| claim | verdict | measured | in the paper |", "|---|---|---|---|"]
     lines += [
-        f"| {_cell(words.claim(item))} | {_bold(item.verdict)} | {_cell('<br>'.join(words.found(item)))} | "
+        f"| {_cell(wording.claim(item))} | {_bold(item.verdict)} | {_cell('<br>'.join(wording.found(item)))} | "
         f"{_cell(item.paper)} |"
-        for item in words.together(section.judged)
+        for item in wording.together(section.judged)
     ]
     for table in section.tables:
         lines += ["", f"**{table.title}**", ""]
         lines += [_row(table.header), "|" + "---|" * len(table.header), *map(_row, table.rows)]
     lines += ["", "<details><summary>Settings</summary>", "", "| setting | value |", "|---|---|"]
-    lines += [*map(_row, words.settings(one, section.preset)), "", "</details>"]
+    lines += [*map(_row, wording.settings(one, section.preset)), "", "</details>"]
     for picture in section.pictures:
         lines += ["", f"![{picture.caption}](images/reproduction/{picture.name}.svg)", "", f"*{picture.caption}*"]
     return [*lines, ""]
@@ -254,7 +254,7 @@ def write_html(found: Sequence[Section], path: Path) -> None:
     if _run(found):
         rows = [
             (f'<a href="#{escape(section.experiment.id)}">{escape(section.experiment.title)}</a>',
-             escape(words.held(section.judged)), escape(words.reason(section.judged)))
+             escape(wording.held(section.judged)), escape(wording.reason(section.judged)))
             for section in _run(found)
         ]  # fmt: skip
         body.append(_table(_HEADER, rows))
@@ -262,7 +262,7 @@ def write_html(found: Sequence[Section], path: Path) -> None:
     for title, items in _highlights(found):
         shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_of(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]
-    body += [f'<p class="small">{escape(words.RULE)}</p>'] if _highlights(found) else []
+    body += [f'<p class="small">{escape(wording.RULE)}</p>'] if _highlights(found) else []
     body += ["<h2>Details</h2>", *(part for section in _run(found) for part in _html(section))] if _run(found) else []
     with replace_atomically(path) as temporary:
         temporary.write_text(format_page("Reproduction of the paper · egop", body), encoding="utf-8")
@@ -271,26 +271,26 @@ def write_html(found: Sequence[Section], path: Path) -> None:
 def _html(section: Section) -> list[str]:
     one = section.experiment
     assert section.preset is not None
-    title = f"{escape(one.title)} ({escape(one.id)}): {escape(words.held(section.judged))}"
+    title = f"{escape(one.title)} ({escape(one.id)}): {escape(wording.held(section.judged))}"
     # Inside, since a browser opens what a link leads into.
     parts = [f'<details class="part"><summary>{title}</summary><div id="{escape(one.id)}">']
     parts += [f'<p class="partial">{escape(remark)}</p>' for remark in section.remarks]
     parts.append(f'<p class="small">{escape(_place(one).replace("`", ""))}</p>')
     parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {escape(_ran(section))}</p>")
-    if differs := words.deviations(one, section.preset):
+    if differs := wording.deviations(one, section.preset):
         parts.append(f"<p>{escape(differs)}</p>")
     items = []
-    for item in words.together(section.judged):
-        first, *more = words.found(item)
+    for item in wording.together(section.judged):
+        first, *more = wording.found(item)
         lines = [f"<strong>{escape(first)}</strong>", *map(escape, more)]
         lines += [f"In the paper: {escape(item.paper)}."] if item.paper else []
         badge = f'<span class="badge {_BADGES[item.verdict]}">{item.verdict}</span>'
-        items.append(f"<li>{badge} {escape(words.claim(item))} {'<br>'.join(lines)}</li>")
+        items.append(f"<li>{badge} {escape(wording.claim(item))} {'<br>'.join(lines)}</li>")
     parts.append(f'<ul class="advice">{"".join(items)}</ul>')
     for table in section.tables:
         rows = [tuple(map(escape, row)) for row in table.rows]
         parts.append(f"<p><strong>{escape(table.title)}</strong></p>{_table(table.header, rows)}")
-    settings = [(escape(name), escape(value)) for name, value in words.settings(one, section.preset)]
+    settings = [(escape(name), escape(value)) for name, value in wording.settings(one, section.preset)]
     parts.append(f"<details><summary>Settings</summary>{_table(('setting', 'value'), settings)}</details>")
     for picture in section.pictures:
         caption = f"<figcaption>{escape(picture.caption)}</figcaption>"

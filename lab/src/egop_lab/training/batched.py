@@ -123,7 +123,7 @@ def train(
     rule = OPTIMIZERS[optimizer](coordinates.leaves, first.clone(), decays, coordinates.weights)
     take = _Stepper(problem, coordinates, rule, graphs and device.type == "cuda")
     period = record_every if schedule_every is None else schedule_every
-    history = [_evaluated(problem, coordinates)]
+    history = [_evaluate(problem, coordinates)]
     seconds = 0.0
     name = f"{optimizer}{'' if basis is None else ', EGOP'}, {pluralize(len(rates), 'rate')}"
     with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
@@ -133,7 +133,7 @@ def train(
                 if schedule is not None and step % period == 0:
                     rule.rates.copy_(first * schedule(step // period))
                 take(problem.batch(step))
-            history.append(_evaluated(problem, coordinates))  # reads numbers, so all kernels have finished
+            history.append(_evaluate(problem, coordinates))  # reads numbers, so all kernels have finished
             seconds += time.perf_counter() - began
             bar.update(min(record_every, steps - begin))
     return {key: torch.stack([entry[key] for entry in history], dim=-1) for key in history[0]}, seconds
@@ -158,7 +158,7 @@ class Coordinates:
             vector = torch.cat([start[name].flatten(1) for name in names], dim=1).unsqueeze(1)
             leading = torch.bmm(vector, v)
             parts = [leading]
-            if basis is not None and _partial(v):
+            if basis is not None and _is_partial(v):
                 rest = vector - torch.bmm(leading, v.mT)
                 if basis.reduced:
                     self._still[names] = rest.detach()
@@ -178,7 +178,7 @@ class Coordinates:
             leading = next(left)
             if names in self._still:
                 vector = self._still[names] + torch.bmm(leading, v.mT)
-            elif _partial(v):
+            elif _is_partial(v):
                 rest = next(left)
                 vector = rest + torch.bmm(leading - torch.bmm(rest, v), v.mT)
             else:
@@ -222,12 +222,12 @@ class _Stepper:
         self._rule.step(torch.autograd.grad(losses.sum(), self._coordinates.leaves))
 
 
-def _partial(v: Tensor) -> bool:
+def _is_partial(v: Tensor) -> bool:
     return v.shape[-1] < v.shape[-2]
 
 
 @torch.no_grad()
-def _evaluated(problem: Problem, coordinates: Coordinates) -> dict[str, Tensor]:
+def _evaluate(problem: Problem, coordinates: Coordinates) -> dict[str, Tensor]:
     """Evaluate and copy: a recorded quantity may be a view of a trained tensor."""
     values = problem.evaluate(coordinates.point())
     double = torch.float64

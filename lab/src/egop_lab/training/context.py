@@ -42,7 +42,7 @@ class Context:
     say: Callable[[str], object] = lambda line: None
 
 
-def finished(
+def make_record(
     config: Mapping[str, Any], result: Mapping[str, Any], seconds: float, device: torch.device | str = "cpu"
 ) -> Record:
     """Build the record of a run that has just ended here."""
@@ -52,7 +52,7 @@ def finished(
     return Record(config, result, seconds, name, versions)
 
 
-def in_processes(
+def run_in_processes(
     function: Callable[[Mapping[str, Any]], Record | None],
     configs: Sequence[Mapping[str, Any]],
     store: Store,
@@ -67,7 +67,7 @@ def in_processes(
         return
     with (
         tqdm(total=len(configs), desc=description, unit="run", disable=not context.progress) as bar,
-        _pool(context.workers) as pool,
+        _make_pool(context.workers) as pool,
     ):
         futures = [pool.submit(function, config) for config in configs]
         try:
@@ -80,21 +80,21 @@ def in_processes(
             raise
 
 
-def over_processes(function: Callable[[Any], Any], arguments: Sequence[Any], workers: int) -> list[Any]:
+def map_in_processes(function: Callable[[Any], Any], arguments: Sequence[Any], workers: int) -> list[Any]:
     """Map a function over arguments, in several processes if there is more than one; results keep their order."""
     workers = min(workers, len(arguments))
     if workers <= 1:
         return [function(argument) for argument in arguments]
-    with _pool(workers) as pool:
-        return [pickle.loads(result) for result in pool.map(partial(_pickled, function), arguments)]
+    with _make_pool(workers) as pool:
+        return [pickle.loads(result) for result in pool.map(partial(_call_pickled, function), arguments)]
 
 
-def _pickled(function: Callable[[Any], Any], argument: Any) -> bytes:
+def _call_pickled(function: Callable[[Any], Any], argument: Any) -> bytes:
     """Return the result as bytes: tensors would go through shared memory, of which containers have little."""
     return pickle.dumps(function(argument))
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
+def _make_pool(workers: int) -> ProcessPoolExecutor:
     """Create a pool of fresh processes with one thread each."""
     return ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)

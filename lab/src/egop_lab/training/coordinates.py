@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 import egop
-from egop_lab.making import ADAM, Start
+from egop_lab.builders import ADAM, Start
 from egop_lab.methods import COORDINATES
-from egop_lab.training import classifiers, language, timed
+from egop_lab.training import classifiers, language, timed_runs
 
 MEMORY = "8GiB"  # for all bases of a model: no method is to lack one for want of memory
 
@@ -51,7 +51,7 @@ class ImageRun(classifiers.Run):
         adam = {"betas": ADAM, "fused": self.device.type == "cuda"}
         return _completed(replace(super().start(), adam=adam, inside=hidden(self.model)), self.config)
 
-    def at_end(self) -> dict[str, float]:
+    def final_metrics(self) -> dict[str, float]:
         """Return nothing: ten crops would take longer than an epoch of some networks."""
         return {}
 
@@ -62,7 +62,9 @@ def hidden(model: nn.Module) -> list[str]:
     return [f"{name}.weight" for name in layers[:-1]]
 
 
-def step_times(runs: Mapping[str, Callable[[], timed.Run]], config: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+def step_times(
+    runs: Mapping[str, Callable[[], timed_runs.Run]], config: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
     """Time a step and what comes before the first one, by method and round; the methods take turns.
 
     Args:
@@ -70,10 +72,10 @@ def step_times(runs: Mapping[str, Callable[[], timed.Run]], config: Mapping[str,
         config: how many ``rounds``, and in each how many steps to ``warm`` up and how many ``timed`` ones.
     """
     results: dict[str, dict[str, Any]] = {method: {"before": [], "step": []} for method in runs}
-    next(iter(runs.values()))().begin()  # what a process sets up once is nobody's time
+    next(iter(runs.values()))().set_up()  # what a process sets up once is nobody's time
     for _ in range(config["rounds"]):
         for method, make in runs.items():
-            before, step = make().step_seconds(config["warm"], config["timed"])
+            before, step = make().time_steps(config["warm"], config["timed"])
             results[method]["before"].append(before)
             results[method]["step"].append(step)
     return results

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import egop
+from egop_lab.builders import build_torch_optimizer
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
-from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
-from egop_lab.training.context import over_processes
+from egop_lab.training.context import map_in_processes
 from egop_lab.training.loop import Curve, train
 from egop_lab.training.networks import ImageTrials
 
@@ -30,12 +30,12 @@ class DigitsProblem(ImageTrials):
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device, workers: int = 1) -> None:
-        super().__init__(seeds, network, _source, digits().on(device), _BATCH)
+        super().__init__(seeds, network, _make_generator, digits().on(device), _BATCH)
         self.device, self.workers = device, workers
 
     def bases(self) -> list[egop.Basis]:
         """Estimate one basis per trial."""
-        return [basis.to(self.device) for basis in over_processes(estimate, self.seeds, self.workers)]
+        return [basis.to(self.device) for basis in map_in_processes(estimate, self.seeds, self.workers)]
 
 
 def network(seed: int) -> nn.Module:
@@ -57,7 +57,7 @@ def estimate(seed: int) -> egop.Basis:
     )
 
 
-def train_alone(
+def train_single(
     seed: int,
     optimizer: str,
     rate: float,
@@ -72,7 +72,7 @@ def train_alone(
 
     Args:
         seed: of the trial.
-        optimizer: a name in :data:`~egop_lab.making.TORCH`.
+        optimizer: a name in :data:`~egop_lab.builders.TORCH`.
         rate: the learning rate.
         epochs: how many.
         device: where to train.
@@ -82,7 +82,7 @@ def train_alone(
     model = network(seed).to(device)
     return train(
         model,
-        torch_optimizer(optimizer, model, rate, basis),
+        build_torch_optimizer(optimizer, model, rate, basis),
         cross_entropy,
         _Epochs(sets[0], seed),
         epochs,
@@ -98,11 +98,11 @@ class _Epochs:
         self._tensors, self._seed, self._epoch = tensors, seed, 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        order = torch.randperm(len(self._tensors[0]), generator=_source(self._seed, self._epoch))
+        order = torch.randperm(len(self._tensors[0]), generator=_make_generator(self._seed, self._epoch))
         order = order.to(self._tensors[0].device)
         self._epoch += 1
         return (tuple(tensor[rows] for tensor in self._tensors) for rows in order.split(_BATCH))
 
 
-def _source(seed: int, epoch: int) -> torch.Generator:
+def _make_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 100_003 + epoch)

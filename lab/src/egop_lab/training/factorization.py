@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop_lab.data.matrices import random_orthonormal, with_decay
+from egop_lab.data.matrices import matrix_with_decay, random_orthonormal
 from egop_lab.training import batched
 from egop_lab.training.instances import Trials
 
@@ -44,7 +44,7 @@ class Factorization(Trials):
         values = torch.linalg.svdvals(self.targets)
         self.least = 0.5 * values[:, rank:].square().sum(-1)
 
-    def alone(self, seed: int) -> Self:
+    def single_trial(self, seed: int) -> Self:
         return type(self)([seed], start=self.begun, **self.sizes)  # type: ignore[arg-type]
 
     def start(self) -> batched.Point:
@@ -63,7 +63,7 @@ class Factorization(Trials):
 
     def _instance(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         n, rank = int(self.sizes["n"]), self.rank
-        data = with_decay(n, n, self.sizes["decay"], generator)
+        data = matrix_with_decay(n, n, self.sizes["decay"], generator)
         left, right = (random_orthonormal(n, rank, generator) for _ in ("left", "right"))
         truth = left * torch.linspace(1, 1 / self.sizes["condition"], rank, dtype=torch.float64) @ right.mT
         noise = torch.randn(n, n, generator=generator, dtype=torch.float64)

@@ -24,7 +24,7 @@ from egop_lab.training import batched
 from egop_lab.training.context import Context
 from egop_lab.training.loop import train
 from egop_lab.training.networks import ImageTrials
-from egop_lab.training.spectra import subsampled
+from egop_lab.training.spectra import subsample
 
 BATCH = 300
 _SHOWN = 4000  # eigenvalues
@@ -85,7 +85,7 @@ class Runs:
         for part in rows.split(4096, dim=1):
             gram.addmm_(part.double(), part.double().mT)
         values = torch.linalg.eigvalsh(gram / samples).flip(0).clamp_min(0)
-        return {**subsampled(values[:_SHOWN].tolist(), leading=50), "samples": samples}
+        return {**subsample(values[:_SHOWN].tolist(), leading=50), "samples": samples}
 
     def start(self, seed: int) -> nn.Module:
         """Build the network at the start of a trial."""
@@ -95,7 +95,7 @@ class Runs:
         batches = Batches(*self.train_set, size=BATCH, generator=generator(seed, 3))
         return egop.Objective(self.start(seed), cross_entropy, batches)
 
-    def timed(self, config: Mapping[str, Any]) -> dict[str, float]:
+    def time_epochs(self, config: Mapping[str, Any]) -> dict[str, float]:
         """Return the mean seconds of an epoch, after one that is not counted, and those of the estimation."""
         self.train({**config, "epochs": 1})
         result = self.train(config)
@@ -160,7 +160,7 @@ class FashionProblem(ImageTrials):
         super().__init__(seeds, runs.start, source, (runs.train_set, runs.validation, runs.test), BATCH)
 
 
-def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Curves], float]:
+def train_batched(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Curves], float]:
     """Train several runs of one method: each seed with each pair of learning rate and weight decay.
 
     Returns:

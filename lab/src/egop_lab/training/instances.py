@@ -28,12 +28,12 @@ class Trials(batched.Problem):
     samples: int
 
     @abc.abstractmethod
-    def alone(self, seed: int) -> Self:
+    def single_trial(self, seed: int) -> Self:
         """Build the problem of one trial."""
 
     def objective(self, seed: int) -> egop.Objective:
         """Return the loss of one trial as an objective of the library."""
-        trial = self.alone(seed)
+        trial = self.single_trial(seed)
 
         def loss(**values: Tensor) -> Tensor:
             return trial.losses({name: value[None, None] for name, value in values.items()}, 0).sum()

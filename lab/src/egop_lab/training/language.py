@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
+from egop_lab.builders import Start
 from egop_lab.data.text import Text, Windows
-from egop_lab.making import Start
 from egop_lab.methods import LANGUAGE
 from egop_lab.models.gpt import GPT, initialize_
-from egop_lab.training import timed
+from egop_lab.training import timed_runs
 
 BETAS = (0.9, 0.95)  # usual for language models; SOAP has its own
 _SHAPE = ("layers", "width", "heads", "context")
@@ -37,17 +37,17 @@ class _Loss(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
-def _network(shape: tuple[int, ...], batch: int, device: torch.device) -> tuple[GPT, nn.Module]:
+def _build_network(shape: tuple[int, ...], batch: int, device: torch.device) -> tuple[GPT, nn.Module]:
     """Build a model on the device, and its loss for training."""
     sizes = dict(zip(_SHAPE, shape, strict=True))
     model = GPT(**sizes).to(device)
     loss = _Loss(model, device)
     if device.type == "cuda":
-        timed.graphed(loss, torch.zeros(batch, sizes["context"] + 1, dtype=torch.uint8, device=device))
+        timed_runs.capture_graphs(loss, torch.zeros(batch, sizes["context"] + 1, dtype=torch.uint8, device=device))
     return model, loss
 
 
-class Run(timed.Run):
+class Run(timed_runs.Run):
     """Training of a GPT on a text; a pass is a fixed number of steps.
 
     Args:
@@ -65,7 +65,7 @@ class Run(timed.Run):
         shape = tuple(config[name] for name in _SHAPE)
         start = GPT(**dict(zip(_SHAPE, shape, strict=True)))
         initialize_(start, torch.Generator().manual_seed(config["seed"]))
-        self.model, self._graphed_loss = timed.network(_network, shape, config["batch"], device)
+        self.model, self._graphed_loss = timed_runs.get_network(_build_network, shape, config["batch"], device)
         self.model.load_state_dict(start.state_dict())
         self.model.zero_grad()
         sizes = {"length": config["context"] + 1, "size": config["batch"], "count": config["interval"]}

@@ -84,8 +84,8 @@ class Store:
 
     def add(self, *records: Record) -> None:
         """Append finished runs, all of them or none."""
-        entries = [_line(record) for record in records]
-        lines = "".join(_text(entry) + "\n" for entry in _shared(entries))
+        entries = [_make_entry(record) for record in records]
+        lines = "".join(_to_json(entry) + "\n" for entry in _merge_entries(entries))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
@@ -98,7 +98,7 @@ class Store:
                 os.truncate(self.path, size)
             raise
         # As they will be read again, so that a run that goes on sees the same numbers as one that was interrupted.
-        self._records |= {record.key: record for record in map(_record, entries)}
+        self._records |= {record.key: record for record in map(_parse_record, entries)}
 
     def _read(self) -> None:
         content = self.path.read_bytes()
@@ -107,7 +107,7 @@ class Store:
             os.truncate(self.path, whole)
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
-                records = [_record(entry) for entry in _apart(json.loads(line))]
+                records = [_parse_record(entry) for entry in _split_entry(json.loads(line))]
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
@@ -125,9 +125,9 @@ def merge(into: Path, others: Iterable[Path]) -> Store:
     return store
 
 
-def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge entries from one machine, so that what all configurations share is written once."""
-    places = {_text([entry["device"], entry["versions"]]) for entry in entries}
+    places = {_to_json([entry["device"], entry["versions"]]) for entry in entries}
     if len(entries) < 2 or len(places) > 1:
         return entries
     first, *others = (entry["config"] for entry in entries)
@@ -135,7 +135,7 @@ def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     common = {
         name: value
         for name, value in first.items()
-        if all(name in other and _text(other[name]) == _text(value) for other in others)
+        if all(name in other and _to_json(other[name]) == _to_json(value) for other in others)
     }
     runs = [
         {
@@ -148,7 +148,7 @@ def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"config": common, "runs": runs, "device": entries[0]["device"], "versions": entries[0]["versions"]}]
 
 
-def _apart(entry: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_entry(entry: dict[str, Any]) -> list[dict[str, Any]]:
     """Undo :func:`_shared`."""
     if "runs" not in entry:
         return [entry]
@@ -156,36 +156,36 @@ def _apart(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**run, **place, "config": {**entry["config"], **run["config"]}} for run in entry["runs"]]
 
 
-def _text(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def _record(entry: dict[str, Any]) -> Record:
-    return Record(**{**entry, "result": _from_null(entry["result"])})
+def _parse_record(entry: dict[str, Any]) -> Record:
+    return Record(**{**entry, "result": _restore_nan(entry["result"])})
 
 
-def _line(record: Record) -> dict[str, Any]:
+def _make_entry(record: Record) -> dict[str, Any]:
     return {
         "config": dict(record.config),
-        "result": _rounded(replace_nonfinite(record.result)),
+        "result": _round(replace_nonfinite(record.result)),
         "seconds": round(record.seconds, 3),
         "device": record.device,
         "versions": dict(record.versions),
     }
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     """Round to six digits: more than any figure shows, and a third of the bytes."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    return [_rounded(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _round(entry) for key, entry in value.items()}
+    return [_round(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _from_null(value: Any) -> Any:
+def _restore_nan(value: Any) -> Any:
     if value is None:
         return math.nan
     if isinstance(value, dict):
-        return {key: _from_null(entry) for key, entry in value.items()}
-    return [_from_null(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _restore_nan(entry) for key, entry in value.items()}
+    return [_restore_nan(entry) for entry in value] if isinstance(value, list) else value

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-def subsampled(eigenvalues: Sequence[float], leading: int = 100, spaced: int = 200) -> dict[str, Any]:
+def subsample(eigenvalues: Sequence[float], leading: int = 100, spaced: int = 200) -> dict[str, Any]:
     """Select few enough eigenvalues to record: the leading ones, one more, and evenly spaced ones, indexed from 1."""
     size = len(eigenvalues)
     even = np.linspace(1, size, min(spaced, size)).round().astype(int).tolist()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from egop_lab.training import batched
-from egop_lab.training.context import Context, finished
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.records import Store
 
 P = TypeVar("P", bound=batched.Problem)
@@ -43,7 +43,7 @@ class Sweep:
 
 
 def run_sweep(
-    configured: Callable[..., dict[str, Any]],
+    make_config: Callable[..., dict[str, Any]],
     sweep: Sweep,
     store: Store,
     context: Context,
@@ -56,7 +56,7 @@ def run_sweep(
     """Do the runs that the store does not have yet; all rates and some trials of one method at a time.
 
     Args:
-        configured: the whole configuration of a run, from the preset and its own settings.
+        make_config: builds the configuration of a run from the preset and its own settings.
         sweep: what to run.
         store: where finished runs are.
         context: the preset and the device.
@@ -69,7 +69,7 @@ def run_sweep(
 
     def configs(optimizer: str, coordinates: str, rate: float) -> list[dict[str, Any]]:
         common = {"optimizer": optimizer, "coordinates": coordinates, "lr": rate, "steps": sweep.steps}
-        return [configured(context.preset, **common, **sweep.extra, seed=seed) for seed in seeds]
+        return [make_config(context.preset, **common, **sweep.extra, seed=seed) for seed in seeds]
 
     for first in range(0, len(sweep.seeds), sweep.at_once):
         seeds = sweep.seeds[first : first + sweep.at_once]
@@ -100,5 +100,5 @@ def run_sweep(
                     for row, config in enumerate(runs):
                         result = {name: values[row, column].tolist() for name, values in curves.items()}
                         result = result if compact is None else compact(config, result)
-                        records.append(finished(config, result, seconds / len(left) / len(seeds), context.device))
+                        records.append(make_record(config, result, seconds / len(left) / len(seeds), context.device))
                 store.add(*records)

@@ -51,7 +51,7 @@ class SGD(Rule):
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor]) -> None:
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            leaf.sub_(_by_run(self.rates, leaf) * gradient)
+            leaf.sub_(_per_run(self.rates, leaf) * gradient)
 
 
 class Momentum(SGD):
@@ -77,7 +77,7 @@ class Adagrad(Rule):
     def step(self, gradients: Sequence[Tensor]) -> None:
         for leaf, total, gradient in zip(self.leaves, self._sums, gradients, strict=True):
             total.addcmul_(gradient, gradient)
-            leaf.sub_(_by_run(self.rates, leaf) * gradient / total.sqrt().add_(1e-10))
+            leaf.sub_(_per_run(self.rates, leaf) * gradient / total.sqrt().add_(1e-10))
 
 
 class Adam(Rule):
@@ -97,7 +97,7 @@ class Adam(Rule):
         for leaf, mean, square, gradient in states:
             mean.lerp_(gradient, 1 - first)
             square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-            leaf.sub_(_by_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
+            leaf.sub_(_per_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
 
 
 class AdamW(Adam):
@@ -107,7 +107,7 @@ class AdamW(Adam):
     def step(self, gradients: Sequence[Tensor]) -> None:
         for leaf, decayed in zip(self.leaves, self.decayed, strict=True):
             if decayed:
-                leaf.mul_(_by_run(1 - self.rates * self.decays, leaf))
+                leaf.mul_(_per_run(1 - self.rates * self.decays, leaf))
         super().step(gradients)
 
 
@@ -121,6 +121,6 @@ OPTIMIZERS: dict[str, type[Rule]] = {
 }
 
 
-def _by_run(values: Tensor, leaf: Tensor) -> Tensor:
+def _per_run(values: Tensor, leaf: Tensor) -> Tensor:
     """Reshape one number per run so that it multiplies a leaf, in the leaf's dtype (else all would become float64)."""
     return values.to(leaf.dtype).reshape(-1, *[1] * (leaf.dim() - 2))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.experiments.base import Experiment, Judgement
 from egop_lab.formatting import pluralize
 from egop_lab.training.context import Preset
 
@@ -48,7 +48,7 @@ def words(value: Any) -> str:
     return str(value)
 
 
-def held(judged: Sequence[Judged]) -> str:
+def held(judged: Sequence[Judgement]) -> str:
     """Count the judged claims that hold; targets if there are no claims."""
     kind = "claim" if any(item.kind == "claim" for item in judged) else "target"
     decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
@@ -56,7 +56,7 @@ def held(judged: Sequence[Judged]) -> str:
     return f"{good} / {len(decided)}{'' if kind == 'claim' else ' targets'}"
 
 
-def reason(judged: Sequence[Judged]) -> str:
+def reason(judged: Sequence[Judgement]) -> str:
     """Say in a line why not all claims hold."""
     own = [item for item in judged if item.kind in ("claim", "target")]
     failed = [item for item in own if item.verdict == "does not hold"]
@@ -75,13 +75,13 @@ def reason(judged: Sequence[Judged]) -> str:
     return f"{line[0].upper()}{line[1:]}."
 
 
-def _flips(item: Judged) -> bool:
+def _flips(item: Judgement) -> bool:
     """Return True if an alternative rule decides otherwise."""
     opposite = {"holds": "does not hold", "does not hold": "holds"}.get(item.verdict)
-    return any(other.verdict == opposite for other in item.beside)
+    return any(other.verdict == opposite for other in item.alternatives)
 
 
-def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Judged]:
+def furthest(judged: Iterable[Judgement], verdict: str, count: int = 3) -> list[Judgement]:
     """Return the paper's claims with a verdict whose numbers are furthest apart, one per experiment."""
     sign = 1 if verdict == "holds" else -1
     margins = [
@@ -93,13 +93,13 @@ def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Jud
         and sign * item.margin > 0
         and not _flips(item)
     ]
-    best: dict[str, Judged] = {}
+    best: dict[str, Judgement] = {}
     for _, item in sorted(margins, key=lambda pair: -pair[0]):
         best.setdefault(item.id.partition("/")[0], item)
     return list(best.values())[:count]
 
 
-def apart(item: Judged) -> str:
+def apart(item: Judgement) -> str:
     """Say how far apart the numbers are."""
     assert item.margin is not None
     factor = abs(item.margin)
@@ -110,19 +110,19 @@ def _rounded(number: float) -> str:
     return f"{number:.2g}" if number < 100 else f"{float(f'{number:.2g}'):.0f}"
 
 
-def found(item: Judged) -> list[str]:
+def found(item: Judgement) -> list[str]:
     """Return the finding, our threshold and the results of alternative rules, a sentence each."""
     lines = [item.found]
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
-    lines += [f"By another rule ({other.rule}): {other.verdict}. {other.found}" for other in item.beside]
+    lines += [f"By another rule ({other.rule}): {other.verdict}. {other.found}" for other in item.alternatives]
     return lines
 
 
-def together(judged: Iterable[Judged]) -> list[Judged]:
+def together(judged: Iterable[Judgement]) -> list[Judgement]:
     """Merge the claims that cannot be judged for the same reason."""
-    kept: dict[object, Judged] = {}
+    kept: dict[object, Judgement] = {}
     for item in judged:
-        alike = item.verdict == "cannot be judged" and not (item.beside or item.paper)
+        alike = item.verdict == "cannot be judged" and not (item.alternatives or item.paper)
         key = (item.kind, item.found) if alike else item.id
         first = kept.get(key)
         more = item.words.removeprefix("Target: ")
@@ -130,12 +130,12 @@ def together(judged: Iterable[Judged]) -> list[Judged]:
     return list(kept.values())
 
 
-def claim(item: Judged) -> str:
+def claim(item: Judgement) -> str:
     """Return the claim, marked if it is not the paper's."""
     return f"Our reading: {item.words}" if item.kind == "reading" else item.words
 
 
-def changed(judged: Sequence[Judged]) -> str:
+def changed(judged: Sequence[Judgement]) -> str:
     """Say how many claims alternative rules would change in each direction; return "" if none."""
     claims = [item for item in judged if item.kind == "claim"]
     gained, lost = (

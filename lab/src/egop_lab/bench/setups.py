@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop_lab import making, methods
+from egop_lab import builders, methods
 from egop_lab.bench.networks import Network
-from egop_lab.making import RENEWED
+from egop_lab.builders import REFRESH_EVERY
 from egop_lab.methods import BENCH, Method, label
 
 MEMORY = "64GiB"
@@ -21,12 +21,12 @@ KRONECKER, KRONECKER_ONLINE = label(BENCH, "kronecker-fixed"), label(BENCH, "kro
 INSTALL = f"{SOAP}, {SHAMPOO} and the Muon of ResNets are left out: pip install pytorch-optimizer for them."
 
 
-class Start(making.Start):
+class Start(builders.Start):
     """A setup whose bases cost nothing before the training."""
 
     def upfront(self, structure: egop.Structure) -> egop.Basis:
         """Return an arbitrary basis: the time of a step does not depend on which one it is."""
-        return some_basis(self.model, structure)
+        return make_basis(self.model, structure)
 
 
 def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), **options: Any) -> Start:
@@ -42,7 +42,7 @@ def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), 
     )
 
 
-def some_basis(model: nn.Module, structure: egop.Structure) -> egop.Basis:
+def make_basis(model: nn.Module, structure: egop.Structure) -> egop.Basis:
     """Build a dense orthonormal basis of every weight without estimating it."""
     objective = egop.Objective(model, lambda model, batch: batch, [None])  # nothing is sampled for the identity
     identity = egop.estimate(objective, partition="parameter", structure=egop.Identity(), progress=False)
@@ -69,15 +69,15 @@ def _reflection(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 def period(method: Method) -> int:
     """Return the number of steps after which the method's work repeats."""
-    return RENEWED if method.follows else 1
+    return REFRESH_EVERY if method.follows else 1
 
 
 def available(network: Network) -> tuple[dict[str, Method], bool]:
     """Return the methods that can run here for a network, and whether a missing package leaves some out."""
-    choices = methods.compared(BENCH)
+    choices = methods.get_methods(BENCH)
     try:
-        making.foreign(SOAP)
-    except making.MissingPackageError:
+        builders.foreign(SOAP)
+    except builders.MissingPackageError:
         foreign = {"always", "convolutions"} if network.images else {"always"}
         return {name: method for name, method in choices.items() if method.package not in foreign}, True
     return choices, False

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop_lab.making import Start
-from egop_lab.methods import compared
-from egop_lab.training.context import Context, finished
+from egop_lab.builders import Start
+from egop_lab.methods import get_methods
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.loop import train
 from egop_lab.training.records import Record, Store
 
@@ -77,7 +77,7 @@ class Run(abc.ABC):
     def validate(self) -> dict[str, float]:
         """Compute the loss on the validation set, and other recorded numbers."""
 
-    def at_end(self) -> dict[str, float]:
+    def final_metrics(self) -> dict[str, float]:
         """Return numbers that are recorded for the trained model only."""
         return {}
 
@@ -98,10 +98,10 @@ class Run(abc.ABC):
             self.steps += 1
             if scheduled:
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self.config["lr"] * self.factor(self.steps)
+                    group["lr"] = self.config["lr"] * self.lr_factor(self.steps)
             yield batch
 
-    def factor(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """Return the factor of the learning rate in a step; the first step is 1."""
         factor = min(1.0, step / self.config.get("warm-up", 1))
         if (decay := self.config.get("decay")) is not None:
@@ -113,11 +113,11 @@ class Run(abc.ABC):
         training = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         return {**self.validate(), "training loss": training, "seconds": self.seconds}
 
-    def begin(self) -> None:
+    def set_up(self) -> None:
         """Build the optimizer, with the basis that it may need."""
         self.model.train()
         self.began = time.perf_counter()
-        self.optimizer = compared(self.comparison)[self.config["method"]].make(self.start())
+        self.optimizer = get_methods(self.comparison)[self.config["method"]].make(self.start())
         self.wait()
 
     def wait(self) -> None:
@@ -125,9 +125,9 @@ class Run(abc.ABC):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def step_seconds(self, warm: int, timed: int) -> tuple[float, float]:
+    def time_steps(self, warm: int, timed: int) -> tuple[float, float]:
         """Return the seconds before the first step, and the mean of some whole steps after a warm-up."""
-        self.begin()
+        self.set_up()
         before = time.perf_counter() - self.began
         passes = itertools.chain.from_iterable(itertools.repeat(self))
         for count, batch in enumerate(itertools.islice(passes, warm + timed)):
@@ -142,7 +142,7 @@ class Run(abc.ABC):
 
     def __call__(self, progress: bool) -> dict[str, Any]:
         config = self.config
-        self.begin()
+        self.set_up()
         options: dict[str, Any] = {"evaluate": self.evaluate, "progress": progress, "unit": self.unit}
         options["description"] = f"{config['method']}, lr {config['lr']:g}, seed {config['seed']}"
         curves: dict[str, Sequence[float]] = dict.fromkeys(self.curves, ())
@@ -153,7 +153,7 @@ class Run(abc.ABC):
             curves, diverged = {"validation loss": curve.loss, **curve.metrics}, curve.diverged
         # A run that diverged ended early.
         whole = {name: [*values, *[math.nan] * (self.passes + 1 - len(values))] for name, values in curves.items()}
-        return whole | self.at_end() | {"diverged": diverged}
+        return whole | self.final_metrics() | {"diverged": diverged}
 
 
 class Trials:
@@ -162,7 +162,7 @@ class Trials:
     Args:
         store: where finished runs are.
         context: the preset, the device, and how long runs may be started.
-        configured: the whole configuration of a run, from its own settings.
+        make_config: builds the configuration of a run from its own settings.
         run: makes a run of a configuration.
         warm_up: called before a run whose time may be read, with its configuration.
     """
@@ -171,40 +171,40 @@ class Trials:
         self,
         store: Store,
         context: Context,
-        configured: Callable[..., dict[str, Any]],
+        make_config: Callable[..., dict[str, Any]],
         run: Callable[[dict[str, Any]], Callable[[bool], dict[str, Any]]],
         warm_up: Callable[[dict[str, Any]], None],
     ) -> None:
         self.store, self.context = store, context
-        self.configured, self._run, self._warm_up = configured, run, warm_up
+        self.make_config, self._run, self._warm_up = make_config, run, warm_up
         self._began = time.monotonic()
 
     @property
     def done(self) -> list[Record]:
         """Finished runs on this data with these settings."""
-        return [run for run in self.store if shared(run) == self.configured()]
+        return [run for run in self.store if shared_config(run) == self.make_config()]
 
     @property
-    def ends(self) -> float:
+    def deadline(self) -> float:
         """Time after which no further run starts, by the monotonic clock."""
         budget = self.context.time_budget
         return math.inf if budget is None else self._began + budget
 
     def do(self, **entries: Any) -> bool:
         """Do one run unless it is finished; return False when the time is over."""
-        config, context = self.configured(**entries), self.context
+        config, context = self.make_config(**entries), self.context
         if config in self.store:
             return True
-        if time.monotonic() > self.ends:
+        if time.monotonic() > self.deadline:
             return False
         self._warm_up(config)
         started = time.perf_counter()
         result = self._run(config)(context.progress)
-        self.store.add(finished(config, result, time.perf_counter() - started, context.device))
+        self.store.add(make_record(config, result, time.perf_counter() - started, context.device))
         return True
 
 
-def shared(run: Record) -> dict[str, Any]:
+def shared_config(run: Record) -> dict[str, Any]:
     """Return the part of a configuration that all compared runs have in common."""
     keys = ("method", "lr", "steps", "epochs", "seed")
     return {key: value for key, value in run.config.items() if key not in keys}
@@ -213,7 +213,7 @@ def shared(run: Record) -> dict[str, Any]:
 _networks: dict[Any, Any] = {}
 
 
-def network(make: Callable[..., Any], *arguments: Any) -> Any:
+def get_network(make: Callable[..., Any], *arguments: Any) -> Any:
     """Return a network and its CUDA graph, cached for later runs. A process keeps one at a time.
 
     The last one goes before the next is made: graphs are recorded on one stream, and one that goes takes with it what
@@ -227,12 +227,12 @@ def network(make: Callable[..., Any], *arguments: Any) -> Any:
     return _networks[key]
 
 
-def precision(device: torch.device) -> str:
+def describe_precision(device: torch.device) -> str:
     """Return the precision of timed trainings, for configurations."""
     return "bfloat16, TF32" if device.type == "cuda" else "float32"
 
 
-def graphed(module: M, sample: Tensor) -> M:
+def capture_graphs(module: M, sample: Tensor) -> M:
     """Record the module's forward and backward pass, for inputs like the sample, as CUDA graphs."""
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
@@ -244,7 +244,7 @@ def graphed(module: M, sample: Tensor) -> M:
 
 
 @contextlib.contextmanager
-def fast(device: torch.device) -> Iterator[None]:
+def fast_math(device: torch.device) -> Iterator[None]:
     """Use TF32 for float32 products on a GPU, and silence the sampling's log lines, one per refresh."""
     logger = logging.getLogger("egop")
     kept = torch.get_float32_matmul_precision(), logger.level

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Experiment, Judged, Kind, beside, decades, verdict
+from egop_lab.experiments.base import Experiment, Judgement, Kind, count_decades, make_alternative, to_verdict
 from egop_lab.experiments.curves import best_rate, first_below, median, quartiles
 from egop_lab.methods import label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed import Trials, fast, shared
+from egop_lab.training.timed_runs import Trials, fast_math, shared_config
 
 _TOO_SMALL = " This preset is too small to judge by."
 
@@ -67,7 +67,7 @@ class TimedExperiment(Experiment):
         """Return the series of runs, with the data that the context names."""
 
     @abc.abstractmethod
-    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+    def find_rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
         """Return the learning rate that the tuning runs choose; raise LookupError if some are missing."""
 
     def measures(self, goal: float) -> Measures:
@@ -79,34 +79,38 @@ class TimedExperiment(Experiment):
         }
 
     @abc.abstractmethod
-    def said(self, claim: Claim, one: float, other: float) -> str:
+    def format_numbers(self, claim: Claim, one: float, other: float) -> str:
         """Format both numbers."""
 
-    def required(self, preset: Preset) -> set[str]:
+    def required_methods(self, preset: Preset) -> set[str]:
         """Return the methods whose runs must all be there; others are shown with those they have."""
         return set(self.settings(preset)["methods"])
 
-    def chosen(self, store: Store, preset: Preset, method: str) -> float:
+    def choose_rate(self, store: Store, preset: Preset, method: str) -> float:
         """Return a method's learning rate."""
-        return self.rate(self.settings(preset), self.done(store, preset), method)
+        return self.find_rate(self.settings(preset), self.finished_runs(store, preset), method)
 
-    def report(self, trials: Trials, methods: Sequence[str]) -> bool:
+    def run_reported(self, trials: Trials, methods: Sequence[str]) -> bool:
         """Do the reported runs of methods that are tuned; return True if all are done."""
         settings = self.settings(trials.context.preset)
-        best = {method: self.rate(settings, trials.done, method) for method in methods}
+        best = {method: self.find_rate(settings, trials.done, method) for method in methods}
         runs = [(seed, method) for seed in range(settings["trials"]) for method in methods]
         length = {self.length: settings[self.length]}
-        with fast(trials.context.device):
+        with fast_math(trials.context.device):
             return all(trials.do(method=method, lr=best[method], **length, seed=seed) for seed, method in runs)
 
-    def reported(self, store: Store, preset: Preset) -> Runs:
+    def reported_runs(self, store: Store, preset: Preset) -> Runs:
         """Return each method's runs at its chosen rate."""
-        settings, done, required = self.settings(preset), self.done(store, preset), self.required(preset)
+        settings, done, required = (
+            self.settings(preset),
+            self.finished_runs(store, preset),
+            self.required_methods(preset),
+        )
         by_method: Runs = {}
         for method in settings["methods"]:
             try:
-                wanted = (method, self.rate(settings, done, method), settings[self.length])
-                runs = [run for run in done if not is_tuning(run) and self.key(run) == wanted]
+                wanted = (method, self.find_rate(settings, done, method), settings[self.length])
+                runs = [run for run in done if not is_tuning(run) and self.run_key(run) == wanted]
                 if len(runs) < (settings["trials"] if method in required else 1):
                     raise LookupError(f"{method} has {len(runs)} of {settings['trials']} runs")
             except LookupError:
@@ -116,39 +120,41 @@ class TimedExperiment(Experiment):
                 by_method[method] = runs
         return by_method
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        return self.verdicts(self.reported(store, preset), preset, self.claims)
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        return self.judge_claims(self.reported_runs(store, preset), preset, self.claims)
 
-    def verdicts(self, runs: Runs, preset: Preset, claims: Sequence[Claim]) -> list[Judged]:
+    def judge_claims(self, runs: Runs, preset: Preset, claims: Sequence[Claim]) -> list[Judgement]:
         """Judge some claims by these runs, for every goal."""
         (_, goal), *others = self.goals(runs).items()
-        judged = [self._judged(claim, runs, goal, preset) for claim in claims]
+        judged = [self._judge_claim(claim, runs, goal, preset) for claim in claims]
         for rule, goal in others:
-            pairs = zip(judged, [self._judged(claim, runs, goal, preset) for claim in claims], strict=True)
+            pairs = zip(judged, [self._judge_claim(claim, runs, goal, preset) for claim in claims], strict=True)
             judged = [
-                one if _says_no_more(other, one) else replace(one, beside=(*one.beside, beside(rule, other)))
+                one
+                if _adds_nothing(other, one)
+                else replace(one, alternatives=(*one.alternatives, make_alternative(rule, other)))
                 for one, other in pairs
             ]
         return judged
 
-    def _judged(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judged:
+    def _judge_claim(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judgement:
         what, number = self.measures(goal)[claim.measure]
         both = [runs[method] for method in (claim.method, claim.other)]
         one, other = (median([number(run) for run in own]) for own in both)
         judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
-        whole = [median([self._whole(claim.measure, run) for run in own]) for own in both]
-        return Judged(
+        whole = [median([self._total(claim.measure, run) for run in own]) for own in both]
+        return Judgement(
             f"{self.id}/{claim.name}",
             claim.words,
-            verdict(claim.holds(one, other)) if judged else "cannot be judged",
-            f"{what}: {self.said(claim, one, other)}.{'' if preset == 'full' else _TOO_SMALL}",
+            to_verdict(claim.holds(one, other)) if judged else "cannot be judged",
+            f"{what}: {self.format_numbers(claim, one, other)}.{'' if preset == 'full' else _TOO_SMALL}",
             claim.kind or self.kind,
             claim.paper,
             claim.threshold,
-            margin=decades(min(one, whole[0]), min(other, whole[1])) if judged else None,
+            margin=count_decades(min(one, whole[0]), min(other, whole[1])) if judged else None,
         )
 
-    def _whole(self, measure: str, run: Record) -> float:
+    def _total(self, measure: str, run: Record) -> float:
         """Return the total of a run: a lower bound on what it takes to a goal that it does not reach."""
         if measure == self.length:
             return float(run.config[self.length])
@@ -163,22 +169,22 @@ class TimedExperiment(Experiment):
         curves = [run.result["validation loss"] for run in runs[label(self.comparison, "adamw")]]
         return min(quartiles(curves)[1])
 
-    def done(self, store: Store, preset: Preset) -> list[Record]:
+    def finished_runs(self, store: Store, preset: Preset) -> list[Record]:
         """Return the runs on the same data and with the same settings as the last one."""
         runs = self.records(store, preset)
-        return [run for run in runs if shared(run) == shared(runs[-1])]
+        return [run for run in runs if shared_config(run) == shared_config(runs[-1])]
 
-    def key(self, run: Record) -> tuple[str, float, int]:
+    def run_key(self, run: Record) -> tuple[str, float, int]:
         """Return method, learning rate and length."""
         return run.config["method"], run.config["lr"], run.config[self.length]
 
 
-def _says_no_more(other: Judged, one: Judged) -> bool:
+def _adds_nothing(other: Judgement, one: Judgement) -> bool:
     """Return True if an alternative rule sees the same numbers, or has nothing to compare where this one has."""
     return other.found == one.found or (other.verdict == "cannot be judged" != one.verdict)
 
 
-def search(
+def search_rates(
     ladder: Sequence[float], first: Sequence[float], runs: Sequence[Record], score: Callable[[Mapping[str, Any]], float]
 ) -> tuple[float, list[float]]:
     """Return the best learning rate, and the rates still to try before it is known.
@@ -223,17 +229,17 @@ def seconds_to(run: Record, goal: float) -> float:
     return math.inf if place is None else run.result["seconds"][place]
 
 
-def lowest(result: Mapping[str, Any]) -> float:
+def lowest_loss(result: Mapping[str, Any]) -> float:
     """Return the lowest validation loss of a run."""
     return min((value for value in result["validation loss"] if value == value), default=math.inf)
 
 
-def lowest_at(result: Mapping[str, Any]) -> int:
+def find_lowest_pass(result: Mapping[str, Any]) -> int:
     """Return the number of passes after which the validation loss is lowest."""
     losses: list[float] = result["validation loss"]
-    return losses.index(lowest(result)) if math.isfinite(lowest(result)) else 0
+    return losses.index(lowest_loss(result)) if math.isfinite(lowest_loss(result)) else 0
 
 
-def number(value: float, digits: int) -> str:
+def format_number(value: float, digits: int) -> str:
     """Format a number of passes or seconds."""
     return f"{value:.{digits}g}" if math.isfinite(value) else "never"

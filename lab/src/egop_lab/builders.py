@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 import egop
 from egop_lab.data.missing import MissingDataError
 
-RENEWED = 10  # steps between two renewals of a basis, for every method whose basis follows the gradients
+REFRESH_EVERY = 10  # steps between two renewals of a basis, for every method whose basis follows the gradients
 ADAM = (0.9, 0.999)  # Adam's decays
-SOAPS = (0.95, 0.95)  # SOAP's
+SOAP_BETAS = (0.95, 0.95)  # SOAP's
 
 # torch's own that work by coordinates, with their options: what runs in original coordinates or in a basis.
 TORCH: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -55,7 +55,7 @@ class Start:
     model: nn.Module
     options: Mapping[str, Any]
     adam: Mapping[str, Any] = field(default_factory=dict)
-    every: int = RENEWED
+    every: int = REFRESH_EVERY
     period: int | None = None
     objective: egop.Objective | None = None
     init_fn: Callable[[nn.Module], Any] | None = None
@@ -82,12 +82,12 @@ class Start:
     def upfront(self, structure: egop.Structure) -> egop.Basis:
         """Return a basis from gradients at fresh initialisations (a random one needs none)."""
         if self.bases is None:
-            return self._estimated(structure)
+            return self._estimate(structure)
         if structure not in self.bases:
-            self.bases[structure] = self._estimated(structure)
+            self.bases[structure] = self._estimate(structure)
         return self.bases[structure]
 
-    def _estimated(self, structure: egop.Structure) -> egop.Basis:
+    def _estimate(self, structure: egop.Structure) -> egop.Basis:
         assert self.objective is not None
         return egop.estimate(
             self.objective,
@@ -99,7 +99,7 @@ class Start:
             progress=False,
         )
 
-    def sampled_again(self, scale: float = 0.0) -> egop.Refresh:
+    def resample(self, scale: float = 0.0) -> egop.Refresh:
         """Return a schedule that samples gradients at or around the current point after every period."""
         assert self.period is not None
         rho = egop.Recentered(scale)
@@ -118,7 +118,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class PackageOptimizer:
     """A builder for a class of ``pytorch_optimizer``.
 
     Attributes:
@@ -177,7 +177,7 @@ class Together(Optimizer):
             part.step(closure)
 
 
-def torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Basis | None = None) -> Optimizer:
+def build_torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Basis | None = None) -> Optimizer:
     """Build an optimizer of :data:`TORCH`, in original coordinates or in a basis."""
     kind, options = TORCH[name]
     if basis is None:
@@ -203,13 +203,13 @@ def rotated(
 ) -> Optimizer:
     """Build AdamW in a basis: estimated before the training, and maybe again later, or following the gradients."""
     basis = None if upfront is None else start.upfront(upfront)
-    refresh = start.online(online) if online is not None else start.sampled_again(scale) if renewed else None
+    refresh = start.online(online) if online is not None else start.resample(scale) if renewed else None
     return egop.ReparameterizedOptimizer(
         start.model, torch.optim.AdamW, basis, refresh=refresh, compile=compile, **start.options, **start.adam
     )
 
 
-def as_soap(start: Start, *, every: int) -> Optimizer:
+def build_soap(start: Start, *, every: int) -> Optimizer:
     """Build SOAP from this library, which steps all weights of one shape at once: a faster step.
 
     Of a kernel it has two bases, of the outputs and of inputs and kernel together, where SOAP has four (docs/soap.md).
@@ -218,7 +218,7 @@ def as_soap(start: Start, *, every: int) -> Optimizer:
         start.model,
         torch.optim.AdamW,
         refresh=egop.Online(every=every, structure=egop.Kronecker(), spread=False, memory=start.memory),
-        betas=SOAPS,
+        betas=SOAP_BETAS,
         **start.options,
     )
 
