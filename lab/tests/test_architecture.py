@@ -76,7 +76,7 @@ def test_the_public_modules_are_described_and_say_what_they_offer():
         assert importlib.import_module(module).__all__
 
 
-def test_every_room_is_described():
+def test_every_package_is_described():
     table = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     packages = {path.parts[0] for path in FILES} - {"__init__.py"}
     assert [
@@ -129,7 +129,7 @@ def test_imports_go_one_way():
             ), path
 
 
-def test_the_rooms_have_an_order():
+def test_the_packages_have_an_order():
     order = list(PACKAGES)
     assert all(order.index(used) < order.index(package) for package, all_used in PACKAGES.items() for used in all_used)
     assert list(packages_used("def f():\n    from egop_lab.bench.run import run")) == ["bench"]

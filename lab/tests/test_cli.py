@@ -58,8 +58,8 @@ def test_help_lists_the_commands():
 
 
 def test_the_help_of_bench_names_every_part():
-    told = CliRunner().invoke(cli.app, ["bench", "--help"], env={"COLUMNS": "200"}).output
-    assert [part for part in bench.PARTS if part not in told] == []
+    format_loss = CliRunner().invoke(cli.app, ["bench", "--help"], env={"COLUMNS": "200"}).output
+    assert [part for part in bench.PARTS if part not in format_loss] == []
 
 
 def test_the_version_is_the_one_of_the_lab():

@@ -10,8 +10,8 @@ import torch
 
 import egop
 from egop_lab import builders, methods
-from egop_lab.builders import Start, Together
-from egop_lab.methods import BENCH, COMPILED, EPOCH, LANGUAGE, METHODS, RESNET, SMALL, get_methods, label
+from egop_lab.builders import CombinedOptimizer, Setup
+from egop_lab.methods import BENCH, COMPILED, EPOCH, LANGUAGE, METHODS, RESNET, SMALL, get_label, get_methods
 from egop_lab.training.records import Store
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
@@ -19,7 +19,7 @@ RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
 def started(**options):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    return Start(model=model, options={"lr": 0.1}, **options)
+    return Setup(model=model, options={"lr": 0.1}, **options)
 
 
 def test_names_are_unique_and_so_are_labels_of_a_comparison():
@@ -28,8 +28,8 @@ def test_names_are_unique_and_so_are_labels_of_a_comparison():
         labels = [method.labels[where] for method in METHODS if where in method.labels]
         assert list(get_methods(where)) == labels
         assert len(set(labels)) == len(labels) > 1
-    assert label(RESNET, "soap") == "SOAP every 10"
-    assert label(BENCH, "soap") == "SOAP"
+    assert get_label(RESNET, "soap") == "SOAP every 10"
+    assert get_label(BENCH, "soap") == "SOAP"
 
 
 @pytest.mark.parametrize("where", [LANGUAGE, RESNET])
@@ -42,21 +42,21 @@ def test_labels_are_those_of_the_records_that_are_kept(where):
 def test_calls_are_those_of_the_records_that_are_kept():
     text = "".join((RECORDS / f"{name}.jsonl").read_text() for name in ("matrix-factorization", "errors-in-variables"))
     for name in get_methods(SMALL):
-        assert json.dumps(methods.describe_call(name)) in text
-    assert methods.describe_call("Adam") is None
+        assert json.dumps(methods.describe(name)) in text
+    assert methods.describe("Adam") is None
 
 
 def test_the_call_says_how_often_a_basis_is_renewed():
     assert get_methods(SMALL)["SOAP"].build.describe(7) == (
         "pytorch_optimizer.SOAP(betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=7)"
     )
-    assert "update_proj_gap=200" in methods.describe_call("GaLore")
+    assert "update_proj_gap=200" in methods.describe("GaLore")
 
 
 @pytest.mark.parametrize("method", get_methods(SMALL).values(), ids=list(get_methods(SMALL)))
 def test_none_of_the_small_problems_has_weight_decay(method):
     pytest.importorskip("pytorch_optimizer")
-    made = method.make(Start(model=torch.nn.Linear(2, 2), options={"lr": 0.1}))
+    made = method.make(Setup(model=torch.nn.Linear(2, 2), options={"lr": 0.1}))
     assert made.param_groups[0].get("weight_decay", 0.0) == 0.0
     assert made.param_groups[0]["lr"] == 0.1
 
@@ -88,7 +88,7 @@ def test_a_basis_can_be_sampled_again_around_the_current_point():
 
 
 def test_a_start_that_lacks_something_is_told_so():
-    with pytest.raises(ValueError, match="The method shared-fixed needs a start with objective"):
+    with pytest.raises(ValueError, match="The method shared-fixed needs a setup with objective"):
         get_methods(LANGUAGE)["EGOP fixed"].make(started())
 
 
@@ -101,7 +101,7 @@ def test_without_the_package_one_line_names_it(monkeypatch):
 def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
     start = started()
     made = get_methods(LANGUAGE)["Muon"].make(start)
-    assert isinstance(made, Together)
+    assert isinstance(made, CombinedOptimizer)
     muon, adamw = made.parts
     middle = start.model[1].weight
     assert {id(each) for each in muon.param_groups[0]["params"]} == {id(start.model[0].weight), id(middle)}

@@ -34,7 +34,7 @@ class MissingPackageError(MissingDataError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Setup:
     """Everything that optimizers are built from; each method uses what it needs.
 
     Attributes:
@@ -92,7 +92,7 @@ class Start:
         return egop.estimate(
             self.objective,
             rho=egop.Initialization(init_fn=self.init_fn),
-            structure=self._chosen(structure),
+            structure=self._select(structure),
             samples=self.samples,
             generator=torch.Generator().manual_seed(self.seed),
             sampling="loop",
@@ -107,13 +107,13 @@ class Start:
 
     def online(self, structure: egop.Structure) -> egop.Refresh:
         """Return a schedule for a basis that follows the gradients of the training."""
-        return egop.Online(every=self.every, structure=self._chosen(structure), memory=self.memory)
+        return egop.Online(every=self.every, structure=self._select(structure), memory=self.memory)
 
     @property
     def _patterns(self) -> Sequence[str]:
         return [self.inside] if isinstance(self.inside, str) else self.inside or []
 
-    def _chosen(self, structure: egop.Structure) -> Any:
+    def _select(self, structure: egop.Structure) -> Any:
         return structure if self.inside is None else dict.fromkeys(self._patterns, structure)
 
 
@@ -123,9 +123,9 @@ class PackageOptimizer:
 
     Attributes:
         name: of the class.
-        arguments: all that differ from its defaults, besides the options of the start.
+        arguments: all that differ from its defaults, besides the options of the setup.
         cadence: the argument that says after how many steps a basis is renewed; none where that is fixed.
-        by: which of the start's steps that is.
+        by: the field of the setup that holds this number of steps.
     """
 
     name: str
@@ -142,14 +142,14 @@ class PackageOptimizer:
         arguments = ", ".join(f"{key}={value}" for key, value in self.call(steps).items())
         return f"pytorch_optimizer.{self.name}({arguments})"
 
-    def __call__(self, start: Start) -> Optimizer:
+    def __call__(self, setup: Setup) -> Optimizer:
         """Build the optimizer."""
-        kind = getattr(foreign(self.name), self.name)
-        optimizer: Optimizer = kind(start.parameters, **start.options, **self.call(getattr(start, self.by)))
+        kind = getattr(import_pytorch_optimizer(self.name), self.name)
+        optimizer: Optimizer = kind(setup.parameters, **setup.options, **self.call(getattr(setup, self.by)))
         return optimizer
 
 
-def foreign(name: str) -> Any:
+def import_pytorch_optimizer(name: str) -> Any:
     """Import the package ``pytorch_optimizer`` (which takes seconds the first time)."""
     try:
         import pytorch_optimizer
@@ -160,7 +160,7 @@ def foreign(name: str) -> Any:
     return pytorch_optimizer
 
 
-class Together(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Several optimizers that step as one, each with its own parameters; the groups are theirs.
 
     Args:
@@ -187,13 +187,13 @@ def build_torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Ba
         return egop.ReparameterizedOptimizer(model, kind, basis, lr=lr, **options)
 
 
-def adamw(start: Start) -> Optimizer:
+def build_adamw(setup: Setup) -> Optimizer:
     """Build torch's AdamW in original coordinates."""
-    return torch.optim.AdamW(start.parameters, **start.options, **start.adam)
+    return torch.optim.AdamW(setup.parameters, **setup.options, **setup.adam)
 
 
-def rotated(
-    start: Start,
+def build_rotated(
+    setup: Setup,
     *,
     upfront: egop.Structure | None = None,
     renewed: bool = False,
@@ -202,57 +202,59 @@ def rotated(
     compile: bool = False,
 ) -> Optimizer:
     """Build AdamW in a basis: estimated before the training, and maybe again later, or following the gradients."""
-    basis = None if upfront is None else start.upfront(upfront)
-    refresh = start.online(online) if online is not None else start.resample(scale) if renewed else None
+    basis = None if upfront is None else setup.upfront(upfront)
+    refresh = setup.online(online) if online is not None else setup.resample(scale) if renewed else None
     return egop.ReparameterizedOptimizer(
-        start.model, torch.optim.AdamW, basis, refresh=refresh, compile=compile, **start.options, **start.adam
+        setup.model, torch.optim.AdamW, basis, refresh=refresh, compile=compile, **setup.options, **setup.adam
     )
 
 
-def build_soap(start: Start, *, every: int) -> Optimizer:
+def build_soap(setup: Setup, *, every: int) -> Optimizer:
     """Build SOAP from this library, which steps all weights of one shape at once: a faster step.
 
     Of a kernel it has two bases, of the outputs and of inputs and kernel together, where SOAP has four (docs/soap.md).
     """
     return egop.ReparameterizedOptimizer(
-        start.model,
+        setup.model,
         torch.optim.AdamW,
-        refresh=egop.Online(every=every, structure=egop.Kronecker(), spread=False, memory=start.memory),
+        refresh=egop.Online(every=every, structure=egop.Kronecker(), spread=False, memory=setup.memory),
         betas=SOAP_BETAS,
-        **start.options,
+        **setup.options,
     )
 
 
-def muon(start: Start) -> Optimizer:
+def build_muon(setup: Setup) -> Optimizer:
     """Build Muon for kernels, or else hidden matrices, with updates of AdamW's size; AdamW for everything else.
 
     torch's Muon takes no kernels, so networks with convolutions have another one, which sees them as matrices.
     """
-    kernels = [part.weight for part in start.model.modules() if isinstance(part, nn.Conv2d)]
-    ends = set(_ends(start.model))
-    inside = set(kernels or [tensor for tensor in start.parameters if tensor.dim() == 2 and tensor not in ends])
-    hidden, others = ([each for each in start.parameters if (each in inside) is wanted] for wanted in (True, False))
+    kernels = [part.weight for part in setup.model.modules() if isinstance(part, nn.Conv2d)]
+    ends = set(_ends(setup.model))
+    inside = set(kernels or [tensor for tensor in setup.parameters if tensor.dim() == 2 and tensor not in ends])
+    hidden, others = ([each for each in setup.parameters if (each in inside) is wanted] for wanted in (True, False))
     if not kernels:
-        muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **start.options)
-        return Together(muon, torch.optim.AdamW(others, **start.options, **start.adam))
-    optimizer: Optimizer = foreign("The Muon of convolutions").Muon(
+        muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **setup.options)
+        return CombinedOptimizer(muon, torch.optim.AdamW(others, **setup.options, **setup.adam))
+    optimizer: Optimizer = import_pytorch_optimizer("The Muon of convolutions").Muon(
         [
-            {"params": hidden, "use_muon": True, "use_adjusted_lr": True, **start.options},
-            {"params": others, "use_muon": False, "betas": ADAM, "eps": 1e-8, **start.options},
+            {"params": hidden, "use_muon": True, "use_adjusted_lr": True, **setup.options},
+            {"params": others, "use_muon": False, "betas": ADAM, "eps": 1e-8, **setup.options},
         ]
     )
     return optimizer
 
 
-def stacked(start: Start, *, kind: type[Optimizer]) -> Optimizer:
+def build_stacked(setup: Setup, *, kind: type[Optimizer]) -> Optimizer:
     """Build a matrix optimizer for hidden matrices and kernels, and AdamW for everything else."""
-    hidden = set(start.hidden)
-    others = [parameter for parameter in start.parameters if parameter not in hidden]
-    return Together(kind(start.hidden, **start.options), torch.optim.AdamW(others, **start.options, **start.adam))
+    hidden = set(setup.hidden)
+    others = [parameter for parameter in setup.parameters if parameter not in hidden]
+    return CombinedOptimizer(
+        kind(setup.hidden, **setup.options), torch.optim.AdamW(others, **setup.options, **setup.adam)
+    )
 
 
-def crossed(
-    start: Start,
+def build_in_coordinates(
+    setup: Setup,
     *,
     base: type[Optimizer],
     upfront: egop.Structure | None = None,
@@ -263,24 +265,24 @@ def crossed(
     """Build a base optimizer in at most one kind of coordinates, with AdamW for the other parameters.
 
     Args:
-        start: what it is made from.
+        setup: what it is built from.
         base: AdamW, or one that sees matrices.
         upfront: the structure of a basis from before the training.
         random: the structure of a random basis.
         online: the structure of a basis that follows the gradients.
         aligned: whether the basis serves the base.
     """
-    own = start.adam if base is torch.optim.AdamW else {}
+    own = setup.adam if base is torch.optim.AdamW else {}
     if not (upfront or random or online or aligned):
-        return adamw(start) if own is start.adam else stacked(start, kind=base)
-    before = egop.RandomRotation(seed=start.seed, like=random) if random else upfront
+        return build_adamw(setup) if own is setup.adam else build_stacked(setup, kind=base)
+    before = egop.RandomRotation(seed=setup.seed, like=random) if random else upfront
     return egop.ReparameterizedOptimizer(
-        start.model,
+        setup.model,
         base,
-        None if before is None else start.upfront(before),
-        refresh=start.online(online) if online else egop.Aligned(memory=start.memory) if aligned else None,
-        outside=(torch.optim.AdamW, dict(start.adam)),
-        **start.options,
+        None if before is None else setup.upfront(before),
+        refresh=setup.online(online) if online else egop.Aligned(memory=setup.memory) if aligned else None,
+        outside=(torch.optim.AdamW, dict(setup.adam)),
+        **setup.options,
         **own,
     )
 
@@ -289,9 +291,9 @@ def _matching(name: str) -> Callable[[str], bool]:
     return lambda pattern: fnmatch.fnmatchcase(name, pattern)
 
 
-def recipe(start: Start) -> Optimizer:
+def build_egop(setup: Setup) -> Optimizer:
     """Build ``egop.EGOP``, which chooses the rotated weights and their optimizer itself."""
-    return egop.EGOP(start.model, **start.options, fused=start.adam.get("fused"), memory=start.memory)
+    return egop.EGOP(setup.model, **setup.options, fused=setup.adam.get("fused"), memory=setup.memory)
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Parameter]:

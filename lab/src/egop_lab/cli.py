@@ -196,11 +196,13 @@ def report(
 
         if not any(records.glob("*.jsonl")):
             fail(f"There are no records in {records}. Make some with: egop-lab reproduce --all", status=2)
-        sections = reproduction.sections(records)
+        sections = reproduction.load_sections(records)
         reproduction.write_markdown(sections, out / "reproduction.md")
         reproduction.write_html(sections, out / "reproduction.html")
         index.write_markdown(sections, out / "paper-index.md")
-        typer.echo(f"{reproduction.counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
+        typer.echo(
+            f"{reproduction.format_counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}."
+        )
         typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
         if results.write_markdown(records, out / "results.md"):
             typer.echo(f"The table of results: {out / 'results.md'}.")

@@ -20,14 +20,14 @@ from egop_lab.builders import (
     ADAM,
     SOAP_BETAS,
     PackageOptimizer,
-    Start,
-    adamw,
+    Setup,
+    build_adamw,
+    build_egop,
+    build_in_coordinates,
+    build_muon,
+    build_rotated,
     build_soap,
-    crossed,
-    muon,
-    recipe,
-    rotated,
-    stacked,
+    build_stacked,
 )
 from egop_lab.muon import Muon, NorMuon
 
@@ -46,32 +46,32 @@ class Method:
         name: what code calls it; no two have the same.
         labels: what it is called in records, tables and pictures, by comparison.
         build: makes its optimizer.
-        needs: what the start must have besides a model and options.
-        follows: whether its work repeats after ``start.every`` steps, with a renewal of its basis, rather than each.
+        needs: fields of the setup that must be given besides the model and the options.
+        follows_gradients: whether its basis follows the gradients, so that its work repeats every ``setup.every`` steps.
         package: whether it comes from ``pytorch_optimizer``, or does so for networks with convolutions.
     """
 
     name: str
     labels: Mapping[str, str]
-    build: Callable[[Start], Optimizer]
+    build: Callable[[Setup], Optimizer]
     needs: tuple[str, ...] = ()
-    follows: bool = False
+    follows_gradients: bool = False
     package: Literal["always", "convolutions"] | None = None
 
-    def make(self, start: Start) -> Optimizer:
+    def make(self, setup: Setup) -> Optimizer:
         """Build its optimizer for a training."""
-        if lacking := [need for need in self.needs if getattr(start, need) is None]:
-            raise ValueError(f"The method {self.name} needs a start with {' and '.join(lacking)}.")
-        return self.build(start)
+        if lacking := [need for need in self.needs if getattr(setup, need) is None]:
+            raise ValueError(f"The method {self.name} needs a setup with {' and '.join(lacking)}.")
+        return self.build(setup)
 
 
 def _upfront(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:
     needs = ("objective", "period") if options.get("renewed") else ("objective",)
-    return Method(name, labels, functools.partial(rotated, upfront=structure, **options), needs)
+    return Method(name, labels, functools.partial(build_rotated, upfront=structure, **options), needs)
 
 
 def _online(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:
-    return Method(name, labels, functools.partial(rotated, online=structure, **options), follows=True)
+    return Method(name, labels, functools.partial(build_rotated, online=structure, **options), follows_gradients=True)
 
 
 def _package(name: str, labels: Mapping[str, str], build: PackageOptimizer, needs: tuple[str, ...] = ()) -> Method:
@@ -121,14 +121,16 @@ def _crossings() -> Iterator[Method]:
         yield Method(
             f"{base}-{coordinates}".lower().replace(" ", "-"),
             labels,
-            functools.partial(crossed, base=BASES[base], **options),
+            functools.partial(build_in_coordinates, base=BASES[base], **options),
             ("objective",) if "upfront" in options or "random" in options else (),
-            follows="online" in options,
+            follows_gradients="online" in options,
         )
 
 
 METHODS: tuple[Method, ...] = (
-    Method("adamw", {LANGUAGE: "AdamW", RESNET: "AdamW", COORDINATES: "AdamW", BENCH: "AdamW", EPOCH: "AdamW"}, adamw),
+    Method(
+        "adamw", {LANGUAGE: "AdamW", RESNET: "AdamW", COORDINATES: "AdamW", BENCH: "AdamW", EPOCH: "AdamW"}, build_adamw
+    ),
     _upfront(
         "shared-fixed",
         {LANGUAGE: "EGOP fixed", RESNET: "EGOP up-front", BENCH: "Shared, fixed", EPOCH: "Shared, fixed"},
@@ -185,10 +187,12 @@ METHODS: tuple[Method, ...] = (
         ),
     ),
     *_crossings(),
-    Method("egop", {COORDINATES: "EGOP"}, recipe),
-    Method("muon-stacked", {COORDINATES: "Muon", BENCH: "Muon, stacked"}, functools.partial(stacked, kind=Muon)),
-    Method("normuon", {COORDINATES: "NorMuon", BENCH: "NorMuon, stacked"}, functools.partial(stacked, kind=NorMuon)),
-    Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, muon, package="convolutions"),
+    Method("egop", {COORDINATES: "EGOP"}, build_egop),
+    Method("muon-stacked", {COORDINATES: "Muon", BENCH: "Muon, stacked"}, functools.partial(build_stacked, kind=Muon)),
+    Method(
+        "normuon", {COORDINATES: "NorMuon", BENCH: "NorMuon, stacked"}, functools.partial(build_stacked, kind=NorMuon)
+    ),
+    Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, build_muon, package="convolutions"),
 )
 
 
@@ -197,7 +201,7 @@ def get_methods(where: str) -> dict[str, Method]:
     return {method.labels[where]: method for method in METHODS if where in method.labels}
 
 
-def label(where: str, name: str) -> str:
+def get_label(where: str, name: str) -> str:
     """Return the label of a method in a comparison."""
     return next(method.labels[where] for method in METHODS if method.name == name)
 

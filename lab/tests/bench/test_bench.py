@@ -103,11 +103,11 @@ def test_an_interrupt_loses_no_row(tmp_path, monkeypatch):
 
 def test_without_the_package_of_the_peers_their_rows_are_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    found, missing = setups.available(SMALL)
+    found, missing = setups.find_available(SMALL)
     assert missing
     assert "pip install" in setups.INSTALL
     assert set(METHODS) - set(found) == {"SOAP", "Shampoo"}
-    kernels, _ = setups.available(networks.resnet(2, 32, width=4, depths=(1, 1)))
+    kernels, _ = setups.find_available(networks.resnet(2, 32, width=4, depths=(1, 1)))
     assert "Muon" not in kernels
 
 
@@ -158,7 +158,7 @@ def test_every_method_trains_all_parameters_and_leaves_the_gradients_it_is_given
     gradients = steps.compute_gradients(network, start, batches)
     before = [[each.clone() for each in own] for own in gradients]
     trial = steps.Trial(network, name, METHODS[name], start, batches, gradients)
-    trial.alone(11)
+    trial.time_steps(11)
     pairs = zip(itertools.chain(*before), itertools.chain(*gradients), strict=True)
     assert all(torch.equal(was, now) for was, now in pairs)
     moved = [not torch.equal(a, b) for a, b in zip(start.parameters(), trial.model.parameters(), strict=True)]
@@ -234,6 +234,6 @@ def test_a_table_shows_what_failed_below_what_was_measured():
         {"network": "A", "method": "SOAP", "failed": "RuntimeError: too large"},
         {"network": "A", "note": "something was left out"},
     ]
-    lines = tables.table("steps", rows).splitlines()
+    lines = tables.format_rows("steps", rows).splitlines()
     assert "12.3 ms" in lines[4]
     assert lines[5:] == ["failed: A, SOAP: RuntimeError: too large", "something was left out"]

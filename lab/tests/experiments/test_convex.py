@@ -170,5 +170,5 @@ def test_sgd_that_differs_between_coordinates_is_an_error(tmp_path):
 def test_a_best_rate_at_the_end_of_the_grid_is_said(tmp_path):
     experiment, store = faked(ConvexExperiment, outcome(as_in_the_paper), tmp_path)
     judged = next(j for j in experiment.judge(store, "quick") if j.id == "convex/least-squares-Adagrad-better")
-    assert "(Adagrad: best at the end of the grid, 0.01)" in judged.found  # all rates tie: the smallest is taken
+    assert "(Adagrad: best at the end of the grid, 0.01)" in judged.finding  # all rates tie: the smallest is taken
     assert experiment.tuning_method(Method("SGD", EGOP)) == Method("SGD", ORIGINAL)

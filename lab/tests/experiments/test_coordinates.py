@@ -154,10 +154,10 @@ def test_targets_are_judged_where_there_are_records(store):
     assert all(each.kind == "target" for each in judged.values())
     # EGOP falls by 2 in 400 steps to 1.2: to 1.5 after 340 of them.
     assert judged["steps"].verdict == "does not hold"
-    assert "there after 340 (0.85)" in judged["steps"].found
+    assert "there after 340 (0.85)" in judged["steps"].finding
     # AdamW ends at 1.5, 1.0, ...: 1.2 lies at 0.6 of the way from once to one and a half times.
-    assert "AdamW needs 1.30 times the steps" in judged["steps"].found
-    assert judged["time"].found == "AdamW 5 seconds, EGOP 4.4 (0.88)."  # by the shorter round
+    assert "AdamW needs 1.30 times the steps" in judged["steps"].finding
+    assert judged["time"].finding == "AdamW 5 seconds, EGOP 4.4 (0.88)."  # by the shorter round
     assert judged["small-muon"].verdict == judged["small-normuon"].verdict == "holds"
     assert judged["small-step"].verdict == judged["small-step-muon"].verdict == "holds"
     for name in ("large-muon", "resnet-soap", "vit-muon", "large-step-muon", "resnet-step", "rule"):
@@ -174,7 +174,7 @@ def test_targets_come_out_both_ways(store, tmp_path):
     judged = verdicts(store)
     missed = {name for name, each in judged.items() if each.verdict == "does not hold"}
     assert missed == {"steps", "time"}
-    assert judged["rule"].found == "With 1 times AdamW's rate it is at most 0.000 worse."
+    assert judged["rule"].finding == "With 1 times AdamW's rate it is at most 0.000 worse."
     assert judged["rule"].verdict == "holds"
     worse = Store(tmp_path / "worse.jsonl")
     for task in FULL["tasks"]:

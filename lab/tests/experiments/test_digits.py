@@ -55,7 +55,7 @@ def test_rates_are_chosen_as_in_the_paper_and_those_of_tuning_trials_stand_besid
     assert lower.verdict == "holds"
     (other,) = lower.alternatives
     assert (other.verdict, other.rule) == ("does not hold", "rates chosen on tuning trials of their own")
-    assert "EGOP: 1e+05" in other.found
+    assert "EGOP: 1e+05" in other.finding
     assert found["digits/Adam-robust"].alternatives == ()
 
 

@@ -149,7 +149,7 @@ def test_a_loss_that_falls_in_between_is_said_beside(tmp_path):
     experiment, store = faked(ErrorsInVariablesExperiment, outcome(bumpy), tmp_path)
     soap = experiment.judge(store, "quick")[0]
     assert (soap.verdict, soap.alternatives[0].verdict) == ("holds", "does not hold")
-    assert soap.found.startswith("Final loss, with the better of its two settings of betas, at residual 0.00")
+    assert soap.finding.startswith("Final loss, with the better of its two settings of betas, at residual 0.00")
 
 
 def test_one_setting_of_soap_that_is_better_is_enough_against_the_claim(tmp_path):

@@ -99,7 +99,7 @@ def test_what_the_other_search_and_equal_settings_say_stands_beside(judged):
     assert compare_at_equal_settings([0, 50, 200], [[1.0, 2.0, 1.5]]).verdict == "does not hold", (
         "no gain to begin with"
     )
-    assert compare_at_equal_settings([0, 50, 200], [[1.0, 0.9, 0.9]]).found == (
+    assert compare_at_equal_settings([0, 50, 200], [[1.0, 0.9, 0.9]]).finding == (
         "Lower, of 1 combinations: original to r = 50: 1; r = 50 to r = 200: 0."
     )
 
@@ -112,7 +112,7 @@ def test_a_spectrum_without_an_end_is_not_captured():
 
 def test_a_loss_that_is_never_reached_is_said_to_be():
     found = judge_growth({0: 90, 50: 60, 200: None})
-    assert found.found.endswith("r = 50: 60; r = 200: not reached.")
+    assert found.finding.endswith("r = 50: 60; r = 200: not reached.")
     assert found.verdict == "does not hold"
     assert judge_growth({0: 90, 50: None, 200: 60}).verdict == "holds"
 

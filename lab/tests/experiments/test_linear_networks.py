@@ -95,7 +95,7 @@ def test_a_curve_that_is_mostly_lower_is_faster_and_levels_stand_beside():
     epochs, original = [0, 20, 40, 60, 80], [1.0, 1e-6, 1e-7, 1e-8, 1e-9]
     late = _compare_levels(epochs, [1.0, 1e-11, 1e-11, 1e-5, 1e-5], original)
     assert late.verdict == "holds"
-    assert late.found.startswith("EGOP and original, by 20: 1e-05: 20 and 20; 1e-10: 20 and never; 1e-15: never")
+    assert late.finding.startswith("EGOP and original, by 20: 1e-05: 20 and 20; 1e-10: 20 and never; 1e-15: never")
     assert _compare_levels(epochs, original, original).verdict == "does not hold"
 
 
@@ -104,7 +104,7 @@ def test_losses_at_the_rounding_floor_are_said_to_be(judged, tmp_path):
     assert found["Adam-lower"] == found["Adam-validation"] == "does not hold"
     store = Store(tmp_path / "records.jsonl")
     lower = LinearNetworksExperiment().judge(store, "quick")[0]
-    assert lower.found.endswith("both at the rounding floor.")
+    assert lower.finding.endswith("both at the rounding floor.")
     assert lower.margin == 0
 
 

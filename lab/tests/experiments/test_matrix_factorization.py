@@ -181,7 +181,7 @@ def test_traces_that_come_apart_are_not_superimposed(tmp_path):
     experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path)
     judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}["superimposed"]
     assert judged.verdict == judged.alternatives[0].verdict == "does not hold"
-    assert "furthest apart at step 0, by a factor of 50." in judged.found
+    assert "furthest apart at step 0, by a factor of 50." in judged.finding
 
 
 def test_traces_that_differ_only_in_what_is_left_are_superimposed_in_the_loss(tmp_path):
@@ -198,7 +198,7 @@ def test_a_difference_that_is_rounding_is_no_lower_loss(tmp_path):
     experiment, store = faked(MatrixFactorizationExperiment, outcome(all_at_the_optimum), tmp_path)
     judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}
     assert judged["Adam-lower"].verdict == judged["Adam-closer"].verdict == "does not hold"
-    assert "Both have found the optimum." in judged["Adam-lower"].found
+    assert "Both have found the optimum." in judged["Adam-lower"].finding
     assert judged["Adam-faster"].verdict == "holds"
 
 

@@ -27,14 +27,14 @@ from egop_lab.experiments.resnet_claims import (
 )
 from egop_lab.experiments.resnet_long import FIRST, LongRuns
 from egop_lab.experiments.resnet_runs import OPTIONAL, ShortRuns
-from egop_lab.methods import RESNET, get_methods, label
+from egop_lab.methods import RESNET, get_label, get_methods
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from fakes import image_folder
 
 METHODS = get_methods(RESNET)
-ONLINE, MUON = label(RESNET, "shared-online"), label(RESNET, "muon")
+ONLINE, MUON = get_label(RESNET, "shared-online"), get_label(RESNET, "muon")
 EXPERIMENT = ResnetExperiment()
 SMALL = {"batch": 8, "trials": 1, "side": 20, "crop": 16, "depths": [1], "width": 4, "images": ["all", "all"]}
 
@@ -220,12 +220,12 @@ def verdicts(store):
 def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
     twice = {name: (2 * fall, *others) for name, (fall, *others) in PAPER.items()}
     judged = EXPERIMENT.judge(fake_store(tmp_path / "r.jsonl", twice, floor=1.5), "full")
-    found = {each.id: each for each in judged if each.found.startswith(("Epochs", "Seconds"))}
+    found = {each.id: each for each in judged if each.finding.startswith(("Epochs", "Seconds"))}
     assert len(found) == 15
     assert {each.verdict for each in found.values()} == {"holds"}
     upfront = found["resnet/upfront-epochs"]
     # SOAP's median ends at 1.51, and 1.05 times that is 1.586.
-    assert upfront.found == "Epochs to a validation loss of 1.586: EGOP up-front: 6; AdamW: 8."
+    assert upfront.finding == "Epochs to a validation loss of 1.586: EGOP up-front: 6; AdamW: 8."
     assert (upfront.paper, upfront.alternatives[0].rule) == ("15 and 24", "to the lowest of AdamW's medians")
 
 
@@ -256,7 +256,7 @@ def test_all_claims_can_fail(tmp_path):
 
 def test_numbers_come_from_the_records(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
-    found = {each.id: ours(each).found for each in EXPERIMENT.judge(store, "full")}
+    found = {each.id: ours(each).finding for each in EXPERIMENT.judge(store, "full")}
     # AdamW's median ends at 2.01; the others' middle seeds get there after 8 and 5 epochs.
     assert found["resnet/upfront-epochs"] == "Epochs to a validation loss of 2.010: EGOP up-front: 8; AdamW: 10."
     assert found["resnet/periodic-time"] == "Seconds to a validation loss of 2.010: EGOP each epoch: 60; AdamW: 100."
@@ -268,7 +268,7 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", never)
     judged = {each.id: each for each in EXPERIMENT.judge(store, "full")}
     assert ours(judged["resnet/periodic-epochs"]).verdict == "does not hold"
-    assert "EGOP each epoch: never" in judged["resnet/periodic-epochs"].found
+    assert "EGOP each epoch: never" in judged["resnet/periodic-epochs"].finding
     assert ours(judged["resnet/periodic-soap"]).verdict == "cannot be judged", "neither got there"
     bars = EXPERIMENT.pictures(store, "full")[1].panels[0].series[0]
     assert math.isinf(bars.median[list(bars.x).index(PERIODIC)])
@@ -342,7 +342,7 @@ def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_one
     judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.judge(store, "full")}
     assert ours(judged["upfront-epochs"]).verdict == "holds"
     short = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.short.judge(store, "full")}
-    assert judged["upfront-epochs"].found != short["upfront-epochs"].found
+    assert judged["upfront-epochs"].finding != short["upfront-epochs"].finding
     assert judged["upfront-soap"] == short["upfront-soap"]
     assert EXPERIMENT.remarks(store, "full")[-1].startswith("Not run with 30 epochs: SOAP each epoch, SOAP once,")
 
@@ -356,11 +356,11 @@ def test_adamw_has_a_second_chance_at_another_rate(tmp_path):
     judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.long.judge(store, "full")}
     assert [each.verdict for each in judged.values()] == [each.verdict for each in known], "the chosen rate counts"
     (other,) = (each for each in judged["upfront-accuracy"].alternatives if each.rule == "AdamW at 0.0003")
-    assert (other.verdict, other.found) == (
+    assert (other.verdict, other.finding) == (
         "does not hold",
         "Share of wrong answers, ten crops: EGOP up-front: 0.25; AdamW: 0.1.",
     )
-    times = [each.found for each in judged["upfront-time"].alternatives if "0.0003" in each.rule]
+    times = [each.finding for each in judged["upfront-time"].alternatives if "0.0003" in each.rule]
     assert times
     assert "never" not in "".join(times), "it has the pace of AdamW's other runs"
     two = Store(tmp_path / "two.jsonl")
@@ -376,7 +376,7 @@ def test_our_form_of_soap_stands_beside_the_packages(tmp_path):
     assert other.verdict == "does not hold"
     same = [each.verdict for each in judged["soap-accuracy"].alternatives if each.rule == "SOAP 100 in our form"]
     assert same == ["does not hold"], "where it is compared itself it is always shown"
-    assert "SOAP 100, ours: " in other.found
+    assert "SOAP 100, ours: " in other.finding
     without = long_store(tmp_path / "s.jsonl", {name: LONG[name] for name in FIRST})
     assert not any(
         "our form" in each.rule for one in EXPERIMENT.long.judge(without, "full") for each in one.alternatives

@@ -17,7 +17,7 @@ from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
 from egop_lab.bench.setups import MEMORY
 from egop_lab.bench.steps import compute_gradients
-from egop_lab.bench.timing import PeakMemory, reason, taken
+from egop_lab.bench.timing import PeakMemory, describe_error, time_call
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _TimedAccumulator(Accumulator):
         self.inner, self.timed = inner, timed
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        self.timed.shares.accumulation += taken(lambda: self.inner.add(gradients), self.timed.device)
+        self.timed.shares.accumulation += time_call(lambda: self.inner.add(gradients), self.timed.device)
 
     def merge(self, other: Accumulator) -> None:
         assert isinstance(other, _TimedAccumulator)
@@ -82,7 +82,7 @@ class _TimedAccumulator(Accumulator):
 
     def finish(self) -> tuple[egop.Spectrum | None, egop.ChangeOfBasis]:
         results: list[tuple[egop.Spectrum | None, egop.ChangeOfBasis]] = []
-        self.timed.shares.decomposition += taken(lambda: results.append(self.inner.finish()), self.timed.device)
+        self.timed.shares.decomposition += time_call(lambda: results.append(self.inner.finish()), self.timed.device)
         return results[0]
 
 
@@ -99,7 +99,7 @@ def estimate(
         bases.append(egop.estimate(objective, structure=timed, partition="parameter", progress=False, **options))
 
     with PeakMemory(device) as peak:
-        seconds = taken(work, device)
+        seconds = time_call(work, device)
     shares = timed.shares
     return bases[0], {
         "seconds": seconds,
@@ -140,7 +140,7 @@ def run(setting: Setting) -> Iterator[Row]:
             try:
                 basis, took = estimate(network, structure, samples, setting.device)
             except Exception as error:  # the other rows are still to come
-                yield row | {"failed": reason(error)}
+                yield row | {"failed": describe_error(error)}
                 continue
             drawn = samples or max(structure.samples(change.block) for change in basis.values())
             held = sum(change.nbytes for change in basis.values())

@@ -12,13 +12,13 @@ import egop
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Batch, Network
-from egop_lab.bench.setups import start
-from egop_lab.bench.timing import interleave, spread, taken
-from egop_lab.methods import EPOCH, get_methods, label
+from egop_lab.bench.setups import make_setup
+from egop_lab.bench.timing import interleave, spread, time_call
+from egop_lab.methods import EPOCH, get_label, get_methods
 from egop_lab.training.classifiers import count_samples
 from egop_lab.training.timed_runs import capture_graphs
 
-ADAMW, FIXED, EACH_EPOCH = (label(EPOCH, name) for name in ("adamw", "shared-fixed", "shared-renewed"))
+ADAMW, FIXED, EACH_EPOCH = (get_label(EPOCH, name) for name in ("adamw", "shared-fixed", "shared-renewed"))
 EAGER, GRAPH = "eager", "CUDA graph"
 
 
@@ -42,14 +42,14 @@ class _Epoch:
         self.model = network.make(self.device)
         self.outputs = capture_graphs(_Outputs(network, self.model), batches[0][0].clone()) if form == GRAPH else None
         options = {"period": steps, "samples": samples or count_samples(self.model)}
-        self.optimizer = get_methods(EPOCH)[name].make(start(self.model, network, batches, **options))
+        self.optimizer = get_methods(EPOCH)[name].make(make_setup(self.model, network, batches, **options))
         self._train(3)
         if isinstance(self.optimizer, egop.ReparameterizedOptimizer) and self.optimizer.refresher is not None:
             self.optimizer.renew_basis()  # the first one loads what it needs
 
     def __call__(self) -> float:
         """Train for an epoch; return the seconds it took."""
-        return taken(lambda: self._train(self.steps), self.device)
+        return time_call(lambda: self._train(self.steps), self.device)
 
     def _train(self, steps: int) -> None:
         for index in range(steps):

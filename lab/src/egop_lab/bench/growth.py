@@ -10,9 +10,9 @@ import egop
 from egop_lab.bench import bases, networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.setups import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, available
+from egop_lab.bench.setups import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, find_available
 from egop_lab.bench.steps import trials
-from egop_lab.bench.timing import interleave, reason
+from egop_lab.bench.timing import describe_error, interleave
 from egop_lab.builders import REFRESH_EVERY
 
 _METHODS = (ADAMW, SHARED, SHARED_ONLINE, KRONECKER, KRONECKER_ONLINE, SOAP)
@@ -32,9 +32,9 @@ def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[R
     """Time a step, and compare it with the step at half the size."""
     last: dict[str, float] = {}
     for size, network in sizes.items():
-        methods = {name: method for name, method in available(network)[0].items() if name in _METHODS}
+        methods = {name: method for name, method in find_available(network)[0].items() if name in _METHODS}
         ready, unready = trials(network, methods, setting.device, whole=False)
-        turns = {name: functools.partial(trial.alone, REFRESH_EVERY) for name, trial in ready.items()}
+        turns = {name: functools.partial(trial.time_steps, REFRESH_EVERY) for name, trial in ready.items()}
         results, failed = interleave(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
         now = {name: median([turn.step for turn in rounds]) for name, rounds in results.items()}
         for name, seconds in now.items():
@@ -58,7 +58,7 @@ def _estimates(setting: Setting) -> Iterator[Row]:
             try:
                 row["seconds"] = bases.estimate(network, structure, samples, setting.device)[1]["seconds"]
             except Exception as error:  # the other rows are still to come
-                yield row | {"failed": reason(error)}
+                yield row | {"failed": describe_error(error)}
                 continue
             yield row | ({} if last is None else {"growth": row["seconds"] / last})
             last = row["seconds"]

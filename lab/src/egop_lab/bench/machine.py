@@ -70,7 +70,7 @@ class Setting:
 
 
 @contextlib.contextmanager
-def settled(device: torch.device) -> Iterator[None]:
+def measurement_mode(device: torch.device) -> Iterator[None]:
     """Use TF32 and the fastest convolutions on a GPU, and keep the garbage collector off while measuring."""
     convolutions, collecting = torch.backends.cudnn.benchmark, gc.isenabled()
     with fast_math(device), warnings.catch_warnings():

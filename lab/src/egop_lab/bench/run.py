@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from egop_lab.bench import bases, epoch, growth, machine, sampling, steps, sweep, tables, targets
-from egop_lab.bench.timing import reason
+from egop_lab.bench.timing import describe_error
 from egop_lab.files import write_json
 from egop_lab.formatting import pluralize
 
@@ -46,7 +46,7 @@ def run(
     Returns:
         What was written.
     """
-    with machine.settled(device):
+    with machine.measurement_mode(device):
         rates = machine.measure(device, smoke=smoke)
         about = machine.describe(device) | {"flops a second": rates.flops, "bytes a second": rates.bytes}
         kept: dict[str, Any] = {"smoke": smoke, "complete": False, "machine": about, "seconds": {}, "parts": {}}
@@ -62,13 +62,13 @@ def run(
                     kept["targets"] = targets.judge(kept["parts"], device.type)
                     write_json(out, kept)
             except Exception as error:  # the other parts are still to come
-                rows.append({"failed": reason(error)})
+                rows.append({"failed": describe_error(error)})
             machine.release(device)
             kept["seconds"][name] = time.perf_counter() - began
-            say(f"\n{tables.table(name, rows)}\n({kept['seconds'][name]:.0f} s)")
+            say(f"\n{tables.format_rows(name, rows)}\n({kept['seconds'][name]:.0f} s)")
         kept |= {"complete": True, "targets": targets.judge(kept["parts"], device.type)}
         write_json(out, kept)
-    say(f"\n{tables.verdicts(kept['targets'])}" if not smoke else "\nA smoke run: its numbers mean nothing.")
+    say(f"\n{tables.format_targets(kept['targets'])}" if not smoke else "\nA smoke run: its numbers mean nothing.")
     return kept
 
 

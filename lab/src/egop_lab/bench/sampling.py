@@ -13,7 +13,7 @@ from egop.estimation import Sampling, sample_gradients
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.timing import interleave, summary, taken
+from egop_lab.bench.timing import interleave, summary, time_call
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.models.small import xavier_
@@ -78,4 +78,4 @@ def _per_second(
         for _ in sample_gradients(objective, rho, samples, generator=generator, method=method):
             pass
 
-    return samples / taken(sample, device)
+    return samples / time_call(sample, device)

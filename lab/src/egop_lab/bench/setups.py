@@ -12,16 +12,16 @@ import egop
 from egop_lab import builders, methods
 from egop_lab.bench.networks import Network
 from egop_lab.builders import REFRESH_EVERY
-from egop_lab.methods import BENCH, Method, label
+from egop_lab.methods import BENCH, Method, get_label
 
 MEMORY = "64GiB"
-ADAMW, SOAP, SHAMPOO = (label(BENCH, name) for name in ("adamw", "soap", "shampoo-blocks"))
-SHARED, SHARED_ONLINE = label(BENCH, "shared-fixed"), label(BENCH, "shared-online")
-KRONECKER, KRONECKER_ONLINE = label(BENCH, "kronecker-fixed"), label(BENCH, "kronecker-online")
+ADAMW, SOAP, SHAMPOO = (get_label(BENCH, name) for name in ("adamw", "soap", "shampoo-blocks"))
+SHARED, SHARED_ONLINE = get_label(BENCH, "shared-fixed"), get_label(BENCH, "shared-online")
+KRONECKER, KRONECKER_ONLINE = get_label(BENCH, "kronecker-fixed"), get_label(BENCH, "kronecker-online")
 INSTALL = f"{SOAP}, {SHAMPOO} and the Muon of ResNets are left out: pip install pytorch-optimizer for them."
 
 
-class Start(builders.Start):
+class Setup(builders.Setup):
     """A setup whose bases cost nothing before the training."""
 
     def upfront(self, structure: egop.Structure) -> egop.Basis:
@@ -29,9 +29,9 @@ class Start(builders.Start):
         return make_basis(self.model, structure)
 
 
-def start(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), **options: Any) -> Start:
+def make_setup(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), **options: Any) -> Setup:
     """Build the setup of an optimizer for a model of a network; methods that sample gradients use the batches."""
-    return Start(
+    return Setup(
         # So small that weights hardly move: after a thousand steps the gradients are still those of a network.
         options={"lr": 1e-6, "weight_decay": 0.0},
         adam={"fused": True},  # the fastest that torch has
@@ -69,14 +69,14 @@ def _reflection(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 def period(method: Method) -> int:
     """Return the number of steps after which the method's work repeats."""
-    return REFRESH_EVERY if method.follows else 1
+    return REFRESH_EVERY if method.follows_gradients else 1
 
 
-def available(network: Network) -> tuple[dict[str, Method], bool]:
+def find_available(network: Network) -> tuple[dict[str, Method], bool]:
     """Return the methods that can run here for a network, and whether a missing package leaves some out."""
     choices = methods.get_methods(BENCH)
     try:
-        builders.foreign(SOAP)
+        builders.import_pytorch_optimizer(SOAP)
     except builders.MissingPackageError:
         foreign = {"always", "convolutions"} if network.images else {"always"}
         return {name: method for name, method in choices.items() if method.package not in foreign}, True

@@ -15,7 +15,7 @@ import egop
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Rates, Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.setups import ADAMW, INSTALL, SOAP, available, period, start
+from egop_lab.bench.setups import ADAMW, INSTALL, SOAP, find_available, make_setup, period
 from egop_lab.bench.timing import Marks, interleave, spread
 from egop_lab.builders import REFRESH_EVERY
 from egop_lab.methods import COMPILED, Method, get_methods
@@ -57,18 +57,18 @@ class Trial:
         self.gradients = [[gradient.clone() for gradient in group] for group in gradients]  # some methods write to them
         self.model = copy.deepcopy(model)
         self.device = batches[0][0].device
-        self.optimizer = method.make(start(self.model, network))
+        self.optimizer = method.make(make_setup(self.model, network))
         self._parameters = list(self.model.parameters())
 
     def warm_up(self, *, whole: bool) -> Trial:
         """Run the first steps, which set things up and build a first basis; on a GPU a refresh also loads kernels."""
         if self.gradients:
-            self.alone(self.period + 2 if self.device.type == "cuda" else 2)
+            self.time_steps(self.period + 2 if self.device.type == "cuda" else 2)
         if whole:
-            self.whole(2)
+            self.time_training_steps(2)
         return self
 
-    def alone(self, steps: int) -> Turn:
+    def time_steps(self, steps: int) -> Turn:
         """Time steps for given gradients."""
         marks = Marks(self.device)
         for index in range(steps):
@@ -80,7 +80,7 @@ class Trial:
         times = marks.seconds()[::2]
         return Turn(sum(times) / steps, max(times))
 
-    def whole(self, steps: int) -> Turn:
+    def time_training_steps(self, steps: int) -> Turn:
         """Time training steps: forward, backward and step."""
         marks = Marks(self.device)
         for index in range(steps):
@@ -98,9 +98,9 @@ class Trial:
         """Run one round. On the CPU a training step is the sum of its parts; on a GPU they overlap."""
         steps = -(-steps // self.period) * self.period  # whole periods, each with one renewal
         if self.device.type != "cuda":
-            return self.whole(steps)
-        alone = self.alone(steps)
-        return Turn(alone.step, alone.longest, self.whole(steps).whole)
+            return self.time_training_steps(steps)
+        alone = self.time_steps(steps)
+        return Turn(alone.step, alone.longest, self.time_training_steps(steps).whole)
 
 
 def compute_gradients(network: Network, model: nn.Module, batches: Sequence[networks.Batch]) -> list[list[Tensor]]:
@@ -214,7 +214,7 @@ def run(setting: Setting) -> Iterator[Row]:
         ],
     )
     for network, steps, rounds in cases:
-        methods, missing = available(network)
+        methods, missing = find_available(network)
         if missing:
             yield {"network": network.name, "note": INSTALL}
         if setting.gpu and not setting.smoke and network.name == "GPT 6x384":

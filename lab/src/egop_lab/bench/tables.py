@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 Format = Callable[[Any], str]
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format ``0.00123`` as ``"1.23 ms"``."""
     if seconds >= 10:
         return f"{seconds:.1f} s"
@@ -51,7 +51,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
         "Time and memory to a basis",
         [
             *_words("network", "structure", "samples"),
-            ("time", "seconds", duration),
+            ("time", "seconds", format_duration),
             ("sampling", "sampling", _share),
             ("accumulation", "accumulation", _share),
             ("decomposition", "decomposition", _share),
@@ -63,26 +63,30 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
         "Optimizer step and whole training step",
         [
             *_words("network", "method"),
-            ("step", "step", duration),
+            ("step", "step", format_duration),
             ("/ AdamW", "step over AdamW", _ratio),
-            ("longest", "longest step", duration),
-            ("floor", "floor", duration),
+            ("longest", "longest step", format_duration),
+            ("floor", "floor", format_duration),
             ("/ floor", "step over floor", _ratio),
             ("SOAP /", "SOAP over step", _ratio),
-            ("whole", "whole", duration),
+            ("whole", "whole", format_duration),
             ("/ AdamW", "whole over AdamW", _ratio),
         ],
     ),
     "epoch": (
         "A whole epoch",
-        [*_words("network", "form", "method"), ("epoch", "epoch", duration), ("/ AdamW", "epoch over AdamW", _ratio)],
+        [
+            *_words("network", "form", "method"),
+            ("epoch", "epoch", format_duration),
+            ("/ AdamW", "epoch over AdamW", _ratio),
+        ],
     ),
     "growth": (
         "How cost grows",
         [
             ("twice the", "what", str),
             *_words("of", "size"),
-            ("time", "seconds", duration),
+            ("time", "seconds", format_duration),
             ("growth", "growth", _ratio),
         ],
     ),
@@ -90,16 +94,16 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
         "The digits sweep: seconds a run and epoch",
         [
             *_words("coordinates", "runs"),
-            ("together", "together", duration),
-            ("one at a time", "one at a time", duration),
-            ("(batched code)", "one at a time, in the batched programme", duration),
+            ("together", "together", format_duration),
+            ("one at a time", "one at a time", format_duration),
+            ("(batched code)", "one at a time, in the batched programme", format_duration),
             ("speed-up", "speed-up", _ratio),
         ],
     ),
 }
 
 
-def table(part: str, rows: Sequence[Row]) -> str:
+def format_rows(part: str, rows: Sequence[Row]) -> str:
     """Format the rows of one part, with failures and omissions below."""
     title, columns = COLUMNS[part]
     shown = [row for row in rows if "note" not in row]
@@ -116,7 +120,7 @@ def table(part: str, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *dict.fromkeys(row["note"] for row in rows if "note" in row)])
 
 
-def verdicts(judged: Sequence[Row]) -> str:
+def format_targets(judged: Sequence[Row]) -> str:
     """Format the targets: wanted and measured."""
     lines = ["Targets", ""]
     for row in judged:

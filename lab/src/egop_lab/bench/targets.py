@@ -31,7 +31,7 @@ class Target:
     kind: Literal["cpu", "cuda"] | None
     find: Callable[[Parts], float | None]
 
-    def judged(self, parts: Parts, kind: str) -> dict[str, Any]:
+    def evaluate(self, parts: Parts, kind: str) -> dict[str, Any]:
         """Return the target with the measured value."""
         measured = self.find(parts) if self.kind in (None, kind) else None
         row = {"id": self.id, "words": self.words, "target": f"{self.sense} {self.bound:g}", "measured": measured}
@@ -124,4 +124,4 @@ TARGETS: list[Target] = [
 
 def judge(parts: Parts, kind: str) -> list[dict[str, Any]]:
     """Compare every target for this kind of device with its measured value."""
-    return [target.judged(parts, kind) for target in TARGETS]
+    return [target.evaluate(parts, kind) for target in TARGETS]

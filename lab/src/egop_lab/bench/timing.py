@@ -52,7 +52,7 @@ class Marks:
         return [end - start for start, end in pairs]
 
 
-def taken(work: Callable[[], object], device: torch.device) -> float:
+def time_call(work: Callable[[], object], device: torch.device) -> float:
     """Return the wall-clock seconds of a piece of work."""
     wait(device)
     began = time.perf_counter()
@@ -85,12 +85,12 @@ def interleave(
             try:
                 results[name].append(turn())
             except Exception as error:  # one method that fails is not to cost the others' numbers
-                failed[name] = reason(error)
+                failed[name] = describe_error(error)
             spent[name] += time.perf_counter() - began
     return {name: values for name, values in results.items() if name not in failed}, failed
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return why something failed, in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]

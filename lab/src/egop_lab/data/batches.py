@@ -42,7 +42,7 @@ class DataSet:
     validation: Split
     test: Split
 
-    def on(self, device: torch.device | str) -> list[tuple[Tensor, ...]]:
+    def to(self, device: torch.device | str) -> list[tuple[Tensor, ...]]:
         """Return features and labels of the three splits, moved to a device."""
         splits = (self.train, self.validation, self.test)
         return [tuple(tensor.to(device) for tensor in split.batch) for split in splits]

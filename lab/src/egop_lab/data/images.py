@@ -119,7 +119,7 @@ class HeldImages:
     def validation(self, *, ten: bool) -> Iterator[Batch]:
         images, labels = self.held_out
         for some, theirs in zip(images.split(100 if ten else 1000), labels.split(100 if ten else 1000), strict=True):
-            yield normalize(views(some, self.crop, ten=ten)), theirs
+            yield normalize(make_views(some, self.crop, ten=ten)), theirs
 
 
 class _HeldBatches:
@@ -198,7 +198,7 @@ class _Views(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, drawn: Any) -> tuple[Tensor, int]:
         row, _ = drawn
         pixels = _pixels(_resize(_open(self.files.paths[row]), self.side))
-        return views(pixels[None], self.crop, ten=self.ten)[0], self.files.labels[row]
+        return make_views(pixels[None], self.crop, ten=self.ten)[0], self.files.labels[row]
 
 
 class _OnDevice:
@@ -256,7 +256,7 @@ def random_crops(images: Tensor, crop: int, generator: torch.Generator) -> Tenso
     return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def views(images: Tensor, crop: int, *, ten: bool) -> Tensor:
+def make_views(images: Tensor, crop: int, *, ten: bool) -> Tensor:
     """Return the central crop, (n, 1, 3, crop, crop); or ten: four corners, centre, and their mirror images."""
     height, width = images.shape[-2:]
     if min(height, width) < crop:
@@ -282,7 +282,7 @@ def _files(folder: Path, names: Sequence[str]) -> Files:
 
 def _read_all(files: Files, side: int, workers: int, device: torch.device) -> Batch:
     def read(path: Path) -> Tensor:
-        return views(_pixels(_resize(_open(path), side))[None], side, ten=False)[0, 0]
+        return make_views(_pixels(_resize(_open(path), side))[None], side, ten=False)[0, 0]
 
     with ThreadPoolExecutor(max(1, workers)) as pool:  # decoding releases Python's lock
         images = torch.stack(list(pool.map(read, files.paths)))

@@ -23,12 +23,12 @@ class Alternative:
     Attributes:
         rule: in what it differs.
         verdict: by that rule.
-        found: the numbers it looks at.
+        finding: the numbers it looks at.
     """
 
     rule: str
     verdict: Verdict
-    found: str
+    finding: str
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Judgement:
 
     Attributes:
         id: of the claim, ``experiment/short-name``.
-        words: the paper's claim in short.
+        statement: the claim in short.
         verdict: what the records say by the paper's own rule; "cannot be judged" where this preset is too small for it.
-        found: the measured numbers on both sides, in a sentence made from the records.
+        finding: the measured numbers on both sides, in a sentence made from the records.
         kind: a claim of the paper, a reading of a figure of it that is ours, a target of this project, or a check that
             the code is right: one that fails is an error, so there are only checks that hold.
         paper: the paper's numbers, where it has some.
@@ -50,9 +50,9 @@ class Judgement:
     """
 
     id: str
-    words: str
+    statement: str
     verdict: Verdict
-    found: str
+    finding: str
     kind: Kind = "claim"
     paper: str = ""
     threshold: str = ""
@@ -140,7 +140,7 @@ def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, 
 
 def make_alternative(rule: str, other: Judgement) -> Alternative:
     """Return the result of judging a claim by an alternative rule."""
-    return Alternative(rule, other.verdict, other.found)
+    return Alternative(rule, other.verdict, other.finding)
 
 
 def add_alternatives(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop_lab.builders import ADAM, REFRESH_EVERY, foreign
+from egop_lab.builders import ADAM, REFRESH_EVERY, import_pytorch_optimizer
 from egop_lab.data import images, text
 from egop_lab.experiments import coordinates_pictures, coordinates_targets
 from egop_lab.experiments.base import Experiment, Judgement, Table
@@ -121,7 +121,7 @@ class CoordinatesExperiment(Experiment):
         """
         settings = self.settings(context.preset)
         if SOAP in settings["methods"]:
-            foreign(SOAP)  # which takes seconds to import
+            import_pytorch_optimizer(SOAP)  # which takes seconds to import
         names = list(tasks or settings["tasks"])
         ends = None if context.time_budget is None else time.monotonic() + context.time_budget
         # One after the other, lazily: what a task does may depend on what those before it have found.

@@ -108,7 +108,7 @@ def run(
                 cross_entropy,
                 Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "training batches")),
                 epochs,
-                evaluate=lambda model: scores(model, *data.on("cpu")),
+                evaluate=lambda model: scores(model, *data.to("cpu")),
                 progress=progress,
                 description=f"{name:>7}, {coordinates:<8} coordinates",
             )

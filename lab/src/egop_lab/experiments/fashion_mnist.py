@@ -133,7 +133,7 @@ class FashionMnistExperiment(Experiment):
             rule = f"search along {search}"
             pairs = zip(judged, self._judge_search(store, preset, search), strict=True)
             judged = [
-                one if one.found == other.found else _add_alternative(one, make_alternative(rule, other))
+                one if one.finding == other.finding else _add_alternative(one, make_alternative(rule, other))
                 for one, other in pairs
             ]
         equal = self._compare_at_equal_settings(store, preset)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop_lab.builders import REFRESH_EVERY, foreign
+from egop_lab.builders import REFRESH_EVERY, import_pytorch_optimizer
 from egop_lab.data.text import load
 from egop_lab.experiments.base import Kind
 from egop_lab.experiments.curves import bar_panel, quartiles, rate_series
@@ -20,7 +20,7 @@ from egop_lab.experiments.timed_experiment import (
     search_rates,
 )
 from egop_lab.formatting import pluralize
-from egop_lab.methods import LANGUAGE, get_methods, label
+from egop_lab.methods import LANGUAGE, get_label, get_methods
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.language import BETAS, COMMON, Run
@@ -28,7 +28,7 @@ from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import ORIGINAL, TUNING
 from egop_lab.training.timed_runs import Trials, describe_precision, fast_math
 
-ADAMW, SOAP = label(LANGUAGE, "adamw"), label(LANGUAGE, "soap")
+ADAMW, SOAP = get_label(LANGUAGE, "adamw"), get_label(LANGUAGE, "soap")
 
 
 class LanguageModelExperiment(TimedExperiment):
@@ -42,7 +42,7 @@ class LanguageModelExperiment(TimedExperiment):
     length: ClassVar[str] = "steps"
     kind: ClassVar[Kind] = "target"
     claims: ClassVar[Sequence[Claim]] = tuple(
-        Claim(f"{name}-{short}", f"Target: {words} {rest}", measure, label(LANGUAGE, method), other, part)
+        Claim(f"{name}-{short}", f"Target: {words} {rest}", measure, get_label(LANGUAGE, method), other, part)
         for name, words, method in (
             ("online", "online EGOP, one-sided,", "shared-online"),
             ("two-sided", "online EGOP, two-sided,", "kronecker-online"),
@@ -90,7 +90,7 @@ class LanguageModelExperiment(TimedExperiment):
         self.tune(trials) and self.run_reported(trials, self.settings(context.preset)["methods"])
 
     def trials(self, store: Store, context: Context) -> Trials:
-        foreign(SOAP)  # which takes seconds to import: no run is to pay for it
+        import_pytorch_optimizer(SOAP)  # which takes seconds to import: no run is to pay for it
         settings, device = self.settings(context.preset), context.device
         text = load(context.data, device, smallest=10 * settings["batch"] * settings["context"])
         common = self.config(

@@ -182,6 +182,6 @@ def _judge_similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> Judgemen
 
 def _add_digits_start(judged: Judgement, ours: Judgement | None) -> Judgement:
     """Add the result for the digits' initialisation to that for Fashion-MNIST's own."""
-    if ours is None or ours.found == judged.found:
+    if ours is None or ours.finding == judged.finding:
         return judged
     return replace(judged, alternatives=(make_alternative("weights drawn as the digits network's, Xavier", ours),))

@@ -108,7 +108,7 @@ class Claims:
         finding += "." if last is None else f", the last time that it is not at epoch {last}."
         levels = _compare_levels(epochs, *curves)
         differs = () if levels.verdict == judged.verdict else (levels,)
-        return replace(judged, found=finding, alternatives=differs)
+        return replace(judged, finding=finding, alternatives=differs)
 
     def _judge_robust(self, optimizer: str) -> Judgement:
         original, turned = (self._medians(optimizer, kind) for kind in (ORIGINAL, EGOP))
@@ -187,7 +187,7 @@ class Claims:
             if larger and not math.isfinite(self._medians(best, ORIGINAL)[min(larger)])
             else f" Its rate is {rate:g}{', the end of its grid' if not larger else ''}."
         )
-        return replace(judged, found=judged.found + end)
+        return replace(judged, finding=judged.finding + end)
 
 
 def _judge_mostly(name: str, words: str, better: Sequence[bool]) -> Judgement:

@@ -64,7 +64,7 @@ class Claims:
 
     def _judge_by_start(self, cases: Sequence[Case], judge: Callable[[Case], Judgement]) -> Judgement:
         *others, papers = map(judge, cases)
-        differing = [make_alternative(f"from {SPECTRAL}", other) for other in others if other.found != papers.found]
+        differing = [make_alternative(f"from {SPECTRAL}", other) for other in others if other.finding != papers.finding]
         return replace(papers, alternatives=(*papers.alternatives, *differing))
 
     def _finals(self, case: Case, optimizer: str, name: str) -> tuple[float, str, float]:
@@ -156,7 +156,7 @@ class Claims:
             f"The trends persist without a schedule: EGOP {optimizer} ends at a lower loss and reconstruction error "
             "than Adam, Adagrad, SOAP and Shampoo.",
             to_verdict(lower.verdict == closer.verdict == "holds"),
-            f"{lower.found} {closer.found}",
+            f"{lower.finding} {closer.finding}",
             threshold=f"{lower.threshold}; of the error, {closer.threshold}",
             alternatives=(self._compare_steps(optimizer, case),),
             margin=lower.margin,

@@ -56,7 +56,7 @@ def reproduce(ids: Sequence[str], folder: Path, context: Context, say: Callable[
         if outcome.problem:
             say(f"  left out: {outcome.problem}")
         for judged in outcome.judged:
-            say(f"  {judged.verdict}: {judged.words} {judged.found}")
+            say(f"  {judged.verdict}: {judged.statement} {judged.finding}")
     return outcomes
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop_lab.builders import foreign
+from egop_lab.builders import import_pytorch_optimizer
 from egop_lab.data import images
 from egop_lab.experiments.base import Judgement, Table, make_alternative
 from egop_lab.experiments.curves import bar_panel, best_rate, median, quartiles
@@ -127,7 +127,7 @@ class ShortRuns(TimedExperiment):
             nonlocal warm
             if warm:
                 return
-            foreign(SOAP_10)  # takes seconds to import
+            import_pytorch_optimizer(SOAP_10)  # takes seconds to import
             if device.type == "cuda":
                 self.training(data, config | {"method": ADAMW, "epochs": 1}, device)(progress=False)
                 torch.linalg.eigh(torch.eye(64, dtype=torch.float64, device=device))
@@ -192,7 +192,7 @@ class ShortRuns(TimedExperiment):
     def _judge_claim(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judgement:
         if claim.measure == "training error" and not _has_training_accuracy(runs, claim.method, claim.other):
             found = "Accuracy on training images was not recorded; the training loss was."
-            return Judgement(f"{self.id}/{claim.name}", claim.words, "cannot be judged", found)
+            return Judgement(f"{self.id}/{claim.name}", claim.statement, "cannot be judged", found)
         judged = super()._judge_claim(claim, runs, goal, preset)
         if claim.measure != "validation":
             return judged

@@ -46,7 +46,7 @@ class SweepExperiment(Experiment):
 def judge_by_both_rules(judge: Callable[[bool], Judgement]) -> Judgement:
     """Judge a claim at the rates of the paper's rule; at those of tuning trials as an alternative if they differ."""
     paper, ours = judge(False), judge(True)
-    if (paper.verdict, paper.found) == (ours.verdict, ours.found):
+    if (paper.verdict, paper.finding) == (ours.verdict, ours.finding):
         return paper
     return replace(
         paper, alternatives=(*paper.alternatives, make_alternative("rates chosen on tuning trials of their own", ours))

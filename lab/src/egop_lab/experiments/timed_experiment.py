@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from egop_lab.experiments.base import Experiment, Judgement, Kind, count_decades, make_alternative, to_verdict
 from egop_lab.experiments.curves import best_rate, first_below, median, quartiles
-from egop_lab.methods import label
+from egop_lab.methods import get_label
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
@@ -28,7 +28,7 @@ class Claim:
 
     Attributes:
         name: of the claim.
-        words: the claim.
+        statement: the claim in words.
         measure: what is compared.
         method: whose number is to be the smaller one.
         other: whose is the larger one.
@@ -39,7 +39,7 @@ class Claim:
     """
 
     name: str
-    words: str
+    statement: str
     measure: str
     method: str
     other: str
@@ -145,7 +145,7 @@ class TimedExperiment(Experiment):
         whole = [median([self._total(claim.measure, run) for run in own]) for own in both]
         return Judgement(
             f"{self.id}/{claim.name}",
-            claim.words,
+            claim.statement,
             to_verdict(claim.holds(one, other)) if judged else "cannot be judged",
             f"{what}: {self.format_numbers(claim, one, other)}.{'' if preset == 'full' else _TOO_SMALL}",
             claim.kind or self.kind,
@@ -166,7 +166,7 @@ class TimedExperiment(Experiment):
 
     def goal(self, runs: Runs) -> float:
         """Return AdamW's lowest median validation loss after any pass."""
-        curves = [run.result["validation loss"] for run in runs[label(self.comparison, "adamw")]]
+        curves = [run.result["validation loss"] for run in runs[get_label(self.comparison, "adamw")]]
         return min(quartiles(curves)[1])
 
     def finished_runs(self, store: Store, preset: Preset) -> list[Record]:
@@ -181,7 +181,7 @@ class TimedExperiment(Experiment):
 
 def _adds_nothing(other: Judgement, one: Judgement) -> bool:
     """Return True if an alternative rule sees the same numbers, or has nothing to compare where this one has."""
-    return other.found == one.found or (other.verdict == "cannot be judged" != one.verdict)
+    return other.finding == one.finding or (other.verdict == "cannot be judged" != one.verdict)
 
 
 def search_rates(

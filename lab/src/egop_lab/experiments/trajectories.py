@@ -133,7 +133,7 @@ class TrajectoriesExperiment(Experiment):
 
     def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         settings = self.settings(preset)
-        apart = [self._apart(store, preset, seed) for seed in self._seeds(preset)]
+        apart = [self._path_distance(store, preset, seed) for seed in self._seeds(preset)]
         words = "From equivalent starts Adagrad takes different ways in the two coordinates."
         finding = (
             f"Largest distance of the two ways, relative to the distance from start to minimum: median "
@@ -162,7 +162,7 @@ class TrajectoriesExperiment(Experiment):
                 threshold=f"within {_ALIGNED:g}°",
                 margin=count_decades(turned, original),
             ),
-            self._solved(store, preset),
+            self._judge_solved(store, preset),
             check_same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
         ]
 
@@ -175,7 +175,7 @@ class TrajectoriesExperiment(Experiment):
             (EGOP, "The same loss in EGOP coordinates", "eigenvector"),
         ):
             # Each with the way that Adagrad takes in these coordinates: it scales along the axes, which are these.
-            lines = [self._levels(store, preset, seed, kind), self._way(store, preset, seed, kind, kind)]
+            lines = [self._level_series(store, preset, seed, kind), self._path_series(store, preset, seed, kind, kind)]
             marks = self._marks(store, preset, seed, kind)
             across, up = (f"{part} {axis}" for part in _PARTS)
             planes.append(Panel(title, across, up, lines, yscale="linear", aspect="equal", marks=marks))
@@ -187,7 +187,7 @@ class TrajectoriesExperiment(Experiment):
             tried = [
                 run
                 for rate in settings["rates"]
-                for run in self._runs(store, preset, method.optimizer, method.coordinates, rate, swept=True)
+                for run in self._runs(store, preset, method.optimizer, method.coordinates, rate, is_sweep=True)
             ]
             sweeps.append(rate_series(tried, _final, method.optimizer, method.coordinates, rate))
         return [
@@ -205,9 +205,9 @@ class TrajectoriesExperiment(Experiment):
             )
         ]
 
-    def _solved(self, store: Store, preset: Preset) -> Judgement:
+    def _judge_solved(self, store: Store, preset: Preset) -> Judgement:
         rates = [rate for rate in self.settings(preset)["rates"] if 30 <= rate <= 90]
-        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, swept=True)]
+        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, is_sweep=True)]
         medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(runs, _final).items()}
         words = (
             "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
@@ -230,10 +230,10 @@ class TrajectoriesExperiment(Experiment):
         ]
 
     def _runs(
-        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, *, swept: bool = False
+        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, *, is_sweep: bool = False
     ) -> list[Record]:
         settings = self.settings(preset)
-        every = settings["steps"] if swept else 10 if optimizer == "SGD" else 1
+        every = settings["steps"] if is_sweep else 10 if optimizer == "SGD" else 1
         wanted = {"optimizer": optimizer, "coordinates": kind, "lr": rate, "steps": settings["steps"]}
         return self.records(store, preset, **wanted, **settings["problem"], **{"record every": every})
 
@@ -253,33 +253,33 @@ class TrajectoriesExperiment(Experiment):
         run = next(run for run in runs if run.config["seed"] == seed)
         return torch.tensor([run.result[f"{name} coordinate"] for name in _PARTS], dtype=torch.float64).mT
 
-    def _apart(self, store: Store, preset: Preset, seed: int) -> float:
+    def _path_distance(self, store: Store, preset: Preset, seed: int) -> float:
         original, turned = (self._path(store, preset, seed, kind) for kind in (ORIGINAL, EGOP))
         least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64)
         return float((original - turned).norm(dim=-1).max() / (original[0] - least).norm())
 
-    def _turn(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
+    def _basis(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
         if kind == ORIGINAL:
             return torch.eye(2, dtype=torch.float64)
         return torch.tensor(self._geometry(store, preset, seed).result["basis"], dtype=torch.float64)
 
-    def _way(self, store: Store, preset: Preset, seed: int, taken: str, shown: str) -> Series:
-        path = self._path(store, preset, seed, taken) @ self._turn(store, preset, seed, shown)
+    def _path_series(self, store: Store, preset: Preset, seed: int, taken: str, shown: str) -> Series:
+        path = self._path(store, preset, seed, taken) @ self._basis(store, preset, seed, shown)
         label = "Adagrad" if taken == ORIGINAL else "Adagrad, EGOP"
         return Series(label, path[:, 0].tolist(), path[:, 1].tolist(), method="Adagrad", egop=taken == EGOP)
 
-    def _levels(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
+    def _level_series(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
         """Return all level sets as one line with gaps."""
         gap = torch.full((1, 2), math.nan, dtype=torch.float64)
         geometry = self._geometry(store, preset, seed).result
         least = torch.tensor(geometry["minimum"], dtype=torch.float64)
         sets = [smooth(torch.tensor(ring, dtype=torch.float64), least) for ring in geometry["level sets"]]
         rings = torch.cat([part for ring in sets for part in (ring, gap)])
-        rings = rings @ self._turn(store, preset, seed, shown)
+        rings = rings @ self._basis(store, preset, seed, shown)
         return Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), faint=True)
 
     def _marks(self, store: Store, preset: Preset, seed: int, shown: str) -> list[Mark]:
-        turn = self._turn(store, preset, seed, shown)
+        turn = self._basis(store, preset, seed, shown)
         start = self._path(store, preset, seed, ORIGINAL)[0] @ turn
         least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64) @ turn
         return [Mark(name, *point.tolist()) for name, point in (("start", start), ("minimum", least))]

@@ -25,7 +25,7 @@ _TOKEN = re.compile(r"\\(?:(begin|end)\{(\w+)\*?\}|label\{([^}]*)\})")
 _COMMENT = re.compile(r"(?<!\\)%.*")
 
 
-def labels(tex: str) -> dict[str, str]:
+def parse_labels(tex: str) -> dict[str, str]:
     """Parse the labels of figures, tables, algorithms and statements from LaTeX, in order, each with its kind.
 
     A statement without a label is named after the section that it is in. Labels of equations and sections are left out.
@@ -79,6 +79,6 @@ def statement_cells(statement: Statement) -> str:
 def _verdict(statement: Statement, about: dict[str, reproduction.Section]) -> str:
     parts = [statement.verdict] if statement.verdict else []
     for id in (each for each in statement.where if each in IDS):
-        found = (about[id].problem or reproduction.counts([about[id]])) if id in about else "Not in this report."
+        found = (about[id].problem or reproduction.format_counts([about[id]])) if id in about else "Not in this report."
         parts.append(f"{id}: {found[0].lower()}{found[1:]}")
     return "<br>".join(parts)

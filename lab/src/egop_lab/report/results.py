@@ -23,7 +23,7 @@ SHOWN = {
 _MISSING = "–"
 
 
-def table(records: Path) -> str:
+def make_table(records: Path) -> str:
     """Return the final loss of each method on each task, and when EGOP reaches AdamW's; in Markdown."""
     experiment = CoordinatesExperiment()
     found = experiment.found(Store(records / f"{experiment.id}.jsonl"), "full")
@@ -35,10 +35,10 @@ def table(records: Path) -> str:
 
 def write_markdown(records: Path, page: Path) -> bool:
     """Write the table to a file, between the lines that mark it in pages; return False if it has no row."""
-    if table(records).count("\n") < 2:
+    if make_table(records).count("\n") < 2:
         return False
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(f"{BEGIN}\n{table(records)}\n{END}\n", encoding="utf-8")
+    page.write_text(f"{BEGIN}\n{make_table(records)}\n{END}\n", encoding="utf-8")
     return True
 
 
@@ -46,15 +46,15 @@ def _row(found: Found, task: str) -> list[str]:
     losses = {name: found.loss(task, name) for name in SHOWN if found.has(task, name)}
     least = min(losses.values())
 
-    def told(name: str) -> str:
+    def format_loss(name: str) -> str:
         if name not in losses:
             return _MISSING
         return f"**{losses[name]:.3f}**" if losses[name] == least else f"{losses[name]:.3f}"
 
-    return [task, *map(told, SHOWN), _reached(found, task)]
+    return [task, *map(format_loss, SHOWN), _describe_reached(found, task)]
 
 
-def _reached(found: Found, task: str) -> str:
+def _describe_reached(found: Found, task: str) -> str:
     """Say how many of AdamW's steps EGOP takes to AdamW's final loss, and what share of its time if that was timed."""
     if not found.has(task, CHOSEN):
         return _MISSING

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
-from egop_lab.builders import Start
+from egop_lab.builders import Setup
 from egop_lab.data import images
 from egop_lab.methods import RESNET
 from egop_lab.models import residual, vit
@@ -163,10 +163,10 @@ class Run(timed_runs.Run):
         """Number of steps per epoch."""
         return self.data.counts["train"] // int(self.config["batch"])
 
-    def start(self) -> Start:
+    def make_setup(self) -> Setup:
         """Return the setup of the optimizer: every convolution and the head get bases."""
         config = self.config
-        return Start(
+        return Setup(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
             period=self.epoch,
             model=self.model,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 import egop
-from egop_lab.builders import ADAM, Start
+from egop_lab.builders import ADAM, Setup
 from egop_lab.methods import COORDINATES
 from egop_lab.training import classifiers, language, timed_runs
 
@@ -26,7 +26,7 @@ def _kept(settings: str) -> Bases:
     return {}
 
 
-def _completed(start: Start, config: Mapping[str, Any]) -> Start:
+def _completed(start: Setup, config: Mapping[str, Any]) -> Setup:
     """Add the bases of other runs, unless the time before the first step is measured."""
     same = {key: value for key, value in config.items() if key not in ("method", "lr", "steps", "epochs")}
     bases = None if "rounds" in config else _kept(json.dumps(same, sort_keys=True))
@@ -38,8 +38,8 @@ class LanguageRun(language.Run):
 
     comparison: ClassVar[str] = COORDINATES
 
-    def start(self) -> Start:
-        return _completed(super().start(), self.config)
+    def make_setup(self) -> Setup:
+        return _completed(super().make_setup(), self.config)
 
 
 class ImageRun(classifiers.Run):
@@ -47,9 +47,9 @@ class ImageRun(classifiers.Run):
 
     comparison: ClassVar[str] = COORDINATES
 
-    def start(self) -> Start:
+    def make_setup(self) -> Setup:
         adam = {"betas": ADAM, "fused": self.device.type == "cuda"}
-        return _completed(replace(super().start(), adam=adam, inside=hidden(self.model)), self.config)
+        return _completed(replace(super().make_setup(), adam=adam, inside=hidden(self.model)), self.config)
 
     def final_metrics(self) -> dict[str, float]:
         """Return nothing: ten crops would take longer than an epoch of some networks."""

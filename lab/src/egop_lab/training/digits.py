@@ -30,7 +30,7 @@ class DigitsProblem(ImageTrials):
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device, workers: int = 1) -> None:
-        super().__init__(seeds, network, _make_generator, digits().on(device), _BATCH)
+        super().__init__(seeds, network, _make_generator, digits().to(device), _BATCH)
         self.device, self.workers = device, workers
 
     def bases(self) -> list[egop.Basis]:
@@ -78,7 +78,7 @@ def train_single(
         device: where to train.
         basis: EGOP coordinates; original ones by default.
     """
-    sets = digits().on(device)
+    sets = digits().to(device)
     model = network(seed).to(device)
     return train(
         model,

@@ -44,7 +44,7 @@ class Runs:
         data = fashion_mnist(context.data)
         context.say(f"images: {fashion_folder(context.data)}")
         self.context = context
-        self.train_set, self.validation, self.test = data.on(context.device)
+        self.train_set, self.validation, self.test = data.to(context.device)
         self.train_set = tuple(tensor[:images] for tensor in self.train_set)
         self._kept: tuple[tuple[int, int, bool], egop.Basis, float] | None = None
 

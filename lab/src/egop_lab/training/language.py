@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
-from egop_lab.builders import Start
+from egop_lab.builders import Setup
 from egop_lab.data.text import Text, Windows
 from egop_lab.methods import LANGUAGE
 from egop_lab.models.gpt import GPT, initialize_
@@ -82,10 +82,10 @@ class Run(timed_runs.Run):
     def length(self) -> int:
         return int(self.config["steps"])
 
-    def start(self) -> Start:
+    def make_setup(self) -> Setup:
         """Return the setup of the optimizer: the blocks' weights get bases, embeddings and the head do not."""
         config = self.config
-        return Start(
+        return Setup(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
             adam={"betas": BETAS, "fused": self.device.type == "cuda"},  # on a GPU its fastest form
             period=config.get("period"),

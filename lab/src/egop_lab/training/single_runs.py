@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from egop_lab.builders import Start
+from egop_lab.builders import Setup
 from egop_lab.methods import SMALL, get_methods
 from egop_lab.training import batched
 
@@ -39,7 +39,7 @@ def train(
         What ``problem.evaluate`` gave, a list each, and the seconds. A run that diverges ends there; ``nan`` fills up.
     """
     leaves = {key: nn.Parameter(value[0].clone()) for key, value in problem.start().items()}
-    start = Start(model=nn.ParameterList(leaves.values()), options={"lr": lr}, every=every)
+    start = Setup(model=nn.ParameterList(leaves.values()), options={"lr": lr}, every=every)
     optimizer = get_methods(SMALL)[name].make(start)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
     history = [_evaluate(problem, leaves)]

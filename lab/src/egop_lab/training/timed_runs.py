@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop_lab.builders import Start
+from egop_lab.builders import Setup
 from egop_lab.methods import get_methods
 from egop_lab.training.context import Context, make_record
 from egop_lab.training.loop import train
@@ -66,7 +66,7 @@ class Run(abc.ABC):
         """Number of steps of the training."""
 
     @abc.abstractmethod
-    def start(self) -> Start:
+    def make_setup(self) -> Setup:
         """Return the setup that the optimizer is built from."""
 
     @abc.abstractmethod
@@ -117,7 +117,7 @@ class Run(abc.ABC):
         """Build the optimizer, with the basis that it may need."""
         self.model.train()
         self.began = time.perf_counter()
-        self.optimizer = get_methods(self.comparison)[self.config["method"]].make(self.start())
+        self.optimizer = get_methods(self.comparison)[self.config["method"]].make(self.make_setup())
         self.wait()
 
     def wait(self) -> None:
