@@ -38,18 +38,18 @@ class Setup:
     """Everything that optimizers are built from; each method uses what it needs.
 
     Attributes:
-        model: what is trained, or holds it.
-        options: of every optimizer: learning rate, weight decay.
-        adam: further ones of AdamW, in whatever coordinates.
-        every: steps between two renewals of a basis that follows the gradients.
-        period: steps between two renewals of one that is sampled again.
-        objective: its loss, to sample gradients of.
-        init_fn: how the model is initialised, for bases from gradients at fresh initialisations.
-        samples: how many gradients make such a basis.
-        seed: of the sampling.
-        inside: which weights get a basis, by one or several name patterns; by default all that can.
-        memory: what all bases together may take.
-        bases: those from before the training that were made already, by structure, where trainings share them.
+        model: the model to train.
+        options: options of every optimizer: learning rate, weight decay.
+        adam: further options of AdamW, in any coordinates.
+        every: steps between two refreshes of a basis that follows the gradients.
+        period: steps between two refreshes of a basis from sampled gradients.
+        objective: the loss to sample gradients of.
+        init_fn: initialises the model, for bases from gradients at fresh initialisations.
+        samples: the number of gradients for such a basis.
+        seed: the seed of the sampling.
+        inside: one or several name patterns of the weights that get a basis; by default all that can.
+        memory: limit for all bases together.
+        bases: a cache of estimated bases by structure, for trainings that share them.
     """
 
     model: nn.Module
@@ -122,10 +122,10 @@ class PackageOptimizer:
     """A builder for a class of ``pytorch_optimizer``.
 
     Attributes:
-        name: of the class.
-        arguments: all that differ from its defaults, besides the options of the setup.
-        cadence: the argument that says after how many steps a basis is renewed; none where that is fixed.
-        by: the field of the setup that holds this number of steps.
+        name: the name of the class.
+        arguments: arguments that differ from its defaults, besides the options of the setup.
+        cadence: the argument for the number of steps between two refreshes; None if it is fixed.
+        by: the field of the setup that holds this number.
     """
 
     name: str
@@ -161,11 +161,7 @@ def import_pytorch_optimizer(name: str) -> Any:
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers that step as one, each with its own parameters; the groups are theirs.
-
-    Args:
-        *parts: the optimizers.
-    """
+    """Several optimizers that step as one, each with its own parameters; the groups are theirs."""
 
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -266,11 +262,11 @@ def build_in_coordinates(
 
     Args:
         setup: what it is built from.
-        base: AdamW, or one that sees matrices.
-        upfront: the structure of a basis from before the training.
+        base: AdamW, or an optimizer for matrices.
+        upfront: the structure of a basis that is estimated before the training.
         random: the structure of a random basis.
         online: the structure of a basis that follows the gradients.
-        aligned: whether the basis serves the base.
+        aligned: whether to align the basis to the base optimizer.
     """
     own = setup.adam if base is torch.optim.AdamW else {}
     if not (upfront or random or online or aligned):

@@ -43,12 +43,12 @@ class Method:
     """A compared method.
 
     Attributes:
-        name: what code calls it; no two have the same.
-        labels: what it is called in records, tables and pictures, by comparison.
-        build: makes its optimizer.
+        name: unique name in the code.
+        labels: its label in records, tables and pictures, by comparison.
+        build: builds its optimizer.
         needs: fields of the setup that must be given besides the model and the options.
-        follows_gradients: whether its basis follows the gradients, so that its work repeats every ``setup.every`` steps.
-        package: whether it comes from ``pytorch_optimizer``, or does so for networks with convolutions.
+        follows_gradients: whether its basis follows the gradients: its work then repeats every ``setup.every`` steps.
+        package: whether it needs ``pytorch_optimizer`` always, or only for networks with convolutions.
     """
 
     name: str

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import egop
-from egop_lab.builders import Together
+from egop_lab.builders import CombinedOptimizer
 from egop_lab.data.images import HeldImages
 from egop_lab.data.text import Text
 from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, get_methods
@@ -68,7 +68,7 @@ def test_every_method_steps_hidden_weights_and_what_is_outside(method, network):
     assert {"GPT": "tokens.weight", "ResNet": "fc.bias", "ViT": "head.weight"}[network] in moved
     if isinstance(run.optimizer, egop.ReparameterizedOptimizer):
         assert set(run.optimizer.basis) == wanted, "coordinates differ in nothing else than coordinates"
-    elif isinstance(run.optimizer, Together):
+    elif isinstance(run.optimizer, CombinedOptimizer):
         inside = run.optimizer.parts[0].param_groups[0]["params"]
         assert {id(each) for each in inside} == hidden
         outside = run.optimizer.parts[1].param_groups[0]

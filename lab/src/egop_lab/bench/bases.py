@@ -30,13 +30,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Timed(egop.Structure):
-    """A structure that times its accumulators; each timing waits for the device.
-
-    Args:
-        inner: the structure.
-        device: where it works.
-        shares: where the seconds are added up.
-    """
+    """A structure that times its accumulators; each timing waits for the device."""
 
     inner: egop.Structure
     device: torch.device

@@ -23,16 +23,7 @@ EAGER, GRAPH = "eager", "CUDA graph"
 
 
 class _Epoch:
-    """A network that one method trains, one epoch at a time.
-
-    Args:
-        network: the network.
-        batches: what it is trained on.
-        steps: of an epoch.
-        samples: gradients for a new basis; by default what the experiment takes.
-        form: how forward and backward run.
-        name: of the method.
-    """
+    """A network that one method trains, one epoch at a time."""
 
     def __init__(
         self, network: Network, batches: Sequence[Batch], steps: int, samples: int | None, form: str, name: str

@@ -27,8 +27,8 @@ class Rates:
     """Peak rates of the machine, which give a lower bound on the time of a step.
 
     Attributes:
-        flops: floating-point operations a second, of a large product in float32 at the precision that is set.
-        bytes: read or written a second, in a large copy.
+        flops: floating-point operations per second of a large float32 product, at the precision that is set.
+        bytes: bytes read or written per second by a large copy.
     """
 
     flops: float
@@ -44,10 +44,10 @@ class Setting:
     """How to measure.
 
     Attributes:
-        device: where.
-        smoke: tiny sizes, only to see that everything works.
-        rounds: how often each method has its turn; by default what the part of the benchmark says.
-        rates: what the machine reaches.
+        device: the device to measure on.
+        smoke: use tiny sizes, only to see that everything works.
+        rounds: turns of each method; by default what the part of the benchmark says.
+        rates: peak rates of the machine.
     """
 
     device: torch.device

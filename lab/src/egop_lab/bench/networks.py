@@ -22,11 +22,11 @@ class Network:
     """A network and the batches that it is trained on.
 
     Attributes:
-        name: as shown.
-        build: makes it.
-        inputs: the shape of a batch; whole numbers below ``classes`` where the network reads tokens.
-        classes: how many outputs there are.
-        tokens: whether it reads tokens; it has an output for each of them then.
+        name: the name shown.
+        build: builds the network.
+        inputs: the shape of a batch; integers below ``classes`` if the network reads tokens.
+        classes: the number of outputs.
+        tokens: whether it reads tokens; it then has an output for each of them.
         half: whether it computes in bfloat16 on a GPU, with its parameters in float32.
     """
 

@@ -36,12 +36,12 @@ def run(
     """Measure, print a table a part and the targets, and write everything to a file after every row.
 
     Args:
-        device: what to measure on.
+        device: the device to measure on.
         out: the JSON file; it is replaced.
         only: the parts to measure; all by default.
-        smoke: tiny sizes, only to see that everything works.
-        rounds: how often each method has its turn; by default what the part says.
-        say: takes the text.
+        smoke: use tiny sizes, only to see that everything works.
+        rounds: turns of each method; by default what the part says.
+        say: called with each piece of text.
 
     Returns:
         What was written.

@@ -33,16 +33,7 @@ class Turn:
 
 
 class Trial:
-    """A method that trains its own network.
-
-    Args:
-        network: the network.
-        name: of the method, as shown.
-        method: the optimizer.
-        model: the one to train a copy of.
-        batches: what it is trained on.
-        gradients: the gradients of these batches, for steps without a backward pass.
-    """
+    """A method that trains its own network."""
 
     def __init__(
         self,
@@ -112,14 +103,7 @@ def compute_gradients(network: Network, model: nn.Module, batches: Sequence[netw
 def trials(
     network: Network, methods: Mapping[str, Method], device: torch.device, *, whole: bool
 ) -> tuple[dict[str, Trial], dict[str, str]]:
-    """Set up all methods for a network; return also why some could not be.
-
-    Args:
-        network: the network.
-        methods: the optimizers, by name.
-        device: where.
-        whole: whether whole steps are to be measured, not only steps with gradients that are there already.
-    """
+    """Set up all methods for a network; return also why some could not be."""
     model = network.make(device)
     batches = network.batches(device, _BATCHES)
     gradients = [] if whole and device.type == "cpu" else compute_gradients(network, model, batches)

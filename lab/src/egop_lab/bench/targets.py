@@ -17,11 +17,11 @@ class Target:
 
     Attributes:
         id: a short name.
-        words: what is measured.
-        sense: which side of the bound is the good one.
-        bound: the bound.
-        kind: on which kind of device it is meant; None for both.
-        find: the ratio, from the rows; None when it was not measured.
+        words: the measured quantity.
+        sense: which side of the bound is good.
+        bound: the bound on the ratio.
+        kind: the kind of device it applies to; None for both.
+        find: finds the ratio in the rows; None if it was not measured.
     """
 
     id: str

@@ -67,9 +67,9 @@ def interleave(
     """Give every method its turn, for some rounds.
 
     Args:
-        turns: what to do, by name.
-        rounds: how often.
-        limit: what has taken this many seconds in all has no further turn.
+        turns: the work of each method, by name.
+        rounds: the number of turns.
+        limit: seconds after which a method gets no further turn.
 
     Returns:
         What came back, by name and round, and why something failed, by name.
@@ -117,7 +117,7 @@ class PeakMemory:
     what is held for less than that, and counts nothing that was free in the process already.
 
     Attributes:
-        bytes: the answer, after the block; None where it cannot be had.
+        bytes: the result, after the block; None if it cannot be measured.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -91,13 +91,13 @@ def load(
     """Load the images of a folder.
 
     Args:
-        folder: that has ``train`` and ``val``.
-        side: to which the shorter side of an image is resized; for evaluation, and of what is held on the device.
-        crop: the side of a crop, what the network sees.
-        device: where the batches are wanted.
-        limits: how many training and validation images are used at most; all by default.
-        workers: processes that read images; threads where all are read at once.
-        hold_bytes: what may be held on the device.
+        folder: the folder with ``train`` and ``val``.
+        side: length to which the shorter side of an image is resized, for evaluation and on the device.
+        crop: side of a crop, which is what the network sees.
+        device: the device of the batches.
+        limits: largest numbers of training and validation images; all by default.
+        workers: processes that read images; threads if all are read at once.
+        hold_bytes: bytes that may be held on the device.
     """
     train, validation = (files.first(limit) for files, limit in zip(find(folder), limits, strict=True))
     if 3 * side**2 * (len(train.paths) + len(validation.paths)) <= hold_bytes:

@@ -56,10 +56,10 @@ class Windows:
 
     Args:
         text: one long tensor.
-        length: of a window.
+        length: bytes in a window.
         size: windows in a batch.
         count: batches in a pass.
-        seed: of the places.
+        seed: the seed of the places.
     """
 
     def __init__(self, text: Tensor, *, length: int, size: int, count: int, seed: int) -> None:
@@ -80,8 +80,8 @@ def load(place: str | None, device: torch.device, *, smallest: int) -> Text:
 
     Args:
         place: a file or a folder.
-        device: where it is wanted.
-        smallest: how many bytes the training part must have.
+        device: the device of the text.
+        smallest: the least number of bytes of the training part.
     """
     train, validation = _read(place)
     if len(train) < smallest or len(validation) < smallest // 100:

@@ -18,13 +18,7 @@ Kind = Literal["claim", "reading", "target", "check"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """The result of judging a claim by an alternative rule.
-
-    Attributes:
-        rule: in what it differs.
-        verdict: by that rule.
-        finding: the numbers it looks at.
-    """
+    """The result of judging a claim by an alternative rule."""
 
     rule: str
     verdict: Verdict
@@ -36,17 +30,17 @@ class Judgement:
     """A claim with its verdict and the numbers behind it.
 
     Attributes:
-        id: of the claim, ``experiment/short-name``.
+        id: identifies the claim: ``experiment/short-name``.
         statement: the claim in short.
-        verdict: what the records say by the paper's own rule; "cannot be judged" where this preset is too small for it.
+        verdict: the verdict by the paper's own rule; "cannot be judged" if this preset is too small.
         finding: the measured numbers on both sides, in a sentence made from the records.
-        kind: a claim of the paper, a reading of a figure of it that is ours, a target of this project, or a check that
-            the code is right: one that fails is an error, so there are only checks that hold.
-        paper: the paper's numbers, where it has some.
-        threshold: where the paper's words have none: from when on it holds, by our choice.
-        beside: what it is by other rules, ours.
-        margin: how far apart the compared numbers are, in decades; negative where they are the other way round. None
-            where there are no two numbers.
+        kind: a claim of the paper, our reading of one of its figures, a target of this project, or a check of the
+            code (a failing check is an error, so all checks hold).
+        paper: the paper's numbers, if it gives any.
+        threshold: our threshold, if the paper gives none.
+        alternatives: results under alternative rules, which are ours.
+        margin: how far apart the compared numbers are in decades; negative if they are the other way round, None
+            if there are no two numbers.
     """
 
     id: str
@@ -62,13 +56,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of formatted numbers.
-
-    Attributes:
-        title: what they are.
-        header: of the columns.
-        rows: as wide as the header.
-    """
+    """A table of formatted numbers."""
 
     title: str
     header: tuple[str, ...]
@@ -150,9 +138,9 @@ def add_alternatives(
 
     Args:
         judged: claims with their verdicts.
-        rule: the other one.
-        others: what it finds, for some of them.
-        always: the claims of which it is shown in any case.
+        rule: the alternative rule.
+        others: its results for some of the claims.
+        always: the claims for which it is always shown.
     """
     by_id = {each.id: each for each in others}
     return [

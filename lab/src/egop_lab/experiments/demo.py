@@ -63,7 +63,7 @@ class Demo:
 
     Attributes:
         epochs: passes over the training set in each run.
-        seed: the one seed everything was drawn from.
+        seed: the seed of everything.
         estimation_seconds: time to sample the gradients and find the basis.
         spectra: eigenvalues of each block, descending, by block name.
         runs: for each optimizer the run in original, then the one in EGOP coordinates.
@@ -87,7 +87,7 @@ def run(
 
     Args:
         epochs: passes over the training set in each run.
-        seed: of the start, the batches and the sampled gradients.
+        seed: seed of the start, the batches and the sampled gradients.
         progress: show progress bars on standard error.
         show: called once with the printed basis, as soon as it is known.
     """

@@ -49,15 +49,7 @@ _WARM_UP, _DECAY = 40, 0.4  # steps, and the share of all steps
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """One training in turns; index 0 is the start.
-
-    Attributes:
-        optimizer: its name.
-        lr: its learning rate.
-        loss: validation losses, in nats for each byte.
-        seconds: spent in training steps until then.
-        steps: taken until then.
-    """
+    """One training in turns; index 0 is the start."""
 
     optimizer: str
     lr: float
@@ -73,13 +65,7 @@ class LanguageRun:
 
 @dataclass(frozen=True)
 class Language:
-    """Results of the second half.
-
-    Attributes:
-        parameters: of the network.
-        characters: of the text, training and validation.
-        runs: AdamW's and EGOP's.
-    """
+    """Results of the second half."""
 
     parameters: int
     characters: int
@@ -93,13 +79,7 @@ class Language:
 
 
 def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language:
-    """Train both in turns.
-
-    Args:
-        steps: of each.
-        seed: of the start and the batches.
-        progress: show a progress bar on standard error.
-    """
+    """Train both in turns."""
     text = read_own_source()
     sides = [_Side(name, lr, text, steps, seed) for name, lr in LEARNING_RATES.items()]
     with tqdm(total=2 * steps, desc="language model, in turns", unit="step", disable=not progress) as bar:

@@ -30,13 +30,7 @@ _LEVELS = (1e-5, 1e-10, 1e-15, 1e-20, 1e-25)  # of the training loss, for counti
 
 @dataclass(frozen=True)
 class Claims:
-    """The records of a preset.
-
-    Attributes:
-        experiment: whose they are.
-        store: where they are.
-        preset: which of them.
-    """
+    """The records of a preset."""
 
     experiment: SweepExperiment
     store: Store

@@ -34,13 +34,7 @@ PAPERS = ("Adam", "Adagrad", "SOAP", "Shampoo")
 
 @dataclass(frozen=True)
 class Claims:
-    """The records of a preset.
-
-    Attributes:
-        experiment: whose they are.
-        store: where they are.
-        preset: which of them.
-    """
+    """The records of a preset."""
 
     experiment: MatrixFactorizationExperiment
     store: Store

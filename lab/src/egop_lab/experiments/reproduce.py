@@ -20,9 +20,9 @@ class Outcome:
     """Result of one experiment.
 
     Attributes:
-        id: of the experiment.
-        judged: its claims with verdicts; empty when it could not run.
-        seconds: that this call spent on it.
+        id: the id of the experiment.
+        judged: its claims with verdicts; empty if it could not run.
+        seconds: time spent by this call.
         problem: why it could not run, in one line.
     """
 
@@ -38,14 +38,7 @@ def open_store(folder: Path, id: str) -> Store:
 
 
 def reproduce(ids: Sequence[str], folder: Path, context: Context, say: Callable[[str], None] = print) -> list[Outcome]:
-    """Do the runs of experiments that are not recorded yet, and judge their claims.
-
-    Args:
-        ids: which ones.
-        folder: where the records are kept.
-        context: preset, device, data.
-        say: shows a line to the user.
-    """
+    """Do the runs of experiments that are not recorded yet, and judge their claims."""
     chosen = {id: experiment(id) for id in ids}  # an unknown id is an error before anything runs
     outcomes = []
     for id, one in chosen.items():

@@ -70,10 +70,10 @@ class ResnetExperiment(Experiment):
         """Do the runs that the store does not have yet, the long ones first: by order of importance.
 
         Args:
-            store: where finished runs are.
+            store: the store of finished runs.
             context: preset, device, data, time.
-            processes: that do long runs at once on the device. Time is not read from these: each method has a run that
-                has the device to itself.
+            processes: number of processes that share the device for long runs. These are not timed: each method
+                has one run that has the device to itself.
         """
         began = time.monotonic()
         if context.preset == "full" and not self.long.run_missing(store, context, processes):

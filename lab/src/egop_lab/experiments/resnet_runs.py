@@ -232,13 +232,7 @@ class ShortRuns(TimedExperiment):
         ]
 
     def row(self, method: str, runs: Sequence[Record], timed: Runs) -> tuple[str, ...]:
-        """Return a method's row in the table.
-
-        Args:
-            method: whose runs they are.
-            runs: what is reported.
-            timed: those from which time is read, by method.
-        """
+        """Return a method's row in the table."""
 
         def middle(name: str) -> float:
             return median([run.result[name] for run in runs])

@@ -27,15 +27,15 @@ class Claim:
     """The claim that a method has a smaller number than another one.
 
     Attributes:
-        name: of the claim.
+        name: the last part of the claim's id.
         statement: the claim in words.
-        measure: what is compared.
-        method: whose number is to be the smaller one.
-        other: whose is the larger one.
-        part: how much of that it may be; strictly less than the whole by default.
-        paper: both numbers there.
-        threshold: where the part is our choice.
-        kind: other than that of the experiment's claims.
+        measure: the compared quantity.
+        method: the method with the smaller number.
+        other: the method with the larger number.
+        part: the largest allowed ratio of the two; strictly less than one by default.
+        paper: both numbers in the paper.
+        threshold: says that the ratio is our choice.
+        kind: overrides the kind of the experiment's claims.
     """
 
     name: str
@@ -193,9 +193,9 @@ def search_rates(
 
     Args:
         ladder: all rates that may be tried, ascending.
-        first: those that are tried in any case.
-        runs: what has been tried.
-        score: of a result; the smaller the better.
+        first: the rates that are always tried.
+        runs: the runs so far.
+        score: score of a result; the smaller the better.
     """
     there = {run.config["lr"] for run in runs}
     low, high = ladder.index(min(first)), ladder.index(max(first))

@@ -19,10 +19,6 @@ class Block(nn.Module):
     """Causal self-attention and a multi-layer perceptron, each behind a norm and beside a skip connection.
 
     Queries, keys and values come from one weight: they have the same input, so that one basis of it serves all three.
-
-    Args:
-        width: of the stream of activations.
-        heads: of the attention; they divide the width.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -47,11 +43,11 @@ class GPT(nn.Module):
     As GPT-2, but without biases (in linear layers and norms) and without dropout.
 
     Args:
-        vocabulary: how many tokens there are; 256 for bytes.
-        layers: how many blocks.
-        width: of the stream of activations.
-        heads: of each attention; they divide the width.
-        context: how many tokens it sees at most.
+        vocabulary: the number of tokens; 256 for bytes.
+        layers: the number of blocks.
+        width: the width of the residual stream.
+        heads: the heads of each attention; they divide the width.
+        context: the largest number of tokens it sees.
 
     Example:
         >>> model = GPT(layers=2, width=32, heads=2, context=16)

@@ -35,9 +35,9 @@ class ResidualNetwork(nn.Module):
     """A 7 x 7 convolution, four stages of basic blocks (each at half the resolution, twice as wide), a linear head.
 
     Args:
-        depths: how many blocks each stage has.
+        depths: the number of blocks of each stage.
         width: channels of the first stage.
-        classes: outputs, as logits.
+        classes: the number of outputs, which are logits.
     """
 
     def __init__(self, depths: Sequence[int], width: int, classes: int) -> None:

@@ -45,10 +45,10 @@ class Recurrent(nn.Module):
 
     Args:
         kind: ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM``.
-        inputs: the size of an input; with symbols, that of their embedding.
-        width: of the state.
-        outputs: of the linear layer.
-        symbols: how many there are, where inputs are symbols; outputs are then of all states.
+        inputs: the size of an input; for symbols, that of their embedding.
+        width: the size of the state.
+        outputs: the outputs of the linear layer.
+        symbols: the number of symbols, if inputs are symbols; outputs are then those of all states.
     """
 
     def __init__(
@@ -67,13 +67,7 @@ class Recurrent(nn.Module):
 
 
 class Factors(nn.Module):
-    """Two thin matrices and their product, (rows, columns).
-
-    Args:
-        rows: of the product.
-        columns: of the product.
-        rank: how thin.
-    """
+    """Two thin matrices and their product, (rows, columns)."""
 
     def __init__(self, rows: int, columns: int, rank: int) -> None:
         super().__init__()
@@ -92,12 +86,7 @@ class Factors(nn.Module):
 
 
 class Elementwise(nn.Module):
-    """A matrix whose entries each multiply one input.
-
-    Args:
-        rows: of the matrix.
-        columns: of the matrix.
-    """
+    """A matrix whose entries each multiply one input."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -114,11 +103,7 @@ class Elementwise(nn.Module):
 
 
 class Bigrams(nn.Module):
-    """A table of logits for each symbol after each symbol, and nothing else.
-
-    Args:
-        symbols: how many there are.
-    """
+    """A table of logits for each symbol after each symbol, and nothing else."""
 
     def __init__(self, symbols: int) -> None:
         super().__init__()
@@ -130,12 +115,7 @@ class Bigrams(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer plus a low-rank one (LoRA), which starts at zero.
-
-    Args:
-        frozen: the layer.
-        rank: of what is beside it.
-    """
+    """A frozen linear layer plus a low-rank one (LoRA), which starts at zero."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()

@@ -16,13 +16,7 @@ _DEVIATION = 0.02
 
 
 class Block(nn.Module):
-    """Self-attention and a gated perceptron (SwiGLU), each behind a norm and beside a skip connection.
-
-    Args:
-        width: of the stream of activations.
-        heads: of the attention; they divide the width.
-        hidden: of the perceptron.
-    """
+    """Self-attention and a gated perceptron (SwiGLU), each behind a norm and beside a skip connection."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -48,13 +42,13 @@ class VisionTransformer(nn.Module):
     Without biases and dropout.
 
     Args:
-        classes: outputs, as logits.
-        side: of the images.
+        classes: the number of outputs, which are logits.
+        side: the side of the images.
         patch: side of a patch; divides that of the images.
-        layers: how many blocks.
-        width: of the stream of activations.
+        layers: the number of blocks.
+        width: the width of the residual stream.
         heads: of each attention; they divide the width.
-        hidden: of each perceptron.
+        hidden: the hidden width of each perceptron.
 
     Example:
         >>> model = VisionTransformer(classes=3, side=16, patch=8, layers=1, width=8, heads=2, hidden=16)

@@ -43,21 +43,7 @@ _TARGETS = {
 
 @dataclass(frozen=True)
 class Section:
-    """The report's section on one experiment.
-
-    Attributes:
-        experiment: which one.
-        preset: the full one where there are records of it, else the quick one; None where there are none.
-        judged: its claims with verdicts.
-        pictures: its figures.
-        tables: its tables.
-        runs: how many records there are.
-        seconds: that all of them took together.
-        devices: where they ran.
-        versions: of the software.
-        remarks: what is to be said before anything else.
-        problem: why there is nothing more to say, in one line.
-    """
+    """The report's section on one experiment."""
 
     experiment: Experiment
     preset: Preset | None = None

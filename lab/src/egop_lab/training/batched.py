@@ -103,15 +103,15 @@ def train(
     Args:
         problem: the trials.
         optimizer: a name in :data:`OPTIMIZERS`.
-        rates: the learning rates, one a run.
-        steps: how many steps.
-        weight_decays: of AdamW, one a run, for weights (two or more dimensions) only; 0.01 by default.
+        rates: the learning rate of each run.
+        steps: the number of steps.
+        weight_decays: AdamW's weight decay in each run, for weights (two or more dimensions) only; 0.01 by default.
         basis: EGOP coordinates; original ones by default.
-        schedule: the factor of all rates after so many periods.
-        record_every: evaluate after so many steps (and before the first).
+        schedule: returns the factor of all rates after a number of periods.
+        record_every: steps between two evaluations (there is one before the first step).
         schedule_every: a period of the schedule in steps; ``record_every`` by default.
         progress: show a progress bar.
-        graphs: replay recorded steps where that is possible: on a GPU, with batches that are tensors.
+        graphs: replay recorded steps if possible: on a GPU, with batches that are tensors.
 
     Returns:
         What ``problem.evaluate`` gave, (trials, rates, records) each, and the seconds of all steps together.
@@ -144,7 +144,7 @@ class Coordinates:
 
     Attributes:
         leaves: (trials, rates, *shape) each.
-        weights: for each leaf whether it has coordinates of weights, rather than of biases.
+        weights: for each leaf, whether it has coordinates of weights rather than of biases.
     """
 
     def __init__(self, start: Mapping[str, Tensor], basis: Basis | None, rates: int) -> None:

@@ -36,9 +36,9 @@ class Network:
     """A kind of network.
 
     Attributes:
-        make: of the number of classes and a configuration.
-        initialize: draws new parameters of it, from a generator or without.
-        keys: the settings that it is made from.
+        make: builds it from the number of classes and a configuration.
+        initialize: draws new parameters, from a generator or without.
+        keys: the settings that it depends on.
     """
 
     make: Callable[[int, Mapping[str, Any]], nn.Module]
@@ -94,9 +94,9 @@ def train_in_process(source: Mapping[str, Any], ends: float, config: Mapping[str
     Its seconds say nothing of the method, so that they are not recorded.
 
     Args:
-        source: what images are loaded with.
-        ends: when no further run is started, by the clock that processes share.
-        config: of the run.
+        source: arguments for loading the images.
+        ends: time after which no run starts, by the monotonic clock, which processes share.
+        config: the configuration of the run.
     """
     if time.monotonic() > ends:
         return None
@@ -114,11 +114,6 @@ class Run(timed_runs.Run):
     """Training of a network on images; a pass is an epoch.
 
     Which network ``network`` in the configuration says; a residual one where nothing does.
-
-    Args:
-        data: the images.
-        config: of the run.
-        device: where.
     """
 
     comparison: ClassVar[str] = RESNET

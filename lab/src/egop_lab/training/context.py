@@ -25,12 +25,12 @@ class Context:
 
     Attributes:
         preset: ``"quick"`` (small sizes, few trials; labelled as such) or ``"full"`` (the paper's).
-        device: where to run.
+        device: the device to run on.
         data: the folder with data sets that do not ship with the package.
         progress: show progress bars.
         workers: processes for runs that cannot be batched.
-        time_budget: seconds after which an experiment of long runs starts no further one; none by default.
-        say: shows a line to the user; none by default.
+        time_budget: seconds after which an experiment of long runs starts no further run; unlimited by default.
+        say: shows a line to the user; ignores it by default.
     """
 
     preset: Preset = "quick"

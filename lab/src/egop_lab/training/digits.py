@@ -21,13 +21,7 @@ STEPS_PER_EPOCH = 13  # 3823 images in batches of 300, the last one smaller
 
 
 class DigitsProblem(ImageTrials):
-    """Trials of the 64-32-10 network.
-
-    Args:
-        seeds: one a trial.
-        device: where the training is to run.
-        workers: processes for the bases.
-    """
+    """Trials of the 64-32-10 network."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device, workers: int = 1) -> None:
         super().__init__(seeds, network, _make_generator, digits().to(device), _BATCH)
@@ -69,14 +63,6 @@ def train_single(
 
     It is the same run as in :class:`DigitsProblem`'s batch: what the batch is tested against, and what its speed is
     compared with.
-
-    Args:
-        seed: of the trial.
-        optimizer: a name in :data:`~egop_lab.builders.TORCH`.
-        rate: the learning rate.
-        epochs: how many.
-        device: where to train.
-        basis: EGOP coordinates; original ones by default.
     """
     sets = digits().to(device)
     model = network(seed).to(device)

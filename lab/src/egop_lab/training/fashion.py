@@ -33,12 +33,7 @@ Curves = dict[str, list[float]]
 
 
 class Runs:
-    """The data on the device, and one run at a time; the basis of a run is kept for the next one.
-
-    Args:
-        images: of the training set, how many to use.
-        context: the device and the folder of the data.
-    """
+    """The data on the device, and one run at a time; the basis of a run is kept for the next one."""
 
     def __init__(self, images: int, context: Context) -> None:
         data = fashion_mnist(context.data)

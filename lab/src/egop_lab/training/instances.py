@@ -20,7 +20,7 @@ class Trials(batched.Problem):
     """Independent random instances of a problem, one a seed, with a basis each.
 
     Attributes:
-        seeds: one a trial.
+        seeds: one seed per trial.
         samples: gradients for a basis, at points drawn from N(0, I).
     """
 

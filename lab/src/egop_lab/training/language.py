@@ -48,13 +48,7 @@ def _build_network(shape: tuple[int, ...], batch: int, device: torch.device) -> 
 
 
 class Run(timed_runs.Run):
-    """Training of a GPT on a text; a pass is a fixed number of steps.
-
-    Args:
-        text: what to train on and to validate with.
-        config: of the run.
-        device: where.
-    """
+    """Training of a GPT on a text; a pass is a fixed number of steps."""
 
     comparison: ClassVar[str] = LANGUAGE
     unit: ClassVar[str] = "look"

@@ -30,11 +30,11 @@ class LinearProblem(NetworkTrials):
     """Trials of ‖W₃W₂W₁A − Y‖²/n with Y = M*A, each with its own A, M*, start and order of the batches.
 
     Args:
-        seeds: one a trial.
+        seeds: one seed per trial.
         samples: columns of A: half of them to train, a fifth to validate.
-        gradients: for a basis.
-        dtype: of everything.
-        device: where the training is to run.
+        gradients: the number of gradients for a basis.
+        dtype: the precision of everything.
+        device: the device of the training.
         workers: processes for the bases.
     """
 

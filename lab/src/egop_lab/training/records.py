@@ -20,10 +20,10 @@ class Record:
 
     Attributes:
         config: everything that decides the outcome: experiment, its version, method, learning rate, seed, sizes, ...
-        result: what came out, as numbers and lists of numbers; ``nan`` for what was not finite.
-        seconds: how long it took; runs of one batch share their time.
-        device: where it ran.
-        versions: of the software it ran with.
+        result: the results, as numbers and lists of numbers; ``nan`` if not finite.
+        seconds: the time it took; runs of one batch share their time.
+        device: the device it ran on.
+        versions: versions of the software.
     """
 
     config: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Store:
     that cannot be read is an error: records are never thrown away silently.
 
     Args:
-        path: the file; made with its folder when the first record is added.
+        path: the file; created with its folder when the first record is added.
     """
 
     def __init__(self, path: Path) -> None:

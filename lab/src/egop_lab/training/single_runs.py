@@ -27,12 +27,12 @@ def train(
     """Train the only trial of a problem with one of the methods for small problems.
 
     Args:
-        problem: of one trial.
-        name: its label.
+        problem: a problem with one trial.
+        name: the label of the method.
         lr: the learning rate.
-        steps: how many steps.
-        every: renew the basis after so many.
-        record_every: evaluate after so many (and before the first).
+        steps: the number of steps.
+        every: steps between two refreshes of the basis.
+        record_every: steps between two evaluations (there is one before the first step).
         cosine: anneal the learning rate to zero, step by step.
 
     Returns:

@@ -25,11 +25,11 @@ class Sweep:
 
     Attributes:
         rates: the learning rates of each optimizer.
-        seeds: one a trial.
-        coordinates: ``"original"``, ``"EGOP"`` or further kinds that the experiment knows.
-        steps: of each run.
+        seeds: one seed per trial.
+        coordinates: ``"original"``, ``"EGOP"`` or another kind that the experiment knows.
+        steps: the number of steps of each run.
         record_every: steps between two recorded evaluations.
-        at_once: how many trials are run together, by what fits into memory.
+        at_once: the number of trials to run together, limited by memory.
         extra: further settings that go into every configuration.
     """
 
@@ -57,13 +57,13 @@ def run_sweep(
 
     Args:
         make_config: builds the configuration of a run from the preset and its own settings.
-        sweep: what to run.
-        store: where finished runs are.
+        sweep: the runs to do.
+        store: the store of finished runs.
         context: the preset and the device.
-        problem: makes the problems of several seeds.
-        basis: makes their bases, for one kind of coordinates; asked once for all optimizers.
-        schedule: the factor of all learning rates after so many periods.
-        compact: what to keep of a result, given the configuration; all of it by default.
+        problem: builds the problems of several seeds.
+        basis: builds their bases for a kind of coordinates; called once for all optimizers.
+        schedule: returns the factor of all learning rates after a number of periods.
+        compact: returns what to record of a result, given the configuration; everything by default.
         **options: further arguments of the training.
     """
 

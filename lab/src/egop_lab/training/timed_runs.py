@@ -37,8 +37,8 @@ class Run(abc.ABC):
     ``objective``.
 
     Args:
-        config: of the run; ``method``, ``lr`` and ``seed``, and what the subclass wants.
-        device: where.
+        config: ``method``, ``lr`` and ``seed``, and what the subclass needs.
+        device: the device to train on.
     """
 
     comparison: ClassVar[str]  # whose methods they are
@@ -160,11 +160,11 @@ class Trials:
     """A series of runs, done one after the other until the time budget ends; finished ones are skipped.
 
     Args:
-        store: where finished runs are.
-        context: the preset, the device, and how long runs may be started.
+        store: the store of finished runs.
+        context: the preset, the device and the time budget.
         make_config: builds the configuration of a run from its own settings.
-        run: makes a run of a configuration.
-        warm_up: called before a run whose time may be read, with its configuration.
+        run: builds a run from a configuration.
+        warm_up: called with the configuration before a run that may be timed.
     """
 
     def __init__(

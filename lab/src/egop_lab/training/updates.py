@@ -23,10 +23,10 @@ class Rule(abc.ABC):
     """Update rule that steps stacked parameters in place.
 
     Args:
-        leaves: what is trained, (trials, runs, *shape) each.
-        rates: the learning rates, one a run; may be changed in place between steps.
-        decays: the weight decay of each run, where the rule has one.
-        decayed: which of the leaves it is for.
+        leaves: trained tensors, (trials, runs, *shape) each.
+        rates: the learning rate of each run; may be changed in place between steps.
+        decays: the weight decay of each run, if the rule has one.
+        decayed: which of the leaves it applies to.
     """
 
     def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
