@@ -122,7 +122,7 @@ def test_an_interrupted_benchmark_names_its_file(monkeypatch):
     monkeypatch.setattr(bench, "run", run)
     result = CliRunner().invoke(cli.app, ["bench", "--out", "there.json"])
     assert result.exit_code == 130
-    assert result.stderr == "Interrupted. Finished rows are in there.json, which is written after every one.\n"
+    assert result.stderr == "Interrupted. Finished rows are in there.json, which is updated after each one.\n"
 
 
 def test_a_device_that_is_none_is_one_line():

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 import egop
 from egop_lab.data.missing import MissingDataError
 
-REFRESH_EVERY = 10  # steps between two renewals of a basis, for every method whose basis follows the gradients
-ADAM = (0.9, 0.999)  # Adam's decays
+REFRESH_EVERY = 10  # steps between two refreshes, for every method whose basis follows the gradients
+ADAM = (0.9, 0.999)  # Adam's defaults
 SOAP_BETAS = (0.95, 0.95)  # SOAP's
 
 # torch's own that work by coordinates, with their options: what runs in original coordinates or in a basis.
@@ -178,7 +178,7 @@ def build_torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Ba
     kind, options = TORCH[name]
     if basis is None:
         return kind(model.parameters(), lr=lr, **options)  # type: ignore[call-arg]  # the base class has no lr
-    with warnings.catch_warnings():  # SGD is there as a control: that no basis helps it is what is to be seen
+    with warnings.catch_warnings():  # SGD is a control: no basis helps it, as intended
         warnings.filterwarnings("ignore", message=".* takes the same steps in every rotation")
         return egop.ReparameterizedOptimizer(model, kind, basis, lr=lr, **options)
 

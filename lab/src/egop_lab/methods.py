@@ -97,7 +97,7 @@ COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "online both": {"online": egop.Kronecker()},
     "aligned": {"aligned": True},
 }
-# Those of them that are measured by the benchmark too.
+# Cells that the benchmark measures too.
 _BENCHED = {
     ("PolarAdam", "online smaller"): "PolarAdam, online, smaller",
     ("Sinkhorn", "online both"): "Sinkhorn, online, both",
@@ -142,7 +142,7 @@ METHODS: tuple[Method, ...] = (
         egop.Shared(),
         renewed=True,
     ),
-    # About what a weight moves in an epoch of the residual network at its learning rate.
+    # The scale is about how far a weight of the residual network moves in an epoch.
     _upfront(
         "shared-renewed-around",
         {RESNET: "EGOP each epoch, scale 0.01"},
@@ -170,7 +170,7 @@ METHODS: tuple[Method, ...] = (
     _package("soap-adam", {SMALL: "SOAP"}, _SOAP({"betas": ADAM, "weight_decay": 0.0})),
     _package("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": SOAP_BETAS, "weight_decay": 0.0})),
     _package("shampoo", {SMALL: "Shampoo"}, PackageOptimizer("Shampoo", {}, "preconditioning_compute_steps")),
-    # With blocks of 512, as it is used: the inverse root of a wider matrix takes seconds.
+    # With blocks of 512, as in practice: the inverse root of a wider matrix takes seconds.
     _package(
         "shampoo-blocks",
         {BENCH: "Shampoo"},

@@ -309,7 +309,7 @@ def test_the_command_line_lists_runs_and_reports(tmp_path, toys):
         (["reproduce", "toy", "--device", "meta"], "Invalid device value: meta. Must be cpu or cuda."),
         (["reproduce", "toy", "--device", "cuda:99"], "There is no CUDA:99 device here. Use --device cpu."),
         (["reproduce", "toy", "--data", "/nonexist"], "There is no /nonexist: --data must name a folder or a file"),
-        (["report", "--records", "nowhere"], "There are no records in nowhere. Make some with"),
+        (["report", "--records", "nowhere"], "There are no records in nowhere. Create some with"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(toys, arguments, message):
@@ -337,7 +337,7 @@ def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path, toys, monkeypat
     monkeypatch.setattr(Toy, "run", run)
     result = egop_command("reproduce", "toy", "--records", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr == "Interrupted. The same command goes on from there.\n"
+    assert result.stderr == "Interrupted. Run the same command again to resume.\n"
 
 
 def test_an_experiment_says_what_it_uses_once(tmp_path, toys, monkeypatch):

@@ -124,7 +124,7 @@ def run(setting: Setting) -> Iterator[Row]:
             (networks.resnet(128, 112), [egop.Shared()], 16),
         ],
     )
-    with contextlib.suppress(Exception):  # loads what decompositions need; what fails will fail again below
+    with contextlib.suppress(Exception):  # warm up decompositions; a failure will show again below
         estimate(networks.perceptron((6, 4, 3), 4), egop.Shared(), 8, setting.device)
     for network, structures, samples in cases:
         with contextlib.suppress(Exception):  # the same for the network
@@ -133,7 +133,7 @@ def run(setting: Setting) -> Iterator[Row]:
             row: Row = {"network": network.name, "structure": _name(structure)}
             try:
                 basis, took = estimate(network, structure, samples, setting.device)
-            except Exception as error:  # the other rows are still to come
+            except Exception as error:  # go on with the other rows
                 yield row | {"failed": describe_error(error)}
                 continue
             drawn = samples or max(structure.samples(change.block) for change in basis.values())

@@ -36,7 +36,7 @@ class _Epoch:
         self.optimizer = get_methods(EPOCH)[name].make(make_setup(self.model, network, batches, **options))
         self._train(3)
         if isinstance(self.optimizer, egop.ReparameterizedOptimizer) and self.optimizer.refresher is not None:
-            self.optimizer.renew_basis()  # the first one loads what it needs
+            self.optimizer.renew_basis()  # the first refresh loads kernels
 
     def __call__(self) -> float:
         """Train for an epoch; return the seconds it took."""

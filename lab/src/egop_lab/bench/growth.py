@@ -57,7 +57,7 @@ def _estimates(setting: Setting) -> Iterator[Row]:
             row: Row = {"what": "samples", "size": samples, "of": f"estimate, {name}"}
             try:
                 row["seconds"] = bases.estimate(network, structure, samples, setting.device)[1]["seconds"]
-            except Exception as error:  # the other rows are still to come
+            except Exception as error:  # go on with the other rows
                 yield row | {"failed": describe_error(error)}
                 continue
             yield row | ({} if last is None else {"growth": row["seconds"] / last})

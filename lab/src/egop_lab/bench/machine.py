@@ -19,7 +19,7 @@ from egop_lab.bench.timing import Marks
 from egop_lab.training.timed_runs import fast_math
 
 T = TypeVar("T")
-Row = dict[str, Any]  # what is measured of one method or structure on one network
+Row = dict[str, Any]  # measurements of one method or structure on one network
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def measurement_mode(device: torch.device) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="There is a performance drop")  # of attention under vmap
         torch.backends.cudnn.benchmark = device.type == "cuda"
         gc.collect()
-        gc.freeze()  # what is there now need not be looked at again and again
+        gc.freeze()  # keep the collector from visiting existing objects again
         gc.disable()
         try:
             yield
@@ -133,7 +133,7 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
 def _version(package: str) -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    with contextlib.suppress(ImportError):  # it may lie on the path without having been installed
+    with contextlib.suppress(ImportError):  # it may be importable without being installed
         return str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
     return None
 

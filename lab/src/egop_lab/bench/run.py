@@ -61,7 +61,7 @@ def run(
                     rows.append(row)
                     kept["targets"] = targets.judge(kept["parts"], device.type)
                     write_json(out, kept)
-            except Exception as error:  # the other parts are still to come
+            except Exception as error:  # go on with the other parts
                 rows.append({"failed": describe_error(error)})
             machine.release(device)
             kept["seconds"][name] = time.perf_counter() - began

@@ -32,9 +32,9 @@ class Setup(builders.Setup):
 def make_setup(model: nn.Module, network: Network, batches: Iterable[Any] = (None,), **options: Any) -> Setup:
     """Build the setup of an optimizer for a model of a network; methods that sample gradients use the batches."""
     return Setup(
-        # So small that weights hardly move: after a thousand steps the gradients are still those of a network.
+        # So small that weights hardly move, and gradients stay realistic for a thousand steps.
         options={"lr": 1e-6, "weight_decay": 0.0},
-        adam={"fused": True},  # the fastest that torch has
+        adam={"fused": True},  # torch's fastest
         model=model,
         objective=egop.Objective(model, network.loss, list(batches)),
         memory=MEMORY,

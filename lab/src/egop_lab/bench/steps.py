@@ -20,7 +20,7 @@ from egop_lab.bench.timing import Marks, interleave, spread
 from egop_lab.builders import REFRESH_EVERY
 from egop_lab.methods import COMPILED, Method, get_methods
 
-_BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, as in training
+_BATCHES = 4  # Gram matrices average several gradients, as in training
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Trial:
         gradients: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self.network, self.name, self.period, self.batches = network, name, period(method), batches
-        self.gradients = [[gradient.clone() for gradient in group] for group in gradients]  # some methods write to them
+        self.gradients = [[gradient.clone() for gradient in group] for group in gradients]  # some methods modify them
         self.model = copy.deepcopy(model)
         self.device = batches[0][0].device
         self.optimizer = method.make(make_setup(self.model, network))
@@ -87,7 +87,7 @@ class Trial:
 
     def turn(self, steps: int) -> Turn:
         """Run one round. On the CPU a training step is the sum of its parts; on a GPU they overlap."""
-        steps = -(-steps // self.period) * self.period  # whole periods, each with one renewal
+        steps = -(-steps // self.period) * self.period  # whole periods, each with one refresh
         if self.device.type != "cuda":
             return self.time_training_steps(steps)
         alone = self.time_steps(steps)
@@ -190,7 +190,7 @@ def run(setting: Setting) -> Iterator[Row]:
             (networks.resnet(16, 96, width=32), REFRESH_EVERY // 2, 2),
             (networks.gpt(6, 384, batch=2), REFRESH_EVERY // 2, 2),
         ],
-        gpu=[  # many short rounds: the speed of the host, which whole steps depend on, changes from second to second
+        gpu=[  # many short rounds: the speed of the host changes from second to second
             (networks.perceptron((784, 1024, 1024, 10), 512), REFRESH_EVERY, 31),
             (networks.resnet(128, 112), REFRESH_EVERY, 15),
             (networks.gpt(6, 384, batch=64), REFRESH_EVERY, 31),
@@ -202,6 +202,6 @@ def run(setting: Setting) -> Iterator[Row]:
         if missing:
             yield {"network": network.name, "note": INSTALL}
         if setting.gpu and not setting.smoke and network.name == "GPT 6x384":
-            methods |= get_methods(COMPILED)  # compiling takes long, so these run on one network only
+            methods |= get_methods(COMPILED)  # on one network only, since compiling takes long
         yield from measure(network, methods, setting, steps, rounds)
         release(setting.device)

@@ -33,7 +33,7 @@ def run(setting: Setting) -> Iterator[Row]:
         row |= summary(times, failed)
         singles = [row[name] for name in (_PLAIN, _ALONE) if name in row]
         if singles and _TOGETHER in row:
-            row["speed-up"] = min(singles) / row[_TOGETHER]  # over the faster way of one run at a time
+            row["speed-up"] = min(singles) / row[_TOGETHER]  # relative to the faster of the two single-run variants
         yield row
 
 
@@ -43,7 +43,7 @@ def _batched(
     problem = DigitsProblem(list(seeds), setting.device)
     basis = None
     if turned:
-        same = make_basis(network(0).to(setting.device), egop.Full())  # which one it is does not change the time
+        same = make_basis(network(0).to(setting.device), egop.Full())  # any basis takes the same time
         basis = batched.Basis.stack([same] * len(seeds))
 
     def turn() -> float:

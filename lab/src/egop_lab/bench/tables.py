@@ -36,7 +36,7 @@ def _words(*keys: str) -> list[tuple[str, str, Format]]:
     return [(key, key, str) for key in keys]
 
 
-# For each part of the benchmark its title and its columns: heading, key, how a value is written.
+# Title and columns (heading, key, formatter) of each part of the benchmark.
 COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     "sampling": (
         "Gradient samples a second",

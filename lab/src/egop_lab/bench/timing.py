@@ -84,7 +84,7 @@ def interleave(
             began = time.perf_counter()
             try:
                 results[name].append(turn())
-            except Exception as error:  # one method that fails is not to cost the others' numbers
+            except Exception as error:  # keep the other methods' results
                 failed[name] = describe_error(error)
             spent[name] += time.perf_counter() - began
     return {name: values for name, values in results.items() if name not in failed}, failed
@@ -150,6 +150,6 @@ class PeakMemory:
 
 
 def _held() -> int:
-    import resource  # not on every system; where /proc is, it is
+    import resource  # available wherever /proc is
 
     return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()

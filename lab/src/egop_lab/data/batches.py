@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Batches", "DataSet", "Split"]
 
 
-_GATHERED = 64  # batches that are gathered at a time
+_GATHERED = 64  # batches to gather at a time
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,6 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         order = torch.randperm(len(self._tensors[0]), generator=self._generator, device=self._generator.device)
         order = order[: self._rows].to(self._tensors[0].device)
-        # Gathered many batches at a time, since a call costs more than the rows; not all, which would double the data.
+        # Gather many batches per call, which is faster, but not all, which would double the memory.
         for rows in order.split(self._size * _GATHERED):
             yield from zip(*(tensor[rows].split(self._size) for tensor in self._tensors), strict=True)

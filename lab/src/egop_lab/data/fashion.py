@@ -23,7 +23,7 @@ from egop_lab.files import replace_atomically
 __all__ = ["fashion_folder", "fashion_mnist", "four_classes"]
 
 
-# Of the unpacked files: the same images are packed differently by different distributors.
+# Checksums of the unpacked files: distributors pack the same images differently.
 _SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",

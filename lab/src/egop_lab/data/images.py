@@ -25,7 +25,7 @@ Batch = tuple[Tensor, Tensor]
 
 _ENDINGS = {".jpg", ".jpeg", ".png"}
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-_SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the area, its width over its height
+_SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # ranges for a random crop: share of the area, aspect ratio
 # Images that take more than this as uint8 are not held on the device.
 HOLD_BYTES = 8 * 2**30
 

@@ -68,11 +68,11 @@ class Experiment(abc.ABC):
 
     id: ClassVar[str]
     title: ClassVar[str]
-    figures: ClassVar[str]  # which ones of the paper
-    labels: ClassVar[tuple[str, ...]] = ()  # what they are called in its source
-    # By setting, what the paper has; a setting of which it says nothing is not here.
+    figures: ClassVar[str]  # of the paper
+    labels: ClassVar[tuple[str, ...]] = ()  # their labels in the LaTeX source
+    # The paper's values by setting, for the settings that it names.
     paper: ClassVar[Mapping[str, str]] = {}
-    version: ClassVar[int] = 1  # goes into every configuration; raised when the code changes what a run does
+    version: ClassVar[int] = 1  # part of every configuration; increase it when the code changes what a run does
 
     @abc.abstractmethod
     def settings(self, preset: Preset) -> dict[str, Any]:

@@ -28,7 +28,7 @@ STOP = 1e-8  # the gradient norm at which the paper stops
 
 # Within this factor, in steps or in gradient norm, two methods count as equally good.
 _EQUAL = 2.0
-_SEEN = 1.05  # what is nearer coincides in a figure
+_SEEN = 1.05  # curves within this factor coincide in a figure
 
 
 class ConvexTrials(Trials):
@@ -49,7 +49,7 @@ class ConvexTrials(Trials):
             data = matrix_with_decay(n, d, decay, generator)
             solution, start = (torch.randn(d, generator=generator, dtype=torch.float64) for _ in ("θ*", "θ₀"))
             targets = data @ solution
-            if objective == LOGISTIC:  # the paper's labels follow the other sign than its loss; as written
+            if objective == LOGISTIC:  # as in the paper, whose labels have the opposite sign of its loss
                 targets = torch.bernoulli(torch.sigmoid(-targets), generator=generator)
             rows.append((data, targets, start))
         self.data, self.targets, self.first = (torch.stack(column) for column in zip(*rows, strict=True))
@@ -75,7 +75,7 @@ class ConvexTrials(Trials):
             above, outer = self.losses(point, 0) - self.least[:, None], values.sigmoid() - self.targets[:, None]
         elif self.kind == LEAST_SQUARES:
             above, outer = 0.5 * residuals.square().sum(-1), residuals
-        else:  # log mean exp, exact also where all residuals are tiny
+        else:  # log mean exp, accurate also for tiny residuals
             far = self.losses(point, 0) - math.log(residuals.shape[-1])
             above = torch.where(far < 1, residuals.square().expm1().mean(-1).log1p(), far)
             outer = 2 * residuals * residuals.square().softmax(-1)

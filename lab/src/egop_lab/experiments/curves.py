@@ -18,7 +18,7 @@ from egop_lab.training.sweeps import ORIGINAL
 def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
     """Return the quartiles over trials (first, median, third), entry by entry; non-finite values count as worst."""
     stacked = np.nan_to_num(np.asarray(curves, dtype=float), nan=np.inf, posinf=np.inf)
-    low, high = np.quantile(stacked, (0.25, 0.75), axis=0, method="nearest")  # between infinite ones there is nothing
+    low, high = np.quantile(stacked, (0.25, 0.75), axis=0, method="nearest")  # no interpolation between infinite values
     return low.tolist(), np.median(stacked, axis=0).tolist(), high.tolist()
 
 

@@ -39,12 +39,12 @@ from egop_lab.training.loop import train
 __all__ = ["EVERY", "LEARNING_RATES", "RATES", "STEPS", "Language", "LanguageRun", "panel", "run", "summary"]
 
 STEPS = 200
-EVERY = 10  # steps of one turn, and between two looks at the loss
+EVERY = 10  # steps per turn, and between two evaluations
 LEARNING_RATES = {"AdamW": 2e-3, "EGOP": 3.2e-2}
 RATES = "Each at its best learning rate of a grid by factors of two, found with 200 steps of seed 0."
 _SIZES = {"layers": 3, "width": 96, "heads": 4, "context": 64}
-_BATCH, _HELD = 32, 32  # windows of a batch, and of the validation text
-_WARM_UP, _DECAY = 40, 0.4  # steps, and the share of all steps
+_BATCH, _HELD = 32, 32  # windows in a batch, and of validation text
+_WARM_UP, _DECAY = 40, 0.4  # in steps, and as a share of all steps
 
 
 @dataclass(frozen=True)

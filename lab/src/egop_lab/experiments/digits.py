@@ -17,7 +17,7 @@ from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
 from egop_lab.training.tuning import doublings
 
-# Every so many epochs the loss is kept.
+# Epochs between two recorded losses.
 _STRIDE = {"quick": 1, "full": 5}
 
 

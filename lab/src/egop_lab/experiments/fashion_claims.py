@@ -85,7 +85,7 @@ def compare_at_equal_settings(ranks: Sequence[int], finals: Sequence[Sequence[fl
     The first is original coordinates, whose gain is none: a gain that grows begins there.
     """
     finite = [losses for losses in finals if all(map(math.isfinite, losses))]
-    # From one rank to the next: at how many places the loss is lower.
+    # For each rank and the next: at how many settings the loss is lower.
     better = [sum(later < earlier for earlier, later in pairs) for pairs in zip(*map(pairwise, finite), strict=True)]
     steps = [
         f"{Method(one)} to {Method(other)}: {count}"

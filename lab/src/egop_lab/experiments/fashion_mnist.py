@@ -19,7 +19,7 @@ from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import decay
 from egop_lab.training.sweeps import TUNING
 
-_FIRST_DECAY = 0.01  # at which the learning rate is searched first: AdamW's own
+_FIRST_DECAY = 0.01  # for the first search of the learning rate: AdamW's default
 
 SEARCHES = {
     "lines": f"(all rates with a weight decay of {_FIRST_DECAY:g}, then all weight decays with the best of them)",
@@ -91,7 +91,7 @@ class FashionMnistExperiment(Experiment):
     def train(self, store: Store, context: Context) -> None:
         """Do everything but the timing."""
         spectrum = self._spectrum_config(context.preset)
-        runs: Runs | None = None  # the data are needed only where something is left to do
+        runs: Runs | None = None  # load the data only if there is something to run
         if spectrum not in store:
             runs = self._runs(context)
             began = time.perf_counter()
@@ -114,7 +114,7 @@ class FashionMnistExperiment(Experiment):
         if not (left := store.missing(configs.values())):
             return
         runs = self._runs(context)
-        # What is set up when first called, with a basis that is not used again.
+        # Warm up with a basis that is not used again.
         runs.time_epochs(next(config for config in configs.values() if config["rank"]) | {"seed": TUNING})
         for config in left:
             began = time.perf_counter()

@@ -90,7 +90,7 @@ class LanguageModelExperiment(TimedExperiment):
         self.tune(trials) and self.run_reported(trials, self.settings(context.preset)["methods"])
 
     def trials(self, store: Store, context: Context) -> Trials:
-        import_pytorch_optimizer(SOAP)  # which takes seconds to import: no run is to pay for it
+        import_pytorch_optimizer(SOAP)  # takes seconds to import, which no run should pay for
         settings, device = self.settings(context.preset), context.device
         text = load(context.data, device, smallest=10 * settings["batch"] * settings["context"])
         common = self.config(

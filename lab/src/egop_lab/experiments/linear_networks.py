@@ -20,7 +20,7 @@ from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
 from egop_lab.training.tuning import doublings
 
-_POINTS = 50  # of a curve that is kept
+_POINTS = 50  # recorded points of a curve
 
 
 class LinearNetworksExperiment(SweepExperiment):
@@ -104,7 +104,7 @@ class LinearNetworksExperiment(SweepExperiment):
             )
 
         go(Sweep(rates=rates, seeds=tuning, coordinates=[ORIGINAL], **common))
-        # Curves are kept at these rates only, so a record must not outlive a change of them.
+        # Curves are recorded at these rates only, so that the rates are part of the configuration.
         common["extra"] |= {"chosen": {name: self.choose_rate(store, context.preset, name) for name in rates}}
         go(Sweep(rates=rates, seeds=reported, coordinates=[ORIGINAL, EGOP], **common))
         go(Sweep(rates=adaptive, seeds=reported, coordinates=[BLOCK, FIRST], **common))

@@ -23,9 +23,9 @@ ADAPTIVE = ("Adam", "Adagrad")
 
 _EQUIVARIANT = ("SGD", "SGD+momentum")
 _FAR = 10.0
-_COMPARABLE = 0.5  # the share of a gain, in decades, from which on another gain is comparable
-_FLOOR = 1e-30  # of losses in float64: what is below is rounding
-_LEVELS = (1e-5, 1e-10, 1e-15, 1e-20, 1e-25)  # of the training loss, for counting epochs: down to the floor
+_COMPARABLE = 0.5  # gains in decades are comparable from this ratio on
+_FLOOR = 1e-30  # float64 losses below this are rounding
+_LEVELS = (1e-5, 1e-10, 1e-15, 1e-20, 1e-25)  # training losses for counting epochs, down to the floor
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Claims:
         }
         curves = [quartiles([run.result["loss"] for run in own])[1] for own in runs.values()]
         epochs = runs[EGOP][0].result["epoch"]
-        # Both have the same start; where both are at the floor there is nothing to compare.
+        # Skip the common start and epochs with both losses at the floor.
         pairs = [(epoch, a, b) for epoch, a, b in zip(epochs, *curves, strict=True) if epoch and max(a, b) > _FLOOR]
         better = [a < b for _, a, b in pairs]
         judged = _judge_mostly(f"{optimizer}-faster", f"EGOP {optimizer} converges faster than {optimizer}.", better)

@@ -17,7 +17,7 @@ from egop_lab.training.instances import RANDOM
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP
 
-CONSTANT = "constant"  # of the learning rate; else it is annealed
+CONSTANT = "constant"  # schedule of the learning rate, instead of annealing
 
 
 class MatrixFactorizationExperiment(TunedExperiment):

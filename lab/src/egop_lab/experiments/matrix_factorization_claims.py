@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Nine digits: no figure shows a smaller difference. Runs that end this close have all found the optimum.
 AT_OPTIMUM = 1e-9
 THRESHOLDS = (1e-2, 1e-4, 1e-6)  # relative distance to the optimal loss, for counting steps
-SPEED = 1e-6  # the threshold of the second choice of learning rates
+SPEED = 1e-6  # threshold for the second choice of learning rates
 _CLOSER = 1e-3  # smaller differences of errors no figure shows
 _SUPERIMPOSED = 1.1  # no eye sees a smaller ratio on the figure's axis
 _MOSTLY = 0.9  # of the steps

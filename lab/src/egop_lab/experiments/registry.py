@@ -6,7 +6,7 @@ from importlib import import_module
 
 from egop_lab.experiments.base import Experiment
 
-# Imported when asked for, so that one that lacks a package does not keep the others from running.
+# Imported on demand, so that an experiment with a missing package does not keep the others from running.
 _PLACES = {
     "trajectories": "trajectories:TrajectoriesExperiment",
     "digits": "digits:DigitsExperiment",

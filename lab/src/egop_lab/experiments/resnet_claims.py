@@ -39,8 +39,8 @@ _EPOCHS = {method: f"{epochs}" for method, (epochs, _) in PAPER.items()}
 _FEWER, _FASTER = "EGOP each epoch needs no more epochs", "EGOP each epoch is faster"
 _COMPETITIVE = 1.1
 
-# Name, the claim, what is compared, and which method's number is to be the smaller one; SOAP_100 stands for the SOAP
-# that is compared with in its place.
+# Name, claim, compared quantity, and the methods with the smaller and the larger number; SOAP_100 stands for
+# whichever SOAP is compared with.
 _COMPARED = (
     ("upfront-epochs", "EGOP up-front needs fewer epochs than AdamW.", "epochs", UPFRONT, ADAMW),
     ("periodic-fewer", "EGOP each epoch needs fewer epochs than AdamW.", "epochs", PERIODIC, ADAMW),
@@ -83,11 +83,11 @@ def _paper_numbers(measure: str, method: str, other: str) -> str:
     return f"{numbers[method]} and {numbers[other]}" if numbers else ""
 
 
-# How much of the other number it may be, by claim; less than the whole where nothing is said.
+# Largest allowed ratio by claim; strictly less than one by default.
 _PARTS = {"periodic-epochs": 1.0, "periodic-soap": 1.0} | dict.fromkeys(
     ("periodic-often", "soap-training", "soap-accuracy"), _COMPETITIVE
 )
-# What that is in words where it is our choice, by measure.
+# Descriptions of the ratios that are our choice, by measure.
 _NEARLY = {
     "epochs": f"about: at most {_COMPETITIVE:g} times as many",
     "training": f"competitive: at most {_COMPETITIVE:g} times its loss",

@@ -43,11 +43,11 @@ from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed_runs import Trials, describe_precision, fast_math
 
-_NEAR = 1.05  # the paper's target: so many times the lowest validation loss of SOAP renewed often
+_NEAR = 1.05  # the paper's target, relative to the lowest validation loss of SOAP with frequent refreshes
 
-OPTIONAL = (BOTH_SIDES,)  # run last, when there is time; left out where its runs are missing
+OPTIONAL = (BOTH_SIDES,)  # run last, if there is time; left out if its runs are missing
 
-_NEW = (SOAP_100, SOAP_OURS, AROUND)  # these have no short runs but those that tune them
+_NEW = (SOAP_100, SOAP_OURS, AROUND)  # methods without short runs, except those for tuning
 
 
 class ShortRuns(TimedExperiment):
@@ -59,9 +59,9 @@ class ShortRuns(TimedExperiment):
     comparison: ClassVar[str] = RESNET
     training = Run
     length: ClassVar[str] = "epochs"
-    soap: ClassVar[str] = SOAP_10  # the SOAP that is renewed often
+    soap: ClassVar[str] = SOAP_10  # the SOAP with frequent refreshes
     claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_10))
-    picture_name: ClassVar[str] = "resnet"  # what its pictures are called
+    picture_name: ClassVar[str] = "resnet"  # prefix of its pictures' names
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
@@ -91,7 +91,7 @@ class ShortRuns(TimedExperiment):
             "rho": "of a basis that is renewed each epoch: the point itself, with other batches; with scale 0.01 a "
             "normal distribution around it with that standard deviation",
             "images": ["all", "all"] if full else [320, 160],
-            **({} if full else {"samples": 32}),  # else as many as give each kernel a thousand gradients
+            **({} if full else {"samples": 32}),  # in the full preset, enough for a thousand gradients per kernel
         }
 
     def run(self, store: Store, context: Context) -> None:

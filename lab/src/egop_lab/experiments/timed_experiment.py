@@ -19,7 +19,7 @@ from egop_lab.training.timed_runs import Trials, fast_math, shared_config
 _TOO_SMALL = " This preset is too small to judge by."
 
 Runs = dict[str, list[Record]]  # the reported runs by method
-Measures = Mapping[str, tuple[str, Callable[[Record], float]]]  # what is measured, in words, and its number for a run
+Measures = Mapping[str, tuple[str, Callable[[Record], float]]]  # description of a measure, and its number for a run
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TimedExperiment(Experiment):
     """Experiment whose settings have ``methods``, ``trials`` and, under the name in ``length``, a run's length."""
 
     comparison: ClassVar[str]
-    training: ClassVar[Callable[..., Any]]  # what one run is: of data, a configuration and a device
+    training: ClassVar[Callable[..., Any]]  # builds a run from data, a configuration and a device
     length: ClassVar[str]
     claims: ClassVar[Sequence[Claim]]
     kind: ClassVar[Kind] = "claim"
@@ -141,7 +141,7 @@ class TimedExperiment(Experiment):
         what, number = self.measures(goal)[claim.measure]
         both = [runs[method] for method in (claim.method, claim.other)]
         one, other = (median([number(run) for run in own]) for own in both)
-        judged = preset == "full" and min(one, other) < math.inf  # neither got there: nothing to compare
+        judged = preset == "full" and min(one, other) < math.inf  # nothing to compare if neither gets there
         whole = [median([self._total(claim.measure, run) for run in own]) for own in both]
         return Judgement(
             f"{self.id}/{claim.name}",

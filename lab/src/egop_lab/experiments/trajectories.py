@@ -89,7 +89,7 @@ class TrajectoriesExperiment(Experiment):
             "SGD rate": 0.1,
             # The paper names neither M (its convex experiments have 5d) nor the start.
             "problem": {"n": 100, "decay": 1.5, "samples": 10, "radius": 40.0},
-            # As the paper, which chose an instance whose axes are clearly not aligned and a start that shows it.
+            # Like the paper, show an instance whose axes are clearly not aligned.
             "shown seed": 11,
         }
 

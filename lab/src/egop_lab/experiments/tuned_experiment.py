@@ -170,7 +170,7 @@ class TunedExperiment(Experiment):
         def evaluate(rates: Sequence[float]) -> dict[float, float]:
             configs = {rate: self._configs(preset, task, rate) for rate in rates}
             left.extend(rate for rate in rates if store.missing(configs[rate]))
-            if left:  # a stage is judged as a whole: what a killed run left must not decide where to look next
+            if left:  # judge a stage only when it is complete: a killed run must not decide where to search next
                 return dict.fromkeys(rates, math.inf)
             runs = {rate: [run for config in configs[rate] if (run := store.get(config))] for rate in rates}
             if seen is not None:
@@ -185,7 +185,7 @@ class TunedExperiment(Experiment):
             return []
         searches = [self._search(store, preset, case, method, score)[1] for score in self.scores(case)]
         left = [task for task in searches if task is not None]
-        rates = sorted({rate for task in left for rate in task.rates})  # searches share what both of them want
+        rates = sorted({rate for task in left for rate in task.rates})  # searches share the rates that both need
         return [replace(left[0], rates=rates)] if left else []
 
     def _rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:

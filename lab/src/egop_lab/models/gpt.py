@@ -12,7 +12,7 @@ from egop_lab.models.attention import attend
 
 __all__ = ["GPT", "Block", "initialize_"]
 
-_DEVIATION = 0.02  # of GPT-2's weights at the start
+_DEVIATION = 0.02  # standard deviation of GPT-2's initial weights
 
 
 class Block(nn.Module):

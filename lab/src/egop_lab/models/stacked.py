@@ -53,7 +53,7 @@ def evaluate(point: Point, train: Split, validation: Split, test: Split) -> dict
 def _mean(score: Callable[[Point, Tensor, Tensor], Tensor], point: Point, split: Split) -> Tensor:
     features, labels = split
     trials = len(point["0.weight"])
-    # On a CPU in parts that fit its cache.
+    # On a CPU, in chunks that fit into its cache.
     size = _PART if features.device.type == "cpu" else len(labels)
     parts = zip(features.split(size), labels.split(size), strict=True)
     sums = [score(point, x.expand(trials, -1, -1), y.expand(trials, -1)) * len(y) for x, y in parts]

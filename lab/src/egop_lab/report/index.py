@@ -20,7 +20,7 @@ _INTRODUCTION = (
 )
 
 _STATEMENTS = ("algorithm", "assumption", "corollary", "figure", "lemma", "table", "theorem")
-_LAYOUT = ("center", "minipage", "subfigure", "tabular")  # what is in these belongs to what is around them
+_LAYOUT = ("center", "minipage", "subfigure", "tabular")  # labels inside these belong to the environment around them
 _TOKEN = re.compile(r"\\(?:(begin|end)\{(\w+)\*?\}|label\{([^}]*)\})")
 _COMMENT = re.compile(r"(?<!\\)%.*")
 

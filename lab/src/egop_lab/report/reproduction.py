@@ -28,7 +28,7 @@ _INTRODUCTION = (
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
 _HEADER = ("experiment", "hold / judged", "in a line")
 
-# What is said of one and of several.
+# Singular and plural.
 _CLAIMS = {
     "holds": ("holds", "hold"),
     "does not hold": ("does not hold", "do not hold"),
@@ -266,7 +266,7 @@ def _html(section: Section) -> list[str]:
     one = section.experiment
     assert section.preset is not None
     title = f"{escape(one.title)} ({escape(one.id)}): {escape(wording.count_holding(section.judged))}"
-    # Inside, since a browser opens what a link leads into.
+    # The id is inside the details element, which a browser opens if a link points into it.
     parts = [f'<details class="part"><summary>{title}</summary><div id="{escape(one.id)}">']
     parts += [f'<p class="partial">{escape(remark)}</p>' for remark in section.remarks]
     parts.append(f'<p class="small">{escape(_describe_place(one).replace("`", ""))}</p>')
@@ -305,5 +305,5 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-_WORDS, _LONG = ' class="words"', 24  # a column with more characters in a cell is one of words
+_WORDS, _LONG = ' class="words"', 24  # a column with a longer cell is text
 _BADGES = {"holds": "use", "does not hold": "sample-more", "cannot be judged": "leave"}

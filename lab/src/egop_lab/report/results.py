@@ -10,7 +10,7 @@ from egop_lab.experiments.coordinates_found import ADAMW, CELL, CHOSEN, MUON, NO
 from egop_lab.experiments.coordinates_targets import to_goal
 from egop_lab.training.records import Store
 
-# In a page, what lies between these lines is the table: a test compares it with the records.
+# These lines enclose the table in a page; a test compares it with the records.
 BEGIN, END = "<!-- results of egop-lab report -->", "<!-- end of results -->"
 SHOWN = {
     ADAMW: ADAMW,

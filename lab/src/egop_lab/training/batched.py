@@ -26,7 +26,7 @@ from egop_lab.formatting import pluralize
 from egop_lab.models.stacked import Point
 from egop_lab.training.updates import OPTIMIZERS, Rule
 
-_WARM_UP = 2  # steps before one is recorded, for what libraries set up when first called
+_WARM_UP = 2  # steps before the recording, in which libraries set themselves up
 
 
 class Problem(abc.ABC):
@@ -202,7 +202,7 @@ class _Stepper:
             return
         seen = self._seen[batch.shape] = self._seen.get(batch.shape, 0) + 1
         if seen <= _WARM_UP:
-            stream = torch.cuda.Stream()  # as a recording will be: not on the default one
+            stream = torch.cuda.Stream()  # a recording does not use the default stream either
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(batch)

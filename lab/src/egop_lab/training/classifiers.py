@@ -23,7 +23,7 @@ from egop_lab.training import timed_runs
 from egop_lab.training.context import make_record
 from egop_lab.training.records import Record
 
-_ROWS = 1000  # gradients of a kernel that every convolution is to have at least
+_ROWS = 1000  # least number of kernel gradients for every convolution
 
 
 def count_samples(model: nn.Module) -> int:
@@ -129,7 +129,7 @@ class Run(timed_runs.Run):
     def __init__(self, data: images.Images, config: Mapping[str, Any], device: torch.device) -> None:
         super().__init__(config, device)
         self.data = data
-        self.right: list[Tensor] = []  # the share of right answers in each batch of a pass
+        self.right: list[Tensor] = []  # accuracy on each batch of a pass
         seed, size = config["seed"], config["batch"]
         kind = config.get("network", RESIDUAL)
         self.network = NETWORKS[kind]

@@ -12,11 +12,11 @@ from egop_lab.data.matrices import matrix_with_decay, random_orthonormal
 from egop_lab.training import batched
 from egop_lab.training.instances import Trials
 
-# What the singular values of the spectral estimate are taken to: the start that the name means, and the printed one.
+# Power of the spectral estimate's singular values: in the usual spectral start, and as printed in the paper.
 SPECTRAL, PRINTED = "Σ^½", "Σ^-½"
 _POWERS = {SPECTRAL: 0.5, PRINTED: -0.5}
 
-ROUNDING = 1e-16  # no relative distance to the optimum is recorded as smaller
+ROUNDING = 1e-16  # smallest recorded relative distance to the optimum
 
 
 class Factorization(Trials):

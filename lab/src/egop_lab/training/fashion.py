@@ -59,7 +59,7 @@ class Runs:
             progress=self.context.progress,
             description=f"r = {rank}, lr {config['lr']:g}, decay {config['weight_decay']:g}",
         )
-        missing = [math.nan] * (config["epochs"] + 1 - len(curve.loss))  # of a run that diverged
+        missing = [math.nan] * (config["epochs"] + 1 - len(curve.loss))  # if the run diverged
         curves = {"loss": curve.loss, **curve.metrics}
         result: dict[str, Any] = {name: [*values, *missing] for name, values in curves.items()}
         return result | {"seconds": curve.seconds, "estimation seconds": estimation}

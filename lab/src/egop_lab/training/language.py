@@ -16,7 +16,7 @@ from egop_lab.methods import LANGUAGE
 from egop_lab.models.gpt import GPT, initialize_
 from egop_lab.training import timed_runs
 
-BETAS = (0.9, 0.95)  # usual for language models; SOAP has its own
+BETAS = (0.9, 0.95)  # usual for language models; SOAP keeps its own
 _SHAPE = ("layers", "width", "heads", "context")
 # The settings that decide the outcome of a run, besides its method, learning rate, length and seed.
 COMMON = (*_SHAPE, "batch", "weight decay", "warm-up", "interval", "windows", "samples", "period")
@@ -81,7 +81,7 @@ class Run(timed_runs.Run):
         config = self.config
         return Setup(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
-            adam={"betas": BETAS, "fused": self.device.type == "cuda"},  # on a GPU its fastest form
+            adam={"betas": BETAS, "fused": self.device.type == "cuda"},  # the fastest variant on a GPU
             period=config.get("period"),
             model=self.model,
             objective=self.objective,

@@ -93,11 +93,11 @@ class Store:
                 file.write(lines.encode())
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError:  # a full disk: take back what was written of it
+        except OSError:  # for example a full disk: undo the partial write
             if self.path.exists():
                 os.truncate(self.path, size)
             raise
-        # As they will be read again, so that a run that goes on sees the same numbers as one that was interrupted.
+        # Parse what was written, so that this process sees the same rounded numbers as one that resumes.
         self._records |= {record.key: record for record in map(_parse_record, entries)}
 
     def _read(self) -> None:
@@ -131,7 +131,7 @@ def _merge_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if len(entries) < 2 or len(places) > 1:
         return entries
     first, *others = (entry["config"] for entry in entries)
-    # Compared as text: 0 and 0.0 are equal, but not the same configuration.
+    # Compare as text: 0 equals 0.0, but they are different configurations.
     common = {
         name: value
         for name, value in first.items()

@@ -52,7 +52,7 @@ def train(
         loss.backward()
         try:
             optimizer.step()
-        except torch.linalg.LinAlgError:  # what it decomposes has overflowed
+        except torch.linalg.LinAlgError:  # a decomposed matrix overflowed
             break
         if schedule is not None:
             schedule.step()

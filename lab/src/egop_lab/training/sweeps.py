@@ -15,7 +15,7 @@ P = TypeVar("P", bound=batched.Problem)
 EGOP = "EGOP"
 ORIGINAL = "original"
 
-# Seeds of tuning trials start here, so that no reported trial was used for choosing a learning rate.
+# First seed of tuning trials: no reported trial was used to choose a learning rate.
 TUNING = 10_000
 
 

@@ -41,9 +41,9 @@ class Run(abc.ABC):
         device: the device to train on.
     """
 
-    comparison: ClassVar[str]  # whose methods they are
-    unit: ClassVar[str]  # what a pass is called
-    curves: ClassVar[tuple[str, ...]]  # what is recorded after every pass
+    comparison: ClassVar[str]  # the comparison that the methods belong to
+    unit: ClassVar[str]  # name of a pass
+    curves: ClassVar[tuple[str, ...]]  # recorded after every pass
 
     model: nn.Module
     batches: Iterable[Any]
@@ -83,7 +83,7 @@ class Run(abc.ABC):
 
     def loss(self, _: nn.Module, batch: Any) -> Tensor:
         loss = self.training_loss(batch)
-        self.losses.append(loss.detach().clone())  # a graph writes every loss to the same place
+        self.losses.append(loss.detach().clone())  # a CUDA graph writes every loss to the same tensor
         return loss
 
     def __iter__(self) -> Iterator[Any]:
@@ -147,8 +147,8 @@ class Run(abc.ABC):
         options["description"] = f"{config['method']}, lr {config['lr']:g}, seed {config['seed']}"
         curves: dict[str, Sequence[float]] = dict.fromkeys(self.curves, ())
         diverged = True
-        with warnings.catch_warnings(), contextlib.suppress(torch.linalg.LinAlgError):  # what is decomposed overflowed
-            warnings.filterwarnings("ignore", "There is a performance drop")  # attention vmapped over samples
+        with warnings.catch_warnings(), contextlib.suppress(torch.linalg.LinAlgError):  # a decomposed matrix overflowed
+            warnings.filterwarnings("ignore", "There is a performance drop")  # of attention under vmap
             curve = train(self.model, self.optimizer, self.loss, self, self.passes, **options)
             curves, diverged = {"validation loss": curve.loss, **curve.metrics}, curve.diverged
         # A run that diverged ended early.
@@ -222,7 +222,7 @@ def get_network(make: Callable[..., Any], *arguments: Any) -> Any:
     key = (make, *arguments)
     if key not in _networks:
         _networks.clear()
-        gc.collect()  # a graph that is still part of a cycle would go later
+        gc.collect()  # else a graph in a reference cycle would be freed later
         _networks[key] = make(*arguments)
     return _networks[key]
 
@@ -250,7 +250,7 @@ def fast_math(device: torch.device) -> Iterator[None]:
     kept = torch.get_float32_matmul_precision(), logger.level
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    logger.setLevel(logging.ERROR)  # they say that batch norm cannot be vmapped
+    logger.setLevel(logging.ERROR)  # the messages say that batch norm cannot be vmapped
     try:
         yield
     finally:

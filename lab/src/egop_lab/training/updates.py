@@ -111,7 +111,7 @@ class AdamW(Adam):
         super().step(gradients)
 
 
-# By the names of torch's own in egop_lab.methods, whose numbers these rules give: the paper's four, and AdamW.
+# Named as in egop_lab.builders.TORCH: the paper's four optimizers, and AdamW.
 OPTIMIZERS: dict[str, type[Rule]] = {
     "Adam": Adam,
     "AdamW": AdamW,
