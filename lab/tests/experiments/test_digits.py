@@ -153,7 +153,7 @@ def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
 
 
 def test_processes_keep_the_order(monkeypatch):
-    monkeypatch.setattr("egop_lab.training.context._pool", ThreadPoolExecutor)  # which starts at once
+    monkeypatch.setattr("egop_lab.training.context._make_pool", ThreadPoolExecutor)  # which starts at once
     assert map_in_processes(math.sqrt, [4.0, 9.0, 16.0], 2) == [2.0, 3.0, 4.0]
 
 

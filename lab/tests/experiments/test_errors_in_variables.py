@@ -29,7 +29,7 @@ class Toy(ErrorsInVariablesExperiment):
 def toy(tmp_path_factory):
     pytest.importorskip("pytorch_optimizer")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuned_experiment, "in_processes", in_this_process)
+        patch.setattr(tuned_experiment, "run_in_processes", in_this_process)
         store = Store(tmp_path_factory.mktemp("toy") / "records.jsonl")
         Toy().run(store, Context(progress=False))
         yield store
@@ -75,7 +75,7 @@ def test_the_result_has_the_shape_of_the_figure(toy):
 
 def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
-    monkeypatch.setattr(tuned_experiment, "in_processes", in_this_process)
+    monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
     Toy().run(store, Context(preset="full", progress=False))
     titles = [panel.title for panel in Toy().pictures(store, "full")[0].panels]

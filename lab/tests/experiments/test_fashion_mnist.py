@@ -48,7 +48,7 @@ def judged(tmp_path, monkeypatch):
                 return {"loss": losses, "validation accuracy": shares, "test accuracy": shares}
 
         monkeypatch.setattr(fashion_mnist, "Runs", Fake)
-        monkeypatch.setattr(fashion_mnist, "train_together", lambda runs, configs: ([*map(runs.curves, configs)], 1.0))
+        monkeypatch.setattr(fashion_mnist, "train_batched", lambda runs, configs: ([*map(runs.curves, configs)], 1.0))
         store, experiment = Store(tmp_path / "records.jsonl"), FashionMnistExperiment()
         experiment.run(store, Context(preset=preset, progress=False))
         return {each.id.partition("/")[2]: each.verdict for each in experiment.judge(store, preset)}, store

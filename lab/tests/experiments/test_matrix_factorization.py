@@ -62,7 +62,7 @@ class Toy(MatrixFactorizationExperiment):
 
 def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
-    monkeypatch.setattr(tuned_experiment, "in_processes", in_this_process)
+    monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
     Toy().run(store, Context(progress=False))
     (picture,) = Toy().pictures(store, "quick")
@@ -80,7 +80,7 @@ def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
-    monkeypatch.setattr(tuned_experiment, "in_processes", in_this_process)
+    monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
     Toy().run(store, Context(preset="full", progress=False))
     first, second = Toy().pictures(store, "full")
