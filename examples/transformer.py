@@ -43,7 +43,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batches(count: int, seed: int) -> list[Tensor]:
-    """Pieces of the text, 32 to a batch."""
+    """LocalShards of the text, 32 to a batch."""
     starts = torch.randint(len(CODES) - CONTEXT, (count, 32, 1), generator=torch.Generator().manual_seed(seed))
     return list(CODES[starts + torch.arange(CONTEXT + 1)])
 

@@ -158,8 +158,8 @@ STRUCTURES: list[egop.Structure] = [
     egop.Auxiliary(3),
     egop.Reduced(3),
     egop.Reduced(3, keep_rest=False),
-    egop.RandomRotation(seed=1),
-    egop.RandomRotation(seed=1, like=egop.Kronecker()),
+    egop.extras.RandomRotation(seed=1),
+    egop.extras.RandomRotation(seed=1, like=egop.Kronecker()),
 ]
 
 

@@ -23,16 +23,16 @@ def block(name="0.weight", **numbers):
         "density": 0.57, "ratio": 0.045, "effective_dimension": 40, "one_norm": 0.4, "stability": 0.91,
         "chance": 0.02, "surprise": 900.0, "verdict": "promising", "advice": "Promising: egop.Full().",
     }  # fmt: skip
-    return egop.BlockDiagnosis(name, **usual | numbers)
+    return egop.diagnostics.BlockDiagnosis(name, **usual | numbers)
 
 
 def left(name="2.weight"):
-    return egop.BlockDiagnosis(name, ((10, 32),), 320, verdict="leave", advice="Leave it: the output head.")
+    return egop.diagnostics.BlockDiagnosis(name, ((10, 32),), 320, verdict="leave", advice="Leave it: the output head.")
 
 
 def diagnosis(*blocks, partial=""):
     blocks = blocks or (block(), left())
-    return egop.Diagnosis(
+    return egop.diagnostics.Diagnosis(
         blocks,
         None,
         2048,
@@ -46,7 +46,7 @@ def diagnosis(*blocks, partial=""):
         curvature=Curvature(0.1, 0.2),
         here=OffAxes(0.8, 0.01, 32),
         along=OffAxes(0.01, 0.01, 15),
-        rate=egop.FoundRate(0.02, (0.01, 0.02), (1.0, 0.5), "lr 0.02."),
+        rate=egop.diagnostics.FoundRate(0.02, (0.01, 0.02), (1.0, 0.5), "lr 0.02."),
         partial=partial,
     )
 

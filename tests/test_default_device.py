@@ -61,7 +61,7 @@ def wrap(model, basis=None, **options):
 OPTIMIZERS = {
     "EGOP": lambda model, objective: egop.EGOP(model, lr=0.01, every=3, fused=True),
     "Online": lambda model, objective: wrap(model, refresh=egop.Online(every=3, structure=egop.Kronecker())),
-    "WhenDrifted": lambda model, objective: wrap(model, refresh=egop.WhenDrifted(0.01, check_every=2)),
+    "drifted": lambda model, objective: wrap(model, refresh=egop.Online(every=2, tolerance=0.01)),
     "Aligned": lambda model, objective: egop.ReparameterizedOptimizer(
         model, egop.optim.Sinkhorn, refresh=egop.Aligned(), outside=FUSED, lr=0.01
     ),
@@ -72,7 +72,7 @@ OPTIMIZERS = {
         model, cases.estimate(objective, structure=egop.Reduced(2, keep_rest=False), rho=egop.Ball(1.0))
     ),
     "RandomRotation": lambda model, objective: wrap(
-        model, cases.estimate(objective, structure=egop.RandomRotation(seed=1))
+        model, cases.estimate(objective, structure=egop.extras.RandomRotation(seed=1))
     ),
 }
 

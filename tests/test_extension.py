@@ -12,7 +12,7 @@ import cases
 import egop
 from cases import MLP
 from egop.basis import Block
-from explicit import identical, logistic
+from explicit import basis_of, identical, logistic
 
 FILES = {
     "reversing": '''
@@ -94,10 +94,10 @@ FILES = {
         class Opposite(egop.Refresh):
             every: int = 3
 
-            def begin(self, optimizer):
-                return _Reversing(self.every)
+            def start(self, optimizer):
+                return _OppositeRefresher(self.every)
 
-        class _Reversing(Refresher):
+        class _OppositeRefresher(Refresher):
             def __init__(self, every):
                 super().__init__()
                 self.every = every
@@ -160,7 +160,7 @@ def steps(model, optimizer, first, last):
     return cases.parameters_of(model)
 
 
-def test_all_four_train_save_load_and_resume(own, tmp_path):
+def test_own_extensions_train_save_load_and_resume(own, tmp_path):
     reversing, corners, opposite, signed = own
 
     def started():
@@ -189,58 +189,85 @@ def test_all_four_train_save_load_and_resume(own, tmp_path):
     assert identical(steps(other, loaded, 4, 9), end)
 
 
-def test_a_kind_that_is_taken_is_refused():
+def test_a_structure_kind_that_exists_is_refused():
     with pytest.raises(
         TypeError, match=r"has the kind 'Full', which is that of egop\.basis\.structures\.full\.FullChange"
     ):
         type("Another", (egop.ChangeOfBasis,), {"kind": "Full"})
 
 
-PARTS = '''
-    """A refresh put together from the library's parts, with a schedule of its own: after 1, 2, 4, 8 ... steps."""
+DOUBLING = '''
+    """A refresh policy with its own state: a decomposition after 1, 2, 4, 8 ... steps."""
     from dataclasses import dataclass
+    import torch
     import egop
-    from egop.refresh import FROM_SCRATCH, Choice, GramMatrices, Schedule, Streaming
-
-    class Doubling(Schedule):
-        def due(self, stacks, step, statistic):
-            if step & (step - 1) == 0:
-                for stack in stacks:
-                    yield from statistic.places(stack)
-
-        def is_renewal(self, step, due):
-            return due
-
-        def loaded(self, turns):
-            return self
+    from egop.refresh import Refresher
 
     @dataclass(frozen=True)
-    class LessAndLess(egop.Refresh):
-        def begin(self, optimizer):
-            choice = Choice("LessAndLess", "auto", "parameter", "1GiB")
-            return Streaming(choice, GramMatrices(0.9), Doubling(1), FROM_SCRATCH, "rotate")
+    class Doubling(egop.Refresh):
+        decay: float = 0.9
+
+        def start(self, optimizer):
+            return _DoublingRefresher(self.decay)
+
+    class _DoublingRefresher(Refresher):
+        def __init__(self, decay):
+            super().__init__()
+            self.decay, self.grams = decay, {}
+
+        def before_step(self, optimizer):
+            pass
+
+        def observe(self, optimizer):
+            for stack in optimizer.stacks:
+                for place, index in enumerate(stack.active):
+                    name, gradient = stack.blocks[index].name, stack.gradients[0][place]
+                    gram = gradient.mT @ gradient
+                    self.grams[name] = torch.lerp(gram, self.grams.get(name, gram), self.decay)
+
+        def after_step(self, optimizer):
+            self.steps += 1
+            if self.steps & (self.steps - 1) == 0:
+                self.renew(optimizer)
+
+        def renew(self, optimizer):
+            bases = {name: torch.linalg.eigh(gram).eigenvectors.flip(-1) for name, gram in self.grams.items()}
+            changes = [block.change.replaced({"basis": bases[block.name]}) for block in optimizer.blocks]
+            optimizer.rebase(egop.Basis(changes))
+            self.renewals += 1
+
+        def block_states(self, optimizer, *, complete):
+            return {name: {"gram": gram} for name, gram in self.grams.items()}
+
+        def load(self, counts, states, blocks):
+            super().load(counts, states, blocks)
+            self.grams = {name: state["gram"].clone() for name, state in states.items() if "gram" in state}
 '''
 
 
-def test_a_refresh_is_put_together_from_parts(tmp_path, monkeypatch):
-    (tmp_path / "less.py").write_text(textwrap.dedent(PARTS))
+def test_a_refresh_policy_may_observe_gradients_and_save_its_own_state(tmp_path, monkeypatch):
+    (tmp_path / "doubling.py").write_text(textwrap.dedent(DOUBLING))
     monkeypatch.syspath_prepend(tmp_path)
-    less = importlib.import_module("less")
+    doubling = importlib.import_module("doubling")
 
-    def started():
+    def start():
         model = MLP.build()
-        return model, egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=less.LessAndLess(), lr=0.01)
+        basis = basis_of(MLP, structure=egop.Shared())
+        return model, egop.ReparameterizedOptimizer(
+            model, torch.optim.Adam, basis, refresh=doubling.Doubling(), lr=0.01
+        )
 
-    model, optimizer = started()
+    model, optimizer = start()
     steps(model, optimizer, 0, 5)
     state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    assert optimizer.refresher.renewals == 1 + 3  # the first basis, and after 1, 2 and 4 steps
+    assert repr(optimizer.refresher) == "Doubling(): 5 steps, 3 renewals, 0 failures"
     end = steps(model, optimizer, 5, 9)
-    other, resumed = started()
+    other, resumed = start()
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
     assert identical(steps(other, resumed, 5, 9), end)
-    assert optimizer.refresher.renewals == 5
+    assert resumed.refresher.renewals == 4
+    del sys.modules["doubling"]
 
 
 class PairsChange(egop.ChangeOfBasis):

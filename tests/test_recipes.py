@@ -1,4 +1,4 @@
-"""EGOP: one line that is a rotation, a base optimizer, and AdamW for the rest."""
+"""EGOP: PolarAdam in an online basis, and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LR, DECAY, BETAS = 0.01, 0.1, (0.8, 0.9)
 
 
 class Network(nn.Module):
-    """A stem, an embedding, tied and own layers, a norm and a head."""
+    """A network with a stem, an embedding, layers, a norm and a head."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def train(model, optimizer, first=0, last=7):
 
 
 def written_out(params, *, model=None, outside=(), **options):
-    """The parts of EGOP, by hand."""
+    """Combine the parts of EGOP by hand."""
     settings = {"lr": LR, "weight_decay": DECAY, "betas": BETAS, "eps": 1e-6} | options
     return egop.ReparameterizedOptimizer(
         params,
@@ -74,7 +74,7 @@ def one_line(params, **options):
     return egop.EGOP(params, **settings)
 
 
-def test_it_is_its_parts_bit_for_bit():
+def test_egop_equals_its_parts_bit_for_bit():
     model, other = network(), network()
     optimizer = one_line(model)
     assert identical(train(model, optimizer), train(other, written_out(other)))
@@ -84,20 +84,20 @@ def test_it_is_its_parts_bit_for_bit():
 
 
 def groups_of(model, **first):
-    """As frameworks make them: with decay and without, tensors without names."""
+    """Return groups as frameworks make them: unnamed tensors with and without weight decay."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     return [{"params": decayed, **first}, {"params": others, "weight_decay": 0.0}]
 
 
 @pytest.mark.parametrize("given", ["names", "names with the model", "groups"])
-def test_what_it_is_given_may_have_any_form(given):
+def test_parameters_may_be_given_in_any_form(given):
     model, other = network(), network()
     if given == "groups":
         optimizer = one_line(groups_of(model, lr=0.02), model=model)
         expected = train(other, written_out(groups_of(other, lr=0.02), model=other))
     elif given == "names":
-        with pytest.warns(UserWarning, match="guessed by name and shape") as said:
+        with pytest.warns(UserWarning, match="guessed from names and shapes") as said:
             optimizer = one_line(model.named_parameters())
         assert said[0].filename.endswith("test_recipes.py")
         expected = train(other, written_out(other))
@@ -107,14 +107,14 @@ def test_what_it_is_given_may_have_any_form(given):
     assert identical(train(model, optimizer), expected)
 
 
-def test_its_defaults_are_those_of_its_signature():
+def test_defaults_are_those_of_the_signature():
     group = egop.EGOP(network()).param_groups[0]
     expected = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     assert {key: group[key] for key in expected} == expected
 
 
-def test_one_setting_is_for_all_parameters():
-    """Of a group, of a scheduler, or written later: betas and eps too."""
+def test_hyperparameters_apply_to_all_parameters():
+    """Whether from a group, a scheduler or written later; betas and eps too."""
     model, other = network(), network()
     optimizer = one_line(groups_of(model, betas=(0.5, 0.6)), model=model)
     given = [group | {"outside/betas": group.get("betas", BETAS)} for group in groups_of(other, betas=(0.5, 0.6))]
@@ -131,7 +131,7 @@ def test_one_setting_is_for_all_parameters():
 
 
 @pytest.mark.parametrize("way", ["state", "to its parts", "from its parts", "deepcopy", "pickle", "copy"])
-def test_it_goes_on_exactly(way, tmp_path):
+def test_training_resumes_exactly(way, tmp_path):
     model, other = network(), network()
     optimizer = (written_out if way == "from its parts" else one_line)(model)
     train(model, optimizer, 0, 3)
@@ -152,14 +152,14 @@ def test_it_goes_on_exactly(way, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["foreach", "fused"])
-def test_options_of_adamw_reach_it(option):
+def test_options_reach_adamw(option):
     model, other = network(), network()
     optimizer = one_line(model, **{option: True})
     assert identical(train(model, optimizer), train(other, written_out(other, outside={option: True})))
     assert optimizer.param_groups[0][f"outside/{option}"] is True
 
 
-def test_a_model_with_nothing_to_rotate_is_stepped_by_adamw():
+def test_adamw_steps_a_model_with_nothing_to_rotate():
     model, other = (nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6)).double() for _ in range(2))
     other.load_state_dict(model.state_dict())
     optimizer, plain = one_line(model), torch.optim.AdamW(other.parameters(), LR, BETAS, 1e-6, DECAY)
@@ -168,14 +168,16 @@ def test_a_model_with_nothing_to_rotate_is_stepped_by_adamw():
             each.zero_grad()
             each(torch.arange(5) + step % 2).pow(3).sum().backward()
             if step == 0 and its is optimizer:
-                with pytest.warns(UserWarning, match="no weight to rotate, so for now AdamW steps them all"):
+                with pytest.warns(
+                    UserWarning, match="no weight to rotate, so for now the optimizer leaves all parameters to AdamW"
+                ):
                     its.step()
             else:
                 its.step()
     assert identical(cases.parameters_of(model), cases.parameters_of(other))
 
 
-def test_a_layer_that_is_unfrozen_gets_a_basis():
+def test_unfrozen_layer_gets_a_basis():
     model = network()
     model.up.requires_grad_(False)
     optimizer = one_line(model)
@@ -186,11 +188,11 @@ def test_a_layer_that_is_unfrozen_gets_a_basis():
     assert set(optimizer.basis) == set(ROTATED)
 
 
-def test_its_repr_names_it_and_its_settings():
+def test_repr_names_the_optimizer_and_its_settings():
     assert repr(one_line(network())).startswith("EGOP(")
 
 
-def test_making_it_says_nothing():
+def test_construction_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model := network(), one_line(model), 0, 1)
@@ -228,7 +230,7 @@ def test_errors_say_what_to_do(mistake):
         make()
 
 
-def test_bases_that_do_not_fit_are_an_error_that_says_what_to_raise():
+def test_error_for_bases_over_the_limit_says_what_to_raise():
     model = network()
     optimizer = one_line(model, memory="1KiB")
     before = cases.parameters_of(model)

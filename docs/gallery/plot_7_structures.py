@@ -40,7 +40,7 @@ def train(structure, steps=200):
 
 structures = {
     "Identity()": egop.Identity(),
-    "RandomRotation(0)": egop.RandomRotation(0),
+    "RandomRotation(0)": egop.extras.RandomRotation(0),
     "Auxiliary(16)": egop.Auxiliary(16),
     "Shared()": egop.Shared(),
     "Kronecker()": egop.Kronecker(),

@@ -96,7 +96,7 @@ def adam(name):
 
 def weigh_the_first_gradient_as_soap(optimizer):
     """SOAP's running mean starts at zero and sees the first batch twice here; egop's starts at the first gradient."""
-    for grams in optimizer.refresher.statistic.grams.values():
+    for grams in optimizer.refresher.grams.by_block.values():
         for gram in grams.values():
             gram *= 1 - DECAY**2
 
@@ -113,7 +113,7 @@ def power_iteration_in_place(gram, basis):
 def squared_moments_as_soap():
     """Sorted along with the vectors, never rotated."""
     with (
-        mock.patch("egop.refresh.methods.power_iteration", power_iteration_in_place),
+        mock.patch("egop.refresh.eigenbases.power_iteration", power_iteration_in_place),
         mock.patch("egop.optimizer.moments.squares_rotated", lambda squares, new, rotation: squares),
     ):
         yield

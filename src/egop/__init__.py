@@ -2,33 +2,21 @@
 
 from importlib import metadata
 
-from egop import optim
+from egop import extras, optim
 from egop.basis.basis import Basis
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures import (
-    Auxiliary,
-    ChangeOfBasis,
-    Full,
-    Identity,
-    Kronecker,
-    RandomRotation,
-    Reduced,
-    Shared,
-    Structure,
-)
-from egop.diagnostics import BlockDiagnosis, Diagnosis, FoundRate, diagnose, find_lr
+from egop.basis.structures import Auxiliary, ChangeOfBasis, Full, Identity, Kronecker, Reduced, Shared, Structure
+from egop.diagnostics import diagnose, find_lr
 from egop.estimation.algorithm import estimate
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
-from egop.extras.inputs import rotate_inputs
-from egop.extras.parametrization import merge, parametrize
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.recipes import EGOP
-from egop.refresh import Aligned, Every, Online, Refresh, WhenDrifted
+from egop.refresh import Aligned, Every, Online, Refresh
 
 try:
     __version__ = metadata.version("egop")
-except metadata.PackageNotFoundError:  # run from its sources, without having been installed
+except metadata.PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "unknown"
 
 __all__ = [
@@ -37,12 +25,9 @@ __all__ = [
     "Auxiliary",
     "Ball",
     "Basis",
-    "BlockDiagnosis",
     "ChangeOfBasis",
-    "Diagnosis",
     "Distribution",
     "Every",
-    "FoundRate",
     "Full",
     "Gaussian",
     "Identity",
@@ -50,7 +35,6 @@ __all__ = [
     "Kronecker",
     "Objective",
     "Online",
-    "RandomRotation",
     "Recentered",
     "Reduced",
     "Refresh",
@@ -58,12 +42,9 @@ __all__ = [
     "Shared",
     "Spectrum",
     "Structure",
-    "WhenDrifted",
     "diagnose",
     "estimate",
+    "extras",
     "find_lr",
-    "merge",
     "optim",
-    "parametrize",
-    "rotate_inputs",
 ]

@@ -1,6 +1,6 @@
-"""Recipes: a rotation and a base optimizer that do well together, as one class.
+"""EGOP: the recommended combination of base optimizer, structure and refresh, as one class.
 
-Which ones is decided by the lab's race, and written in one place here.
+The lab's race decides which combination that is.
 """
 
 from __future__ import annotations
@@ -19,28 +19,17 @@ from egop.refresh import Online
 __all__ = ["EGOP"]
 
 
-def _parts(betas: tuple[float, float], eps: float, every: int, memory: int | str) -> dict[str, Any]:
-    """The combination itself: nothing else in this file depends on which one it is."""
-    return {
-        "optimizer_class": PolarAdam,
-        "refresh": Online(every=every, structure=Shared(side="smaller"), memory=memory, spread=False),
-        "outside": torch.optim.AdamW,
-        "betas": betas,
-        "eps": eps,
-    }
-
-
 class EGOP(ReparameterizedOptimizer):
-    r"""The combination that measured best on text, in the place of AdamW; with four to eight times its learning rate.
+    r"""The combination that performed best on text. It replaces AdamW, with four to eight times its learning rate.
 
-    Weights are stepped by :class:`egop.optim.PolarAdam` in the eigenbasis of their gradients' Gram matrices, of the
-    smaller side, which :class:`egop.Online` keeps current: those of linear layers, convolutions, attention and experts,
-    first layers too. Embeddings, output heads, norms, biases and very wide layers are stepped by AdamW;
-    ``optimizer.refresher.unrotated`` says what was left, and why. If there is no weight to rotate, AdamW steps
-    everything, and the first step warns of that.
+    :class:`egop.optim.PolarAdam` steps the weights of linear layers (including the first), convolutions, attention and
+    experts in the eigenbasis of their gradients' Gram matrices, on the smaller side. :class:`egop.Online` keeps that
+    basis current. AdamW steps embeddings, output heads, norms, biases and very wide layers;
+    ``optimizer.refresher.unrotated`` lists them with the reason. If no weight can be rotated, AdamW steps everything
+    and the first step warns about it.
 
-    Measured on four tasks, every method at its own tuned learning rate, one H200 (``docs/coordinates.md``). The last
-    validation loss, medians of three seeds:
+    Final validation loss on four tasks, each method at its own tuned learning rate, median of three seeds, one H200
+    (``docs/coordinates.md``):
 
     =============== ========= ========== ========= =========
     \               GPT 6×384 GPT 12×768 ResNet-34 ViT 6×384
@@ -53,29 +42,29 @@ class EGOP(ReparameterizedOptimizer):
     AdamW           1.566     1.716      0.718     0.834
     =============== ========= ========== ========= =========
 
-    Most of the gain is PolarAdam's. The rotation adds to it on text, not on images. A whole step takes 1.17, 1.46, 1.32
-    and 1.11 times AdamW's (Muon's 1.09, 1.24, 1.15 and 1.07).
+    Most of the gain comes from PolarAdam. The rotation adds to it on text but not on images. A training step takes
+    1.17, 1.46, 1.32 and 1.11 times as long as AdamW's (Muon: 1.09, 1.24, 1.15 and 1.07).
 
-    **Learning rate.** Eight times AdamW's best rate ended within 0.014 of EGOP's own best loss on all four tasks, four
-    times within 0.034. On networks that train in seconds the factor was anything from a quarter to ten: there try
-    AdamW's own rate too, or ask :func:`egop.find_lr`.
+    **Learning rate.** On all four tasks, eight times AdamW's best rate came within 0.014 of EGOP's own best loss, and
+    four times within 0.034. On networks that train in seconds the best factor ranged from a quarter to ten: try AdamW's
+    own rate there too, or use :func:`egop.find_lr`.
 
-    For other choices write out the parts, with :class:`egop.ReparameterizedOptimizer`. A state of the one loads into
-    the other.
+    For other choices, combine the parts yourself with :class:`egop.ReparameterizedOptimizer`. The two load each
+    other's state.
 
     Args:
-        params: a module; or ``model.named_parameters()`` or parameter groups, with ``model`` beside them.
-        lr: learning rate; begin with four to eight times AdamW's best one.
-        betas: decays of the running means of gradients and of their squares, for all parameters.
+        params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
+        lr: learning rate; start with four to eight times AdamW's best rate.
+        betas: decay of the running means of gradients and of their squares, for all parameters.
         eps: added to the root of the latter.
-        weight_decay: decoupled, as AdamW's (whose default in torch is 0.01), for all parameters; for none on norms and
-            biases give these a group.
-        every: how many steps lie between two renewals of a basis.
-        memory: what all bases together may take; more is an error in the first step.
-        model: the module whose parameters these are, where ``params`` is not the module itself: it tells what they are.
-        foreach: for AdamW, as in torch.
-        fused: likewise.
-        compile: whether the basis products of a step go through ``torch.compile``.
+        weight_decay: decoupled weight decay for all parameters (torch's AdamW has 0.01 by default). To exclude norms
+            and biases, put them in a group of their own.
+        every: number of steps between two refreshes of a basis.
+        memory: limit for all bases together; the first step raises an error if they need more.
+        model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
+        foreach: passed to AdamW.
+        fused: passed to AdamW.
+        compile: whether ``torch.compile`` compiles the basis products of a step.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
@@ -86,7 +75,7 @@ class EGOP(ReparameterizedOptimizer):
         (['0.weight'], {'2.weight': 'the output head'})
     """
 
-    # They mean the same to both optimizers, so that one setting, and one scheduler, is for all parameters.
+    # PolarAdam and AdamW share these, so that one setting or scheduler applies to all parameters.
     _shared_settings = (*ReparameterizedOptimizer._shared_settings, "betas", "eps")
 
     def __init__(
@@ -104,7 +93,16 @@ class EGOP(ReparameterizedOptimizer):
         fused: bool | None = None,
         compile: bool = False,
     ) -> None:
-        parts = _parts(betas, eps, every, memory)
-        given = {"foreach": foreach, "fused": fused}
-        parts["outside"] = parts["outside"], {key: value for key, value in given.items() if value is not None}
-        super().__init__(params, model=model, compile=compile, lr=lr, weight_decay=weight_decay, **parts)
+        flags = {"foreach": foreach, "fused": fused}
+        super().__init__(
+            params,
+            PolarAdam,
+            model=model,
+            refresh=Online(every=every, structure=Shared(side="smaller"), memory=memory, spread=False),
+            outside=(torch.optim.AdamW, {name: value for name, value in flags.items() if value is not None}),
+            compile=compile,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )

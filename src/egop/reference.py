@@ -1,6 +1,6 @@
 """The algorithm of ``egop.EGOP`` on one page: plain, slow, one process.
 
-Read it to learn what EGOP does. Train with ``egop.EGOP``, which the tests compare with this.
+Read it to learn what EGOP does, and train with ``egop.EGOP``. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.numerics import eigenbasis, linalg
+from egop.numerics import eigenbasis, orthonormalize
 
 __all__ = ["ReferenceEGOP"]
 
-_GRAM_DECAY = 0.95  # of the running mean of Gram matrices
-_UPDATE_RMS = 0.2  # root mean square of an update, before the learning rate
-_QUINTIC = (3.4445, -4.7750, 2.0315)  # takes singular values to between 0.7 and 1.2 in five steps
+_GRAM_DECAY = 0.95  # decay of the running mean of Gram matrices
+_UPDATE_RMS = 0.2  # root mean square of an update before the learning rate
+_QUINTIC = (3.4445, -4.7750, 2.0315)  # brings singular values to between 0.7 and 1.2 in five steps
 
 
 class ReferenceEGOP(Optimizer):
     """PolarAdam in the eigenbasis of the gradients for weight matrices, AdamW for everything else.
 
     Args:
-        weights: tensors to rotate, each a matrix with one row per output (a convolution is flattened to one).
+        weights: tensors to rotate, seen as matrices with one row per output.
         others: all other parameters.
         lr: learning rate.
         betas: decay of the running means of the gradients and of their squares.
         eps: added to the root of the latter.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
         every: number of steps between two refreshes of a basis.
     """
 
@@ -73,21 +73,21 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
         P = G @ G.mT
         state |= {"P": P, "Q": eigenbasis(P)[1].to(P), "M": torch.zeros_like(G), "V": torch.zeros_like(G)}
     else:
-        return  # nothing to rotate by yet
+        return  # no gradient yet to build a basis from
     P, Q, M, V = (state[name] for name in "PQMV")
 
-    # Adam's direction in the basis, with Nesterov's look ahead and without bias correction.
+    # Adam's direction in the basis, with Nesterov momentum and without bias correction.
     G = Q.mT @ G
     M.lerp_(G, 1 - beta1)  # M ← β₁ M + (1 − β₁) QᵀG
     V.lerp_(G.square(), 1 - beta2)  # V ← β₂ V + (1 − β₂) (QᵀG)²
     D = (beta1 * M + (1 - beta1) * G) / (V.sqrt() + group["eps"])
 
-    # W ← W − lr · 0.2 · Q U / rms(U), where U is nearly the orthogonal factor of D.
+    # W ← W − lr · 0.2 · Q U / rms(U), where U is close to the polar factor of D.
     U = orthogonalize(D)
     update = _UPDATE_RMS * Q @ U / U.square().mean().sqrt()
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))
 
-    # Refresh Q, and express both moments in the new basis: R takes old coordinates to new ones.
+    # Refresh Q and rotate both moments into the new basis: R maps old coordinates to new ones.
     if state["step"] % group["every"] == 0:
         state["Q"] = iterate_basis(P, Q)
         R = state["Q"].mT @ Q
@@ -108,7 +108,7 @@ def iterate_basis(P: Tensor, Q: Tensor) -> Tensor:
     """Take one step of orthogonal iteration, Q ← qr((P + 10⁻⁶ tr(P)/m) Q), columns ordered by qᵀPq, largest first."""
     image = P @ Q
     order = (Q * image).sum(0).argsort(descending=True, stable=True)
-    return linalg.orthonormalized((image + 1e-6 * P.diagonal().mean() * Q)[:, order])
+    return orthonormalize((image + 1e-6 * P.diagonal().mean() * Q)[:, order])
 
 
 def step_adam(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

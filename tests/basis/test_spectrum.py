@@ -10,7 +10,7 @@ import torch
 import cases
 import egop
 from egop.basis.spectrum import _descending, compare
-from egop.numerics.linalg import random_orthonormal
+from egop.numerics import random_orthonormal
 
 
 def spectrum(*eigenvalues):

@@ -48,7 +48,7 @@ def rotation():
     """Of the matrices of the layers only."""
     objective = egop.Objective(gpt2(), lambda model, batch: model(**batch).loss, [stacked(sentences(4))])
     partition = {name: [name] for name in sorted(MATRICES)}
-    structure = egop.RandomRotation(seed=1)
+    structure = egop.extras.RandomRotation(seed=1)
     rho = egop.Recentered(0.01)
     return egop.estimate(objective, rho=rho, partition=partition, structure=structure, samples=2, progress=False)
 
@@ -116,7 +116,7 @@ def test_the_one_line_optimizer_is_made_from_trainers_groups(tmp_path):
     alone = ours(trained(third, tmp_path, optimizer_cls_and_kwargs=(egop.EGOP, given)))
     assert set(alone.basis) == MATRICES
     assert [group["weight_decay"] for group in alone.param_groups] == [0.2]
-    with pytest.raises(TypeError, match="EGOP has a refresh of its own"):
+    with pytest.raises(TypeError, match="EGOP has its own refresh"):
         trainer_optimizer(model, egop.EGOP, lr=LR, refresh=egop.Online())
 
 
@@ -179,7 +179,7 @@ def test_averaged_weights_in_a_basis_are_those_of_the_literal_reparameterisation
     model, literal = gpt2(), gpt2()
     made = trainer_optimizer(model, ScheduleFreeAdamW, rotation(), lr=LR)
     its = trained(model, tmp_path, arguments={"weight_decay": 0.0}, optimizer_cls_and_kwargs=made)
-    egop.parametrize(literal, rotation())
+    egop.extras.parametrize(literal, rotation())
     theirs = trained(literal, tmp_path, optimizers=(ScheduleFreeAdamW(literal.parameters(), lr=LR), None))
     assert runs.distance(matrices(model), matrices(literal)) < 1e-7
     assert its.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)

@@ -275,7 +275,7 @@ def test_it_is_short_and_prints_words():
 
 def test_it_draws_the_rates_that_did_not_diverge():
     pytest.importorskip("matplotlib")
-    (axes,) = egop.FoundRate(0.1, (0.1, 0.2, 0.5), (1.0, 2.0, math.inf), "").plot().axes
+    (axes,) = egop.diagnostics.FoundRate(0.1, (0.1, 0.2, 0.5), (1.0, 2.0, math.inf), "").plot().axes
     assert list(axes.lines[0].get_xdata()) == [0.1, 0.2]
 
 

@@ -17,10 +17,10 @@ from egop.diagnostics import following, forms, rules
 from egop.diagnostics.expected import FormDiagnosis
 from egop.diagnostics.measure import Gathering
 from egop.estimation import chunks
-from egop.numerics.linalg import random_orthonormal
+from egop.numerics import random_orthonormal
 
 DIMENSION = 30
-RATE = egop.FoundRate(0.02, (0.02,), (1.0,), "lr 0.02.")
+RATE = egop.diagnostics.FoundRate(0.02, (0.02,), (1.0,), "lr 0.02.")
 
 
 @pytest.fixture(autouse=True)
@@ -333,7 +333,7 @@ def block_with(**numbers):
         "stable_rank": 5.0, "density": 0.5, "ratio": 0.1, "effective_dimension": 8, "one_norm": 0.5,
         "stability": 0.9, "chance": 0.1, "surprise": 50.0, "cost": 0.1,
     }  # fmt: skip
-    return egop.BlockDiagnosis(**usual | numbers)
+    return egop.diagnostics.BlockDiagnosis(**usual | numbers)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_the_rules(numbers, verdict, words):
 
 
 def diagnosis_of(*blocks, **options):
-    return egop.Diagnosis(blocks, None, 200, 200, 0.01, **options)
+    return egop.diagnostics.Diagnosis(blocks, None, 200, 200, 0.01, **options)
 
 
 def form(name="fixed", *steps, step=1.0, **options):

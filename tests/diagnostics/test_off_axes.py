@@ -13,7 +13,7 @@ from egop.basis import Block
 from egop.diagnostics import off_axes
 from egop.diagnostics.curvature import curvature
 from egop.estimation import blocks_of
-from egop.numerics.linalg import random_orthonormal
+from egop.numerics import random_orthonormal
 
 
 def nothing():

@@ -31,14 +31,14 @@ def test_a_notebook_shows_verdict_table_advice_and_code():
 
 def test_every_name_is_escaped():
     diagnosis = pages.diagnosis(pages.block(HOSTILE, advice=HOSTILE))
-    found = egop.FoundRate(0.1, (0.1,), (1.0,), HOSTILE)
+    found = egop.diagnostics.FoundRate(0.1, (0.1,), (1.0,), HOSTILE)
     for shown in (diagnosis._repr_html_(), found._repr_html_()):
         assert "<script" not in shown
         assert HOSTILE in pages.Page(shown).text
 
 
 def test_a_found_rate_shows_all_that_were_tried():
-    found = egop.FoundRate(0.02, (0.01, 0.02, 0.05), (0.7, 0.4, math.inf), "lr 0.02.")
+    found = egop.diagnostics.FoundRate(0.02, (0.01, 0.02, 0.05), (0.7, 0.4, math.inf), "lr 0.02.")
     made = pages.Page(found._repr_html_())
     assert made.count("tr") == 4
     for words in ("lr 0.02.", "0.01", "0.7", "proposed", "diverged"):

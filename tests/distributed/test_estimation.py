@@ -1,4 +1,4 @@
-"""Estimation divided among processes: the basis of one process, the same to the last bit on all, and no hang."""
+"""Estimation divided among processes gives the basis of one process, the same bits on all, and never hangs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def estimated(its_objective, structure="auto", samples=None, rho=GAUSSIAN, parti
 
 
 def values(basis):
-    """All that a basis consists of, as tensors."""
+    """Return everything a basis consists of, as tensors."""
     found = {f"{name}/{key}": tensor for name, change in basis.items() for key, tensor in change.tensors.items()}
     for name, spectrum in basis.spectrum.items():
         found |= {f"{name}/values": spectrum.eigenvalues, f"{name}/density": spectrum.density}
@@ -50,7 +50,7 @@ def values(basis):
 
 
 def quadratic():
-    """Gradients in a space of 12 directions: a sketch that keeps more of them loses nothing."""
+    """Return gradients that span 12 directions: a sketch that keeps more loses nothing."""
     matrix = torch.randn(12, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     theta = torch.zeros(40, dtype=torch.float64)
     return egop.Objective.from_function(lambda theta: (matrix @ theta).square().sum() / 2, {"theta": theta})
@@ -67,7 +67,7 @@ def normed(seed):
 
 
 class Shuffled:
-    """Batches in an order of their own on every pass, drawn from a generator that goes on."""
+    """Batches in a new order on every pass, drawn from one generator."""
 
     def __init__(self, size, generator):
         self.size, self.generator = size, generator
@@ -78,7 +78,7 @@ class Shuffled:
 
 
 class Zigzag(egop.Distribution):
-    """One that draws point by point."""
+    """A distribution that draws point by point."""
 
     def draw(self, its_objective, generator):
         shapes = {name: value.shape for name, value in its_objective.parameters.items()}
@@ -94,13 +94,16 @@ STRUCTURES = {
     "Kronecker": (egop.Kronecker(), 40),
     "Auxiliary": (egop.Auxiliary(4), 30),
     "Reduced": (egop.Reduced(4), 30),
-    "mixed": ({"0.*": egop.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)}, 9),
+    "mixed": (
+        {"0.*": egop.extras.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)},
+        9,
+    ),
 }
 RHOS = {"initialisation": egop.Initialization(), "current": egop.Recentered(0.3), "one by one": Zigzag()}
 
 
 def all_cases(rank, world):
-    """Every kind of estimate, by name; with blocks of points so small that there are many."""
+    """Make every kind of estimate, by name, with points in many small groups."""
     sampling.BLOCK_POINTS = 40
     found = {name: values(estimated(objective(), *case)) for name, case in STRUCTURES.items()}
     found |= {f"from {name}": values(estimated(objective(), egop.Shared(), 93, rho)) for name, rho in RHOS.items()}
@@ -127,7 +130,7 @@ def all_cases(rank, world):
 
 
 def periodic(rank, world):
-    """Training with a basis that is estimated again and again, the first time before the first step."""
+    """Train with a basis that is estimated again and again, first before the first step."""
     model = network() if world == 1 else DistributedDataParallel(network())
     every = egop.Every(2, objective(model), samples=11, rho=egop.Recentered(0.1), structure=egop.Shared())
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=every, lr=0.02)
@@ -142,7 +145,7 @@ def all_of_two(rank, world):
 
 @pytest.fixture(scope="module")
 def two():
-    """What two processes found; at most a minute, so that a hang is seen."""
+    """Return the results of two processes, within a minute so that a hang is noticed."""
     return run(all_of_two, 2, timeout=60)
 
 
@@ -154,7 +157,7 @@ def alone():
 
 
 @pytest.mark.slow
-def test_the_basis_is_that_of_one_process_and_the_same_bits_everywhere(alone):
+def test_basis_equals_that_of_one_process_and_is_the_same_everywhere(alone):
     ranks = run(all_cases, 3)  # whose shares differ in size
     for case, tensors in alone.items():
         for found in ranks:
@@ -166,7 +169,7 @@ def test_the_basis_is_that_of_one_process_and_the_same_bits_everywhere(alone):
 
 
 def kept(rank, world):
-    """The blocks that a process keeps, and what it says of the others."""
+    """Return the blocks that a process keeps and what it reports about the others."""
     basis = estimated(objective(), egop.Full(), 20, shard_bases=True)
     everything = estimated(objective(), egop.Full(), 20)
     assert all(change.equal(everything[name]) for name, change in basis.items())
@@ -187,7 +190,7 @@ def kept(rank, world):
     return {"names": list(basis), "left": basis.unrotated}
 
 
-def test_bases_can_stay_where_they_were_found(two):
+def test_bases_can_stay_on_the_process_that_found_them(two):
     ranks = [found["kept"] for found in two]
     assert [found["names"] for found in ranks] == [["0.weight", "2.weight"], ["4.weight", "6.weight"]]
     for found, other in zip(ranks, (1, 0), strict=True):
@@ -195,11 +198,11 @@ def test_bases_can_stay_where_they_were_found(two):
 
 
 class OddError(Exception):
-    """An error that egop does not know."""
+    """An error type that egop does not know."""
 
 
 def failing(where, error=None, model=None):
-    """A loss that fails on one process, in its third draw: not finite, or with an error."""
+    """Return a loss that fails on one process in its third draw, by a nonfinite value or an error."""
     calls = []
 
     def loss(model, pair):
@@ -226,7 +229,7 @@ def refused(function):
 
 
 def errors(rank, world):
-    """What each process says when something goes wrong in one of them."""
+    """Return what each process reports when one of them fails."""
     shared = egop.Shared()
     found = {
         "not finite": refused(lambda: estimated(failing(1), shared, 16, sampling="loop")),
@@ -262,7 +265,7 @@ def errors(rank, world):
     return found
 
 
-def test_an_error_in_one_process_reaches_all_of_them(two):
+def test_error_in_one_process_is_raised_in_all(two):
     first, second = (found["errors"] for found in two)
     finite = "FloatingPointError: {}The loss is not finite at draw 9. The points may lie too far out"
     assert second["not finite"].startswith(finite.format(""))
@@ -300,7 +303,7 @@ def group_of_one(tmp_path):
     dist.destroy_process_group()
 
 
-def test_a_process_group_of_one_makes_no_difference(request):
+def test_process_group_of_one_changes_nothing(request):
     alone = values(estimated(objective(), egop.Full(), 20))
     request.getfixturevalue("group_of_one")
     found = values(estimated(objective(), egop.Full(), 20, shard_bases=True))
@@ -309,7 +312,7 @@ def test_a_process_group_of_one_makes_no_difference(request):
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_an_objective_looks_into_a_model_for_parallel_training():
+def test_objective_unwraps_a_model_for_parallel_training():
     model = network()
     parallel = DistributedDataParallel(model)
     for wrapped in (parallel, torch.compile(parallel, backend="eager")):
@@ -330,7 +333,7 @@ def test_points_are_not_sampled_in_a_sharded_model():
 @pytest.mark.parametrize(
     ("world", "rho"), [*((3, rho) for rho in (GAUSSIAN, *RHOS.values())), (100, RHOS["one by one"])]
 )
-def test_whoever_takes_a_draw_finds_the_same_point_and_batch(world, rho, monkeypatch):
+def test_draw_has_the_same_point_and_batch_on_every_process(world, rho, monkeypatch):
     monkeypatch.setattr(sampling, "BLOCK_POINTS", 40)
 
     def drawn(share):
@@ -344,16 +347,16 @@ def test_whoever_takes_a_draw_finds_the_same_point_and_batch(world, rho, monkeyp
 
 
 @pytest.mark.parametrize("world", [1, 3, 4, 7])
-def test_work_is_divided_into_parts_of_about_the_same_size(world, monkeypatch):
+def test_work_is_divided_evenly(world, monkeypatch):
     monkeypatch.setattr(processes, "world_size", lambda: world)
     shares = []
     for rank in range(world):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        shares.append(processes.share_of(10))
+        shares.append(processes.local_share(10))
     assert [draw for share in shares for draw in share] == list(range(10))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     costs = [1, 5, 2, 9, 3, 3, 1, 0]
-    owners = processes.owners_of(costs)
+    owners = processes.assign_owners(costs)
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(world)]
     assert max(loads) <= sum(costs) / world + max(costs)
     assert owners[costs.index(9)] == 0

@@ -1,4 +1,4 @@
-"""Mixed precision, compiled models and accumulated gradients, on two processes as on one with the whole batch."""
+"""Mixed precision, compiled models and accumulated gradients work on two processes as on one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def policy(model):
 
 
 def trained(model, rank, world, *, autocast=False, scaler=None, compiled=False, parts=1):
-    """Some steps with an online basis; with parts, each on the gradients of as many pieces of the batch."""
+    """Train with an online basis, accumulating the gradients of ``parts`` pieces of each batch."""
     found = basis(egop.Shared())
     optimizer = optimizer_of(model, torch.optim.AdamW, None, egop.Online(every=3), found)
     called = torch.compile(model, backend="aot_eager") if compiled else model
@@ -52,7 +52,7 @@ def trained(model, rank, world, *, autocast=False, scaler=None, compiled=False, 
 
 
 def accumulating(model, last):
-    """Without an exchange of gradients before the last piece."""
+    """Exchange gradients only for the last piece."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
     return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
@@ -91,19 +91,19 @@ def distance(ours, theirs):
     ("case", "tolerance"),
     [("as it is", EXACT), ("scaled", EXACT), ("compiled", EXACT), ("parts", EXACT), ("autocast", BF16)],
 )
-def test_two_processes_do_what_one_does_with_the_whole_batch(found, wrapper, case, tolerance):
+def test_two_processes_train_like_one_with_the_whole_batch(found, wrapper, case, tolerance):
     expected = found["plain"][f"plain {case}"]
     for each in found["two"]:
         assert distance(each[f"{wrapper} {case}"], expected) < tolerance
 
 
 @pytest.mark.parametrize("case", ["compiled", "parts"])
-def test_compiling_and_adding_up_change_nothing_but_rounding(found, case):
+def test_compiling_and_accumulating_change_only_rounding(found, case):
     assert distance(found["plain"][f"plain {case}"], found["plain"]["plain as it is"]) < EXACT
 
 
 @pytest.mark.parametrize("name", ["DDP autocast", "FSDP2 autocast", "FSDP2 policy"])
-def test_half_precision_stays_near_double_precision_but_is_not_it(found, name):
+def test_half_precision_is_close_to_double_precision(found, name):
     for each in found["two"]:
         assert 0 < distance(each[name], found["plain"]["plain as it is"]) < BF16
 

@@ -25,7 +25,7 @@ SMALLER = egop.Shared(side="smaller")
 REFRESHES = {
     "fixed": None,
     "Online": egop.Online(every=2, spread=False, structure=SMALLER),
-    "WhenDrifted": egop.WhenDrifted(tolerance=0.01, check_every=2, structure=SMALLER),
+    "drifted": egop.Online(every=2, tolerance=0.01, structure=SMALLER),
     "Aligned": egop.Aligned(),
     "Aligned every 2": egop.Aligned(every=2),
 }

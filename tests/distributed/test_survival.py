@@ -82,7 +82,7 @@ def read_last_checkpoint(out):
 
 
 @pytest.mark.slow
-def test_killed_processes_restart_and_end_where_undisturbed_ones_do(tmp_path):
+def test_killed_processes_restart_and_reach_the_same_result(tmp_path):
     """Kill one in a step after the first checkpoint, then one while it writes the second."""
     kills = [
         f"step:{random.choice([0, 1])}:{random.randint(6, 9)}",
@@ -125,7 +125,7 @@ def test_one_process_resumes_too(optimizer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("context", "text", "message"), [(8, None, "There is no text at "), (400, 12_000, "too short")]
 )
-def test_a_text_that_is_missing_or_too_short_is_one_line(context, text, message, tmp_path):
+def test_missing_or_short_text_is_reported_in_one_line(context, text, message, tmp_path):
     place = tmp_path / "book.txt"
     if text:
         place.write_bytes(bytes(text))
@@ -134,7 +134,7 @@ def test_a_text_that_is_missing_or_too_short_is_one_line(context, text, message,
     assert "\n" not in str(stopped.value)
 
 
-def test_the_last_tenth_validates(tmp_path):
+def test_last_tenth_is_for_validation(tmp_path):
     load_text, whole = load_example().load_text, bytes(range(100)) * 200
     (tmp_path / "book.txt").write_bytes(whole)
     source = b"".join(path.read_bytes() for path in sorted(Path(egop.__file__).parent.rglob("*.py")))
@@ -144,14 +144,14 @@ def test_the_last_tenth_validates(tmp_path):
         assert len(text.validation) == len(expected) // 10
 
 
-def test_the_example_is_short_and_says_how_to_run_it():
+def test_example_is_short_and_says_how_to_run_it():
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) < 195
     assert "torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py" in text
 
 
 def not_finite(rank, world):
-    """A batch with infinity in it, on the second process only; then what the bases are, and how often it failed."""
+    """Train with an infinite batch on the second process only; return the bases and the number of failed refreshes."""
     found = {}
     for wrapper in ("DDP", "FSDP2"):
         model = WRAPPERS[wrapper](network())
@@ -170,7 +170,7 @@ def not_finite(rank, world):
 
 
 def stops_early(rank, world):
-    """One process has fewer batches than the other, which waits for it as long as the group's timeout says."""
+    """Give one process fewer batches than the other, which waits until the group's timeout."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     found = {}
     for wrapper in ("DDP", "FSDP2"):
@@ -192,7 +192,7 @@ def stops_early(rank, world):
 
 
 def on_another_number(rank, world, place):
-    """A basis from a file, which one process has estimated."""
+    """Load a basis that one process has estimated."""
     found = egop.Basis.load(place)
     model = sharded(network())
     optimizer = optimizer_of(model, torch.optim.AdamW, None, None, found)
@@ -216,7 +216,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_a_gradient_that_is_not_finite_keeps_the_basis_on_all_processes_alike(found, wrapper):
+def test_nonfinite_gradient_keeps_the_basis_on_all_processes(found, wrapper):
     first, second = (each["not finite"][wrapper] for each in found)
     assert first["kept"]
     assert second["kept"]
@@ -227,12 +227,12 @@ def test_a_gradient_that_is_not_finite_keeps_the_basis_on_all_processes_alike(fo
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_a_process_that_stops_early_is_an_error_in_the_others_after_the_timeout(found, wrapper):
+def test_process_that_stops_early_raises_an_error_in_the_others_after_the_timeout(found, wrapper):
     assert found[1]["early"][wrapper] == "finished"
     assert "imed out" in found[0]["early"][wrapper]
 
 
-def test_a_basis_estimated_by_one_process_serves_any_number(found):
+def test_basis_estimated_by_one_process_works_on_any_number(found):
     model = network()
     steps(model, optimizer_of(model, torch.optim.AdamW, egop.Shared(), None), 0, STEPS)
     for each in found:

@@ -1,4 +1,4 @@
-"""On several processes the same parameters come out as on one that sees the whole batch."""
+"""Several processes train like one that sees the whole batch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def all_of_two(rank, world):
 
 @pytest.fixture(scope="module")
 def two():
-    """What each of two processes found."""
+    """Return the results of two processes."""
     return run(all_of_two, 2)
 
 
@@ -74,12 +74,12 @@ def alone():
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_the_trajectory_is_that_of_one_process(wrapper, two, alone):
+def test_two_processes_train_like_one(wrapper, two, alone):
     check([found[wrapper] for found in two], alone)
 
 
 @pytest.mark.slow
-def test_the_trajectory_of_four_processes_is_that_of_one(alone):
+def test_four_processes_train_like_one(alone):
     check(run(all_cases, 4, "FSDP2", FEW), alone)
 
 
@@ -94,7 +94,7 @@ def check(ranks, expected):
 
 
 def counted():
-    """How many collectives each optimizer step makes, by structure and refresh."""
+    """Count the collectives of each optimizer step, by structure and refresh."""
     found = {}
     for structure, refresh in (("Shared", "fixed"), ("Shared", "online"), ("Kronecker", "fixed")):
         model = sharded(network())
@@ -119,7 +119,7 @@ def test_shared_needs_no_collective_in_a_step_and_few_at_a_refresh(two):
 
 
 def left_alone(rank, world):
-    """The same model with every part in original coordinates: what the wrapper does with sharded parameters itself."""
+    """Train the model in original coordinates, where all sharded parameters are outside every block."""
     models = [sharded(network()) for _ in range(2)]
     optimizers = [
         egop.ReparameterizedOptimizer(models[0], torch.optim.AdamW, lr=0.02),
@@ -130,7 +130,7 @@ def left_alone(rank, world):
     return [weights(model) for model in models]
 
 
-def test_without_a_basis_sharded_parameters_are_stepped_as_by_the_plain_optimizer(two):
+def test_sharded_parameters_without_a_basis_are_stepped_as_by_the_plain_optimizer(two):
     for ours, plain in (found["left alone"] for found in two):
         for name, value in plain.items():
             torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-14)

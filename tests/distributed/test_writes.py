@@ -1,4 +1,4 @@
-"""What someone else writes to sharded parameters is noticed, also where values are not looked at, as on a GPU."""
+"""Writes to sharded parameters are noticed, even where values are not compared, as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRUCTURES = {"Shared": egop.Shared(), "Kronecker": egop.Kronecker()}
 
 
 def written(rank, world):
-    """Weights after a write before the first step, and after one between two steps; and how often it looked."""
+    """Return the weights after a write before the first step and between two steps, and the number of comparisons."""
     binding._look = lambda parameter, owner: binding._mark(owner)  # in this process alone
     follow, looks = binding.BoundBlock.follow, []
     binding.BoundBlock.follow = lambda self, decoded: (looks.append(self.name), follow(self, decoded))[1]
@@ -60,7 +60,7 @@ def group_of_one(tmp_path):
 
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("wrapped", ["DDP", "compile(DDP)", "DDP(compile)"])
-def test_names_are_those_of_the_plain_model_however_it_is_wrapped(wrapped):
+def test_names_do_not_depend_on_wrappers(wrapped):
     model = network()
     if wrapped == "DDP(compile)":
         model = torch.compile(model, backend="eager")
@@ -80,7 +80,7 @@ def objective_of(model):
 
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("of", ["plain", "wrapped"])
-def test_an_objective_of_the_model_inside_is_of_the_model_that_is_trained(of):
+def test_objective_of_the_wrapped_model_fits_the_trained_model(of):
     model = network()
     wrapped = torch.compile(DistributedDataParallel(model), backend="eager")
     every = egop.Every(1, objective_of(model if of == "plain" else wrapped), samples=2)
@@ -92,7 +92,7 @@ def test_an_objective_of_the_model_inside_is_of_the_model_that_is_trained(of):
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_of_sharded_parameters_only_a_whole_copy_can_be_sampled():
+def test_sharded_model_can_be_sampled_only_through_a_full_copy():
     model = network()
     inside, beside = objective_of(model), objective_of(network())
     model = sharded(model)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop.numerics.randomness import RandomStream, random_state
+from egop.numerics.randomness import RandomStream, get_random_state
 
 
 def mean_square(model, batch):
@@ -300,7 +300,7 @@ def test_a_stream_goes_on_where_it_stopped_and_leaves_the_others_alone():
 
 
 def test_a_stream_in_which_something_fails_leaves_the_others_alone():
-    state = random_state()
+    state = get_random_state()
 
     def interrupted():
         numbers()
@@ -308,7 +308,7 @@ def test_a_stream_in_which_something_fails_leaves_the_others_alone():
 
     with pytest.raises(KeyboardInterrupt), RandomStream(1):
         interrupted()
-    after = random_state()
+    after = get_random_state()
     assert after[0] == state[0]
     assert after[1][2] == state[1][2]
     assert torch.equal(after[2], state[2])

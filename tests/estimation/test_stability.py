@@ -13,7 +13,7 @@ import egop
 from egop.basis.spectrum import compare
 from egop.estimation import chunks
 
-EIGEN = [each for each in cases.STRUCTURES if not isinstance(each, (egop.Identity, egop.RandomRotation))]
+EIGEN = [each for each in cases.STRUCTURES if not isinstance(each, (egop.Identity, egop.extras.RandomRotation))]
 
 
 @pytest.mark.parametrize("structure", EIGEN, ids=str)

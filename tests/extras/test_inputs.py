@@ -1,4 +1,4 @@
-"""The first layer's rotation moved into the data: the plain optimizer then does what the reparameterised one does."""
+"""A plain optimizer on rotated data takes the steps of the reparameterized one."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def train(model, optimizer, batches):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_plain_training_on_rotated_data_is_the_reparameterised_trajectory(basis, optimizer):
+def test_training_on_rotated_data_equals_reparameterized_training(basis, optimizer):
     model, rotated = MLP.build(), MLP.build()
     wrapped = egop.ReparameterizedOptimizer(model, optimizer.kind, basis, **optimizer.arguments)
-    inputs = egop.rotate_inputs(rotated, basis, *(x for x, _ in MLP.batches()))
+    inputs = egop.extras.rotate_inputs(rotated, basis, *(x for x, _ in MLP.batches()))
     batches = [(x, labels) for x, (_, labels) in zip(inputs, MLP.batches(), strict=True)]
     plain = optimizer.kind(rotated.parameters(), **optimizer.arguments)
     expected, found = train(model, wrapped, MLP.batches()), train(rotated, plain, batches)
     assert max(abs(one - other) for one, other in zip(expected, found, strict=True)) < 1e-10
-    back = egop.rotate_inputs(rotated, basis, *inputs, inverse=True)
+    back = egop.extras.rotate_inputs(rotated, basis, *inputs, inverse=True)
     for x, (original, _) in zip(back, MLP.batches(), strict=True):
         torch.testing.assert_close(x, original, rtol=0, atol=1e-12)
     for one, other in zip(model.parameters(), rotated.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_the_model_computes_the_same_on_rotated_data(basis):
+def test_model_computes_the_same_on_rotated_data(basis):
     model, (x, _) = MLP.build(), MLP.batches()[0]
     expected, kept, weight = model(x), x.clone(), model[0].weight.detach().clone()
-    (rotated,) = egop.rotate_inputs(model, basis, x)
+    (rotated,) = egop.extras.rotate_inputs(model, basis, x)
     V = basis["0.weight"].tensors["basis"]
     torch.testing.assert_close(rotated, x @ V, rtol=0, atol=1e-12)
     torch.testing.assert_close(model[0].weight.detach(), weight @ V, rtol=0, atol=1e-12)
@@ -65,7 +65,7 @@ def test_the_model_computes_the_same_on_rotated_data(basis):
 
 def test_data_may_have_any_leading_dimensions_and_precision(basis):
     data = torch.randn(2, 3, 6), torch.randn(6).half(), torch.randn(4, 6, dtype=torch.float64)
-    found = egop.rotate_inputs(MLP.build(), basis, *data)
+    found = egop.extras.rotate_inputs(MLP.build(), basis, *data)
     assert [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in data]
 
 
@@ -94,24 +94,24 @@ REFUSED = {
     "another model": (
         nn.Sequential,
         lambda: basis_of(MLP, partition=FIRST, structure=egop.Shared()),
-        r"'0\.weight' is no layer of this model",
+        r"'0\.weight' is not in this model",
     ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_moved_into_the_data_is_refused(what):
+def test_rotation_that_cannot_be_moved_into_the_data_is_refused(what):
     build, basis, message = REFUSED[what]
     model, found = build(), basis()
     before = cases.state_of(model)
     with pytest.raises(ValueError, match=message):
-        egop.rotate_inputs(model, found, torch.zeros(2, 6))
+        egop.extras.rotate_inputs(model, found, torch.zeros(2, 6))
     assert cases.state_of(model) == before
 
 
-def test_data_of_another_width_are_refused_before_anything_changes(basis):
+def test_data_of_another_width_is_refused_before_anything_changes(basis):
     model = MLP.build()
     before = cases.state_of(model)
     with pytest.raises(ValueError, match=r"Data of shape \(2, 7\) do not fit '0', which has 6 inputs"):
-        egop.rotate_inputs(model, basis, torch.zeros(2, 6), torch.zeros(2, 7))
+        egop.extras.rotate_inputs(model, basis, torch.zeros(2, 6), torch.zeros(2, 7))
     assert cases.state_of(model) == before

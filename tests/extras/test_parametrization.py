@@ -1,4 +1,4 @@
-"""The literal f∘V on torch's own parametrizations: the second, independent route to what the optimizer does."""
+"""f∘V by torch's own parametrizations, an independent way to what the optimizer does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS = [
     OptimizerCase("SGD-momentum", torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
 ]
 # The routes of Full, and random bases, differ in how the basis is found, not in what is done with it.
-SAME = (egop.Full(route="eigh"), egop.Full(route="svd"), egop.RandomRotation(seed=1, like=egop.Kronecker()))
+SAME = (egop.Full(route="eigh"), egop.Full(route="svd"), egop.extras.RandomRotation(seed=1, like=egop.Kronecker()))
 STRUCTURES = [each for each in cases.STRUCTURES if each not in SAME]
 DROPPING = egop.Reduced(3, keep_rest=False)
 JOINT = [structure for structure in STRUCTURES if structure.joint]
@@ -62,12 +62,12 @@ def train(model, optimizer, batches, steps=STEPS):
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), PAIRS, ids=str)
-def test_the_optimizer_equals_the_parametrized_model(layout, optimizer):
+def test_optimizer_equals_the_parametrized_model(layout, optimizer):
     case, basis = case_and_basis(layout)
-    model, literal = case.build(), egop.parametrize(case.build(), basis)
+    model, literal = case.build(), egop.extras.parametrize(case.build(), basis)
     train(model, egop.ReparameterizedOptimizer(model, optimizer.kind, basis, **optimizer.arguments), case.batches())
     train(literal, optimizer.kind(literal.parameters(), **optimizer.arguments), case.batches())
-    found, expected = (cases.parameters_of(each) for each in (model, egop.merge(literal)))
+    found, expected = (cases.parameters_of(each) for each in (model, egop.extras.merge(literal)))
     assert distance(found, expected) < TOLERANCE
     assert distance(found, cases.parameters_of(case.build())) > 1e-3  # and it did train
     assert all(torch.isfinite(value).all() for value in found.values())
@@ -79,24 +79,24 @@ def whole(case, **options):
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 @pytest.mark.parametrize("case", [MLP, RECURRENT, ATTENTION], ids=str)
-def test_the_model_computes_the_same_function_and_comes_back(case, structure):
+def test_model_computes_the_same_function_and_is_restored(case, structure):
     basis = basis_of(case, structure=structure)
     model, (inputs, _) = case.build(), case.batches()[0]
     expected, before = model(inputs), cases.parameters_of(model)
-    assert egop.parametrize(model, basis) is model
+    assert egop.extras.parametrize(model, basis) is model
     if structure == DROPPING:  # the one that changes the model: only what is in the span is left of it
         before |= basis.decode(basis.encode(before))
     else:
         torch.testing.assert_close(model(inputs), expected, rtol=0, atol=1e-12)
-    assert egop.merge(model) is model
+    assert egop.extras.merge(model) is model
     assert distance(cases.parameters_of(model), before) < 1e-12
     assert not any(hasattr(part, "parametrizations") for part in model.modules())
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_the_parameters_are_the_coordinates(structure):
+def test_parameters_are_the_coordinates(structure):
     basis = basis_of(MLP, structure=structure)
-    model, start = egop.parametrize(MLP.build(), basis), cases.parameters_of(MLP.build())
+    model, start = egop.extras.parametrize(MLP.build(), basis), cases.parameters_of(MLP.build())
     expected = [each for coordinates in basis.encode(start).values() for each in coordinates]
     found = [parameter for name, parameter in model.named_parameters() if "original" in name]
     assert len(found) == len(expected)
@@ -104,9 +104,9 @@ def test_the_parameters_are_the_coordinates(structure):
         torch.testing.assert_close(one.detach(), other, rtol=0, atol=0)
 
 
-def test_the_coordinates_of_a_joint_block_are_there_once():
+def test_coordinates_of_a_joint_block_are_stored_once():
     basis = whole(RECURRENT, partition="global")
-    model = egop.parametrize(RECURRENT.build(), basis)
+    model = egop.extras.parametrize(RECURRENT.build(), basis)
     coordinates = [parameter for name, parameter in model.named_parameters() if "original" in name]
     assert [tuple(each.shape) for each in coordinates] == [(basis["global"].block.size,)]
     logistic(model, RECURRENT.batches()[0]).backward()
@@ -115,7 +115,7 @@ def test_the_coordinates_of_a_joint_block_are_there_once():
 
 def test_gradients_are_the_encoded_gradients():
     basis = whole(MLP)
-    plain, model = MLP.build(), egop.parametrize(MLP.build(), basis)
+    plain, model = MLP.build(), egop.extras.parametrize(MLP.build(), basis)
     for each in (plain, model):
         logistic(each, MLP.batches()[0]).backward()
     expected = basis.encode({name: parameter.grad for name, parameter in plain.named_parameters()})
@@ -126,8 +126,8 @@ def test_gradients_are_the_encoded_gradients():
         torch.testing.assert_close(gradient, expected[name][0], rtol=0, atol=1e-14)
 
 
-def test_a_copy_of_a_parametrized_model_is_independent():
-    model = egop.parametrize(RECURRENT.build(), whole(RECURRENT, partition="global"))
+def test_copy_of_a_parametrized_model_is_independent():
+    model = egop.extras.parametrize(RECURRENT.build(), whole(RECURRENT, partition="global"))
     other = copy.deepcopy(model)
     before = cases.parameters_of(other)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), RECURRENT.batches(), 3)
@@ -139,18 +139,18 @@ def test_a_copy_of_a_parametrized_model_is_independent():
 def test_half_precision_weights_have_single_precision_coordinates():
     case = cases.ModelCase("half", cases.mlp, (6,), 3, torch.bfloat16)
     basis = basis_of(case)
-    model = egop.parametrize(case.build(), basis)
+    model = egop.extras.parametrize(case.build(), basis)
     coordinates = {parameter.dtype for name, parameter in model.named_parameters() if "original" in name}
     assert coordinates == {torch.float32}
     assert model[0].weight.dtype == torch.bfloat16
-    assert {parameter.dtype for parameter in egop.merge(model).parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in egop.extras.merge(model).parameters()} == {torch.bfloat16}
 
 
-def test_what_others_have_parametrized_is_left_when_merging():
+def test_merge_keeps_parametrizations_of_others():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
     nn.utils.parametrizations.orthogonal(model[1])
-    egop.parametrize(model, egop.Basis([basis_of(DEEP)["0.weight"]]))
-    egop.merge(model)
+    egop.extras.parametrize(model, egop.Basis([basis_of(DEEP)["0.weight"]]))
+    egop.extras.merge(model)
     assert not hasattr(model[0], "parametrizations")
     assert hasattr(model[1], "parametrizations")
 
@@ -167,18 +167,18 @@ def foreign(name, shape):
         (
             ("encoder.weight", (2, 2)),
             (
-                r"Block 'encoder\.weight' of the basis is for the parameter 'encoder\.weight', which the model does "
+                r"Block 'encoder\.weight' of the basis needs a parameter 'encoder\.weight', which the model does "
                 r"not have\. It has: 0\.weight, 0\.bias, 2\.weight, 2\.bias"
             ),
         ),
-        (("0.weight", (6, 5)), r"for a parameter '0\.weight' of shape \(6, 5\), but the model's has \(5, 6\)"),
+        (("0.weight", (6, 5)), r"needs a parameter '0\.weight' of shape \(6, 5\), but the model's has shape \(5, 6\)"),
     ],
 )
-def test_a_basis_of_another_model_is_refused_and_nothing_changes(basis, message):
+def test_basis_of_another_model_is_refused_and_nothing_changes(basis, message):
     model = MLP.build()
     before = cases.state_of(model)
     with pytest.raises(ValueError, match=message):
-        egop.parametrize(model, foreign(*basis))
+        egop.extras.parametrize(model, foreign(*basis))
     assert cases.state_of(model) == before
     assert not any(hasattr(part, "parametrizations") for part in model.modules())
 
@@ -189,5 +189,5 @@ def test_tied_weights_are_refused_and_stay_tied():
     objective = egop.Objective(model, lambda m, batch: m(batch).square().mean(), [torch.tensor([1, 2])])
     basis = cases.estimate(objective, samples=5)
     with pytest.raises(ValueError, match=r"'0\.weight' is tied to '1\.weight', and a parametrization would untie them"):
-        egop.parametrize(model, basis)
+        egop.extras.parametrize(model, basis)
     assert model[1].weight is model[0].weight

@@ -1,6 +1,6 @@
-"""How many digits products have inside, and that nothing of it is left outside.
+"""Products are precise inside a scope, and all settings of torch are restored after it.
 
-What changes settings of torch runs in a process of its own, since some of them have no way back.
+Tests that change settings run in a process of their own, because some settings cannot be restored.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from processes import run
 BACKENDS = ("cuda", "mkldnn")
 SETTINGS = [("generic", "all"), *((backend, kind) for backend in BACKENDS for kind in ("all", "matmul", "conv", "rnn"))]
 
-# The public attributes do not reach all of them.
+# The public attributes do not reach all settings.
 read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
-# The last one chooses for convolutions, which cannot be undone.
+# The last one sets convolutions, which cannot be undone.
 SITUATIONS = {
-    "nothing chosen": {},
-    "inherited from all": {"generic all": "tf32"},
+    "nothing set": {},
+    "inherited from the global setting": {"generic all": "tf32"},
     "inherited from the backend": {"cuda all": "tf32", "mkldnn all": "bf16"},
-    "matrices chosen": {"cuda matmul": "tf32", "mkldnn matmul": "bf16"},
-    "matrices chosen as all": {"generic all": "tf32", "cuda matmul": "tf32", "mkldnn matmul": "tf32"},
-    "matrices chosen as the backend": {"cuda all": "tf32", "cuda matmul": "tf32", "mkldnn all": "tf32"},
-    "matrices precise by choice": {"generic all": "tf32", "cuda matmul": "ieee", "mkldnn matmul": "ieee"},
-    "everything chosen": {f"{backend} {kind}": "tf32" for backend, kind in SETTINGS},
+    "matrices set": {"cuda matmul": "tf32", "mkldnn matmul": "bf16"},
+    "matrices set to the global value": {"generic all": "tf32", "cuda matmul": "tf32", "mkldnn matmul": "tf32"},
+    "matrices set to the backend's value": {"cuda all": "tf32", "cuda matmul": "tf32", "mkldnn all": "tf32"},
+    "matrices set to full precision": {"generic all": "tf32", "cuda matmul": "ieee", "mkldnn matmul": "ieee"},
+    "everything set": {f"{backend} {kind}": "tf32" for backend, kind in SETTINGS},
 }
 
 
 @contextlib.contextmanager
-def chosen(situation):
+def set_precision(situation):
     names = {tuple(name.split()): value for name, value in SITUATIONS[situation].items()}
     for name, value in names.items():
         write(*name, value)
@@ -45,8 +45,8 @@ def chosen(situation):
         write(*name, "none")
 
 
-def seen():
-    """What every setting shows, now and while that of all, or of a backend, is another one: so what follows what."""
+def read_settings():
+    """Read every setting, now and under other global values, which shows what inherits from what."""
     shown = [{setting: read(*setting) for setting in SETTINGS}]
     for value in ("ieee", "tf32"):
         with torch.backends.flags(fp32_precision=value):
@@ -54,10 +54,10 @@ def seen():
     return shown
 
 
-def scopes_are_precise_and_leave_no_trace():
+def check_scopes():
     for situation in SITUATIONS:
-        with chosen(situation):
-            before = seen()
+        with set_precision(situation):
+            before = read_settings()
             for scope, kinds in (
                 (precision.exact_products, ["matmul"]),
                 (precision.full_precision, ["matmul", "conv", "rnn"]),
@@ -66,11 +66,11 @@ def scopes_are_precise_and_leave_no_trace():
                     inside = {read(backend, kind) for backend in BACKENDS for kind in kinds}
                     assert inside <= {"ieee", "none"}, (situation, inside)
                     raise ZeroDivisionError
-                assert seen() == before, situation
+                assert read_settings() == before, situation
 
 
 def train():
-    """Every way in which an estimate, a step and a rebase ask for full precision."""
+    """Run an estimate, steps and a rebase, in every way that asks for full precision."""
     model = cases.MLP.build()
     objective = egop.Objective(model, cases.cross_entropy, cases.MLP.batches())
     basis = egop.estimate(objective, samples=64, progress=False, sampling="vmap")
@@ -83,17 +83,22 @@ def train():
         optimizer.rebase(basis)
 
 
-def training_leaves_no_trace():
-    for situation in ("nothing chosen", "inherited from all", "inherited from the backend", "matrices chosen as all"):
-        with chosen(situation):
-            before = seen()
+def check_training_restores_settings():
+    for situation in (
+        "nothing set",
+        "inherited from the global setting",
+        "inherited from the backend",
+        "matrices set to the global value",
+    ):
+        with set_precision(situation):
+            before = read_settings()
             train()
-            assert seen() == before, situation
+            assert read_settings() == before, situation
     torch.backends.fp32_precision = "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == torch.backends.mkldnn.matmul.fp32_precision == "tf32"
 
 
-def training_with_frozen_flags():
+def train_with_frozen_flags():
     torch.backends.fp32_precision = "tf32"
     torch.backends.disable_global_flags()
     train()
@@ -103,23 +108,23 @@ def call(rank, world, function):
     function()
 
 
-def in_a_process_of_its_own(function):
+def run_in_new_process(function):
     run(call, 1, function)
 
 
-def test_products_are_precise_inside_and_what_follows_what_is_as_before():
-    in_a_process_of_its_own(scopes_are_precise_and_leave_no_trace)
+def test_scopes_are_precise_and_restore_inheritance():
+    run_in_new_process(check_scopes)
 
 
-def test_training_and_estimating_leave_inherited_settings_inherited():
-    in_a_process_of_its_own(training_leaves_no_trace)
+def test_training_and_estimation_restore_inheritance():
+    run_in_new_process(check_training_restores_settings)
 
 
-def test_frozen_flags_stop_neither_a_step_nor_vmapped_sampling():
-    in_a_process_of_its_own(training_with_frozen_flags)
+def test_steps_and_vmapped_sampling_work_with_frozen_flags():
+    run_in_new_process(train_with_frozen_flags)
 
 
-def tf32_is_off_where_it_is_inherited():
+def check_products_on_gpu():
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).cuda()
     images = x.reshape(1, 1, 512, 512)
     kernel = torch.randn(64, 1, 7, 7, generator=torch.Generator().manual_seed(1)).cuda()
@@ -132,9 +137,9 @@ def tf32_is_off_where_it_is_inherited():
         pairs = ((x @ x, x.double() @ x.double()), convolved)
         return [((one - other).norm() / other.norm()).item() for one, other in pairs]
 
-    for situation in ("inherited from all", "inherited from the backend", "matrices chosen"):
-        with chosen(situation):
-            assert min(errors()) > 1e-5, "otherwise this tests nothing"
+    for situation in ("inherited from the global setting", "inherited from the backend", "matrices set"):
+        with set_precision(situation):
+            assert min(errors()) > 1e-5, "the test needs TF32"
             with precision.exact_products():
                 assert errors()[0] < 1e-6
             with precision.full_precision():
@@ -143,11 +148,11 @@ def tf32_is_off_where_it_is_inherited():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_products_on_a_gpu_have_all_digits_inside():
-    in_a_process_of_its_own(tf32_is_off_where_it_is_inherited)
+def test_products_on_a_gpu_are_precise():
+    run_in_new_process(check_products_on_gpu)
 
 
-def test_a_thread_that_leaves_takes_no_digits_from_another():
+def test_overlapping_threads_keep_full_precision():
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     entered, left, inside = threading.Event(), threading.Event(), []

@@ -1,4 +1,4 @@
-"""Rotation × base while the basis follows the gradients: against literal references that hold every weight by itself.
+"""Matrix optimizers in an online basis, compared with references that treat each weight separately.
 
 ``Online(Kronecker) × Sign`` is SPlus. The references keep the momentum in the original coordinates and rotate it in
 every step, where the optimizer carries it from basis to basis.
@@ -30,7 +30,7 @@ def network(side):
 
 
 def backward(model, side, step):
-    """Gradients of full rank; now and then one is missing."""
+    """Set gradients of full rank; occasionally one is missing."""
     model.zero_grad()
     generator = torch.Generator().manual_seed(step)
     inputs, targets = (torch.randn(40, WIDTHS[side][end], generator=generator, dtype=torch.float64) for end in (0, -1))
@@ -46,7 +46,7 @@ def descending_eigenvectors(gram):
 
 
 def iterated(gram, basis):
-    """One step of orthogonal iteration, strongest direction first."""
+    """Take one step of orthogonal iteration, strongest direction first."""
     image = gram @ basis
     order = (basis * image).sum(0).argsort(descending=True)
     columns = (image + 1e-6 * gram.diagonal().mean() * basis)[:, order]
@@ -54,8 +54,8 @@ def iterated(gram, basis):
     return Q * R.diagonal().sign()
 
 
-class Literal:
-    """One weight: Gram matrices of the rotated sides, their bases, the momentum in the original coordinates."""
+class Reference:
+    """One weight with the Gram matrices of its rotated sides, their bases, and its momentum in original coordinates."""
 
     def __init__(self, function, settings, sides, every, bases=None):
         self.function, self.settings, self.sides, self.every, self.bases = function, settings, sides, every, bases
@@ -117,7 +117,7 @@ STRUCTURES = {
 
 @pytest.mark.parametrize("side", STRUCTURES)
 @pytest.mark.parametrize("case", ["Sign", "Sinkhorn", "PolarAdam"])
-def test_it_is_the_literal_method(case, side):
+def test_steps_equal_the_reference(case, side):
     kind, function, _ = CASES[case]
     structure, sides_of = STRUCTURES[side]
     model, plain = network(side), network(side)
@@ -131,7 +131,7 @@ def test_it_is_the_literal_method(case, side):
         bases = {"bases": pair}
     optimizer = egop.ReparameterizedOptimizer(model, kind, basis, refresh=refresh, lr=LR, weight_decay=WEIGHT_DECAY)
     settings = optimizer.param_groups[0]
-    literals = [Literal(function, settings, sides_of(weight.shape), 3, **bases) for weight in plain.parameters()]
+    literals = [Reference(function, settings, sides_of(weight.shape), 3, **bases) for weight in plain.parameters()]
     for step in range(STEPS):
         backward(model, side, step)
         backward(plain, side, step)

@@ -1,4 +1,4 @@
-"""Sign, Sinkhorn and PolarAdam against literal references, weight by weight; as ordinary optimizers; in a basis."""
+"""Sign, Sinkhorn and PolarAdam: compared with plain references, as ordinary optimizers, and in a basis."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from egop.optim.polar_adam import polar
 from matrix_updates import CASES
 
 
-class Literal:
-    """The update of one weight, from the formulas."""
+class Reference:
+    """A plain optimizer of one weight, written from the formulas."""
 
     def __init__(self, function, settings):
         self.function, self.settings, self.state = function, settings, {}
@@ -57,26 +57,26 @@ def backward(model, step):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_literal_method(case):
+def test_steps_equal_the_reference(case):
     kind, function, options = CASES[case]
     model, plain = network(), network()
     model[7].weight.requires_grad_(False)
     plain[7].weight.requires_grad_(False)
     optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1, **options)
-    literal = Literal(function, optimizer.param_groups[0])
+    reference = Reference(function, optimizer.param_groups[0])
     for step in range(50):
         backward(model, step)
         backward(plain, step)
         optimizer.step()
         for weight in plain.parameters():
-            literal.step(weight)
+            reference.step(weight)
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("structure", [egop.Shared(), egop.Shared(side="output"), egop.Kronecker()], ids=str)
 @pytest.mark.parametrize("case", ["Sign", "Sinkhorn", "PolarAdam"])
-def test_in_a_fixed_basis_it_is_the_literal_method_in_coordinates(case, structure):
+def test_steps_in_a_fixed_basis_equal_the_reference_in_coordinates(case, structure):
     kind, function, options = CASES[case]
 
     def linear():
@@ -88,21 +88,21 @@ def test_in_a_fixed_basis_it_is_the_literal_method_in_coordinates(case, structur
     objective = egop.Objective(model, lambda model, batch: model(batch).sin().square().mean(), [data])
     basis = egop.estimate(objective, partition="parameter", structure=structure, samples=30, progress=False)
     optimizer = egop.ReparameterizedOptimizer(model, kind, basis, lr=0.01, weight_decay=0.1, **options)
-    literals = {name: Literal(function, optimizer.param_groups[0]) for name in basis}
+    references = {name: Reference(function, optimizer.param_groups[0]) for name in basis}
     for _ in range(50):
         for each in (model, plain):
             each.zero_grad()
             each(data).sin().square().mean().backward()
         optimizer.step()
         for name, change in basis.items():
-            literals[name].step(
+            references[name].step(
                 plain.get_parameter(name), lambda G, c=change: c.encode([G])[0], lambda U, c=change: c.decode([U])[0]
             )
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_the_polar_factor_of_a_rotated_matrix_is_the_rotated_factor():
+def test_polar_factor_rotates_with_the_matrix():
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(6, 9, generator=generator, dtype=torch.float64)
     rotation = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))[0]
@@ -112,7 +112,7 @@ def test_the_polar_factor_of_a_rotated_matrix_is_the_rotated_factor():
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
-def test_its_state_is_plain_tensors_and_resumes(kind):
+def test_state_is_plain_tensors_and_resumes(kind):
     model = network()
     optimizer = kind(model.parameters(), lr=torch.tensor(0.01))
     for step in range(3):
@@ -131,8 +131,8 @@ def test_its_state_is_plain_tensors_and_resumes(kind):
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
-def test_a_stack_of_matrices_is_stepped_matrix_by_matrix_where_it_is_said_to_be_one(kind):
-    """Otherwise a tensor of three dimensions is a kernel. Coordinates of experts are a stack."""
+def test_matrices_last_steps_each_matrix_of_a_stack(kind):
+    """Coordinates of experts are a stack of matrices; other tensors of three dimensions are convolutions."""
     start = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     together, apart = nn.Parameter(start.clone()), [nn.Parameter(each.clone()) for each in start]
     optimizers = kind([{"params": [together], "matrices_last": True}], lr=0.1), kind(apart, lr=0.1)
@@ -154,7 +154,7 @@ def test_a_stack_of_matrices_is_stepped_matrix_by_matrix_where_it_is_said_to_be_
         ({"iterations": 0}, "Invalid iterations value: 0"),
     ],
 )
-def test_settings_out_of_range_are_refused(options, message):
+def test_hyperparameters_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         egop.optim.Sinkhorn([nn.Parameter(torch.zeros(2, 2))], **options)
 
@@ -175,8 +175,8 @@ def test_vectors_are_refused_and_the_group_is_not_added(kind):
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e18])  # squares of more overflow, as Adam's
-def test_gradients_of_any_size_give_finite_updates_of_one_size(kind, scale):
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e18])  # larger squares overflow, as in Adam
+def test_update_size_does_not_depend_on_the_gradient_scale(kind, scale):
     weight = nn.Parameter(torch.ones(4, 6))
     optimizer = kind([weight], lr=0.1)
     weight.grad = scale * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -187,7 +187,7 @@ def test_gradients_of_any_size_give_finite_updates_of_one_size(kind, scale):
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
-def test_momentum_that_fades_away_for_want_of_gradients_gives_no_nan(kind):
+def test_vanishing_momentum_gives_no_nan(kind):
     weight = nn.Parameter(torch.zeros(4, 6))
     optimizer = kind([weight], lr=1e-3)
     weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -199,14 +199,14 @@ def test_momentum_that_fades_away_for_want_of_gradients_gives_no_nan(kind):
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-38, 1e-44, 1e30])
-def test_the_polar_factor_does_not_depend_on_the_size(scale):
+def test_polar_factor_does_not_depend_on_the_scale(scale):
     factor = polar(torch.eye(3) * scale)
     assert torch.isfinite(factor).all()
     if scale > 1e-37:
         torch.testing.assert_close(factor, polar(torch.eye(3)))
 
 
-def test_a_gradient_that_is_not_a_number_is_seen():
+def test_nan_gradient_gives_nan_weight():
     weight = nn.Parameter(torch.zeros(3, 3))
     weight.grad = torch.ones(3, 3)
     weight.grad[0, 0] = torch.nan
@@ -215,7 +215,7 @@ def test_a_gradient_that_is_not_a_number_is_seen():
 
 
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-def test_small_rows_are_stepped_in_half_precision_too(how):
+def test_small_rows_are_stepped_in_half_precision(how):
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(64, 32, generator=generator) * torch.logspace(0, -2, 64)[:, None]
     weight = nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16 if how == "bfloat16" else torch.float32))
@@ -226,7 +226,7 @@ def test_small_rows_are_stepped_in_half_precision_too(how):
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
-def test_empty_weights_are_left_alone(kind):
+def test_empty_weights_are_skipped(kind):
     weight = nn.Parameter(torch.zeros(0, 4))
     weight.grad = torch.zeros(0, 4)
     optimizer = kind([weight])
@@ -235,8 +235,8 @@ def test_empty_weights_are_left_alone(kind):
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])
-def test_without_a_basis_it_does_what_the_class_does(kind):
-    """Kernels too, which are matrices of one row for each output."""
+def test_reparameterized_optimizer_without_a_basis_takes_the_same_steps(kind):
+    """Convolutions too, which are matrices with one row per output."""
     model, plain = network(), network()
     optimizer, other = egop.ReparameterizedOptimizer(model, kind, lr=0.01), kind(plain.parameters(), lr=0.01)
     for step in range(4):
@@ -249,20 +249,20 @@ def test_without_a_basis_it_does_what_the_class_does(kind):
 
 @pytest.mark.parametrize("made", [egop.EGOP, lambda model, **options: egop.optim.Sign(model.parameters(), **options)])
 @pytest.mark.parametrize("name", ["lr", "weight_decay"])
-def test_text_in_the_place_of_a_number_is_named(made, name):
+def test_text_instead_of_a_number_is_refused(made, name):
     model = nn.Linear(4, 3, bias=False)
     with pytest.raises(TypeError, match=rf"{name} must be a number, got str '1e-3'.*YAML"):
         made(model, **{name: "1e-3"})
 
 
 @pytest.mark.parametrize("lr", [np.float32(1e-3), np.int64(1), torch.tensor(1e-3), 1])
-def test_numbers_of_any_kind_are_numbers(lr):
+def test_lr_may_be_any_kind_of_number(lr):
     model = nn.Linear(4, 3, bias=False)
     assert egop.EGOP(model, lr=lr).param_groups[0]["lr"] == lr
     assert egop.optim.Sign(model.parameters(), lr=lr).param_groups[0]["lr"] == lr
 
 
-def test_one_number_for_two_is_named():
+def test_single_number_for_betas_is_refused():
     with pytest.raises(TypeError, match=r"betas must be two numbers, got 0\.9"):
         egop.EGOP(nn.Linear(4, 3), betas=0.9)
 

@@ -1,4 +1,4 @@
-"""Steps of the bases as recordings: the same as computed ones, whatever changes in between."""
+"""Recorded steps of the matrix optimizers equal computed ones, whatever changes in between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from explicit import identical
 from recordings import record_on_the_cpu
 
 KINDS = [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam]
-# The refresh, and the structure of a basis to start from: the first gradient alone would leave directions open.
+# Refresh and structure of the initial basis; the first gradient alone would not determine all directions.
 REFRESHES = {
     "alone": (None, None),
     "online": (egop.Online(every=3), egop.Shared(side="smaller")),
@@ -21,7 +21,7 @@ REFRESHES = {
     "aligned": (egop.Aligned(), egop.Shared(side="smaller")),
 }
 CASES = [(kind, way) for kind in KINDS for way in REFRESHES if (kind, way) != (egop.optim.PolarAdam, "aligned")]
-# Those in which rounding stays rounding: aligned signs go their own way after 1e-15.
+# Cases that do not amplify rounding: aligned signs diverge after a difference of 1e-15.
 STEADY = [case for case in CASES if case != (egop.optim.Sign, "aligned")]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -36,7 +36,7 @@ def made(kind, way, device="cpu"):
         return model, kind([layer.weight for layer in model if isinstance(layer, nn.Linear)], **options)
     refresh, structure = REFRESHES[way]
     objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(2, 6).double()])
-    names = {f"{place}.weight": egop.RandomRotation(seed=place, like=structure) for place in (0, 2, 4)}
+    names = {f"{place}.weight": egop.extras.RandomRotation(seed=place, like=structure) for place in (0, 2, 4)}
     basis = egop.estimate(objective, structure=names, partition="parameter", progress=False)
     outside = torch.optim.AdamW
     return model, egop.ReparameterizedOptimizer(
@@ -45,7 +45,7 @@ def made(kind, way, device="cpu"):
 
 
 def trained(model, optimizer, steps, *, without=()):
-    """With rates that change, and some steps without gradients of a layer."""
+    """Train with changing rates, and with steps in which a layer has no gradient."""
     weight = model[0].weight
     for step in steps:
         optimizer.zero_grad()
@@ -62,7 +62,7 @@ def trained(model, optimizer, steps, *, without=()):
 
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_replayed_steps_are_those_computed(kind, way, monkeypatch):
+def test_replayed_steps_equal_computed_steps(kind, way, monkeypatch):
     results, counts = [], {}
     for recorded in (False, True):
         model, optimizer = made(kind, way)
@@ -70,13 +70,13 @@ def test_replayed_steps_are_those_computed(kind, way, monkeypatch):
         trained(model, optimizer, range(12), without=(5, 6))
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for group in optimizer.param_groups:
-            group["nesterov"] = False  # is in a recording
+            group["nesterov"] = False  # part of the recording
         results.append(trained(model, optimizer, range(12, 24)))
     assert identical(*results)
     assert counts["replayed"] > counts["recorded"] > 0
 
 
-def test_a_copy_has_recordings_of_its_own(monkeypatch):
+def test_copy_has_its_own_recordings(monkeypatch):
     record_on_the_cpu(monkeypatch)
     model, optimizer = made(egop.optim.PolarAdam, "alone")
     trained(model, optimizer, range(6))
@@ -84,15 +84,15 @@ def test_a_copy_has_recordings_of_its_own(monkeypatch):
     assert identical(trained(model, optimizer, range(6, 12)), trained(twin_model, twin, range(6, 12)))
 
 
-def test_a_class_that_does_not_say_so_itself_is_not_recorded(monkeypatch):
-    """It may count steps, or draw random numbers: a recording would repeat the first ones."""
+def test_class_is_recorded_only_if_it_declares_so_itself(monkeypatch):
+    """A subclass may count steps or draw random numbers, which a recording would repeat."""
 
     class Growing(egop.optim.Sign):
         calls = 0
 
-        def updates(self, group, weights, matrices):
+        def compute_updates(self, group, weights, matrices):
             self.calls += 1
-            return self.calls * super().updates(group, weights, matrices)
+            return self.calls * super().compute_updates(group, weights, matrices)
 
     results = []
     for recorded in (False, True):
@@ -106,9 +106,9 @@ def test_a_class_that_does_not_say_so_itself_is_not_recorded(monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("way", REFRESHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_autograd_sees_that_a_recorded_step_has_changed_weights(kind, way):
+def test_recorded_step_invalidates_earlier_autograd_graphs(kind, way):
     if (kind, way) not in CASES:
-        pytest.skip("offers no map to align to")
+        pytest.skip("PolarAdam has no lookahead")
     model, optimizer = made(kind, way, "cuda")
     trained(model, optimizer, range(6))
     loss = model(torch.ones(4, 6, device="cuda", dtype=torch.float64)).square().mean()
@@ -119,7 +119,7 @@ def test_autograd_sees_that_a_recorded_step_has_changed_weights(kind, way):
 
 @needs_gpu
 @pytest.mark.parametrize(("kind", "way"), STEADY)
-def test_a_step_on_a_gpu_is_one_on_the_cpu(kind, way):
+def test_step_on_a_gpu_equals_step_on_the_cpu(kind, way):
     results = []
     for device in ("cpu", "cuda"):
         model, optimizer = made(kind, way, device)
@@ -131,7 +131,7 @@ def test_a_step_on_a_gpu_is_one_on_the_cpu(kind, way):
 
 @needs_gpu
 @pytest.mark.parametrize(("kind", "way"), STEADY)
-def test_recorded_on_a_gpu_is_computed_on_a_gpu(kind, way, monkeypatch):
+def test_recorded_steps_on_a_gpu_equal_computed_steps(kind, way, monkeypatch):
     results = []
     for recorded in (False, True):
         with monkeypatch.context() as patch:

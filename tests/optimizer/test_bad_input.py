@@ -113,11 +113,11 @@ REFUSED = {
         in_basis(egop.Online()),
         TypeError,
         (
-            r"basis must be an egop\.Basis, got Online, which says when one is renewed\. Give it as "
+            r"basis must be an egop\.Basis, got Online, which says when a basis is renewed\. Pass it as "
             r"refresh=egop\.Online\(\.\.\.\)\."
         ),
     ),
-    "a basis that is a class": (in_basis(egop.WhenDrifted), TypeError, r"Give it as refresh=egop\.WhenDrifted\("),
+    "a basis that is a class": (in_basis(egop.Aligned), TypeError, r"Pass it as refresh=egop\.Aligned\("),
     "a basis that is a structure": (
         in_basis(egop.Shared()),
         TypeError,

@@ -115,7 +115,7 @@ def test_global_hooks_do_not_run_for_proposed_updates():
             pass
 
     class Watch(egop.Refresh):
-        def begin(self, optimizer):
+        def start(self, optimizer):
             return Watcher()
 
     model = build()

@@ -11,7 +11,7 @@ from torch import nn
 import cases
 import egop
 from cases import MLP, OptimizerCase
-from egop.numerics.linalg import random_orthonormal
+from egop.numerics import random_orthonormal
 from egop.optimizer import moments
 from explicit import basis_of, distance, identical, logistic
 

@@ -18,7 +18,7 @@ STRUCTURES = {
     "by name": {"embedding.weight": egop.Kronecker(), "*": egop.Shared()},
     "auto": "auto",
 }
-REFRESHES = {"Online": egop.Online(every=1), "WhenDrifted": egop.WhenDrifted(tolerance=0.01, check_every=1)}
+REFRESHES = {"Online": egop.Online(every=1), "drifted": egop.Online(every=1, tolerance=0.01)}
 DENSE = {"Full": egop.Full(), "Auxiliary": egop.Auxiliary(rank=3), "Reduced": egop.Reduced(rank=3)}
 
 

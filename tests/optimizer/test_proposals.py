@@ -21,7 +21,7 @@ BASES = {
 class Watching(egop.Refresh):
     """Looks at everything it may look at, and renews nothing."""
 
-    def begin(self, optimizer):
+    def start(self, optimizer):
         return Watcher()
 
 
@@ -107,7 +107,7 @@ def test_a_look_changes_nothing(base):
 class Rebasing(Watching):
     """Goes on in another structure from the second step on, when the gradients have been seen."""
 
-    def begin(self, optimizer):
+    def start(self, optimizer):
         return Rebaser()
 
 

@@ -240,7 +240,7 @@ def test_a_random_rotation_rounds_alike_after_a_resume(structure):
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 7)
     objective = egop.Objective(model, lambda model, x: model(x).square().mean(), [torch.randn(4, 5)])
-    basis = egop.estimate(objective, structure=egop.RandomRotation(like=structure), progress=False)
+    basis = egop.estimate(objective, structure=egop.extras.RandomRotation(like=structure), progress=False)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=0.1)
     other = copy.deepcopy(model)
     loaded = egop.ReparameterizedOptimizer(other, torch.optim.AdamW, lr=0.1)

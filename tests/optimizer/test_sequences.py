@@ -53,7 +53,7 @@ class Run:
         )
         self.structure = dice.choice([egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(2)])
         online = egop.Online(every=2, spread=dice.random() < 0.5, structure=self.structure)
-        refreshes = [None, online, egop.WhenDrifted(check_every=2, structure=self.structure)]
+        refreshes = [None, online, egop.Online(every=2, tolerance=0.1, structure=self.structure)]
         self.refresh = dice.choice(refreshes[: 1 if isinstance(self.structure, egop.Auxiliary) else 3])
         self.given = self.refresh is None and dice.random() < 0.8
         self.dtype = dice.choice([torch.float64, torch.float32, torch.bfloat16])

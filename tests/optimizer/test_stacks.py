@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.numerics import InPlace, Recorder, copy_all, recordings
+from egop.numerics import InPlaceGraph, Recorder, copy_all, cuda_graphs
 from egop.optimizer import stacks
 from explicit import distance, identical
 from recordings import record_on_the_cpu
@@ -125,7 +125,7 @@ def test_what_changes_all_the_time_is_not_recorded_again_and_again(monkeypatch):
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis(egop.Shared()))
     for step in range(60):
         train(optimizer, model, count=1, skip=[str(step % 5)])
-    assert counts["recorded"] <= 2 * recordings._RECORDINGS
+    assert counts["recorded"] <= 2 * cuda_graphs._MAX_RECORDINGS
 
 
 def test_a_structure_that_is_replaced_leaves_nothing_behind(monkeypatch):
@@ -216,7 +216,7 @@ def test_what_is_replayed_on_one_place_is_what_is_computed():
         one.add_(1)
         return factor * one @ other
 
-    again = InPlace(function, Recorder())
+    again = InPlaceGraph(function, Recorder())
     one, other = torch.randn(2, 64, 64, device="cuda")
     kept = torch.get_float32_matmul_precision()
     try:
@@ -224,24 +224,24 @@ def test_what_is_replayed_on_one_place_is_what_is_computed():
             torch.set_float32_matmul_precision(precision)
             for tensors in [(one, other)] * 5 + [(one[:32], other)] * 3 + [(other, one)] * 3:
                 expected = (tensors[0] + 1) @ tensors[1]
-                assert torch.equal(again.of(tensors, *tensors), expected)
+                assert torch.equal(again.run(tensors, *tensors), expected)
     finally:
         torch.set_float32_matmul_precision(kept)
     # Three sets of tensors in two precisions: each computed once and recorded once, up to the limit.
-    assert len(again._recordings) == recordings._RECORDINGS
-    assert len(calls) == recordings._RECORDINGS * 2 + 2 * 3
+    assert len(again._recordings) == cuda_graphs._MAX_RECORDINGS
+    assert len(calls) == cuda_graphs._MAX_RECORDINGS * 2 + 2 * 3
 
 
 @needs_gpu
 def test_what_cannot_be_recorded_is_computed():
     recorder = Recorder()
-    again = InPlace(lambda tensor: tensor * float(tensor.sum()), recorder)
-    other = InPlace(lambda tensor: tensor * 2, recorder)
+    again = InPlaceGraph(lambda tensor: tensor * float(tensor.sum()), recorder)
+    other = InPlaceGraph(lambda tensor: tensor * 2, recorder)
     tensor = torch.ones(4, device="cuda")
     for _ in range(4):
-        assert torch.equal(again.of([tensor], tensor), 4 * torch.ones(4, device="cuda"))
+        assert torch.equal(again.run([tensor], tensor), 4 * torch.ones(4, device="cuda"))
         assert torch.ones(1, device="cuda").item() == 1  # the device is none the worse for it,
-        assert torch.equal(other.of([tensor], tensor), 2 * torch.ones(4, device="cuda"))  # nor are other recordings
+        assert torch.equal(other.run([tensor], tensor), 2 * torch.ones(4, device="cuda"))  # nor are other recordings
     assert None not in other._recordings.values()
 
 

@@ -32,7 +32,7 @@ CLASSES = {
 REFRESHES = {
     "never": lambda model: None,
     "online": lambda model: egop.Online(every=2),
-    "drifted": lambda model: egop.WhenDrifted(check_every=2, tolerance=0.05),
+    "drifted": lambda model: egop.Online(every=2, tolerance=0.05),
     "every": lambda model: egop.Every(3, egop.Objective(model, logistic, MLP.batches()), samples=6),
 }
 

@@ -48,7 +48,7 @@ OPTIMIZERS = {
     "AdamW": wrap(torch.optim.AdamW, egop.Full(), lr=0.01, amsgrad=True),
     "Adam": wrap(torch.optim.Adam, refresh=egop.Online(every=2, structure=egop.Kronecker())),
     "SGD": wrap(torch.optim.SGD, egop.Reduced(3), lr=0.01, momentum=0.9),
-    "Adagrad": wrap(torch.optim.Adagrad, refresh=egop.WhenDrifted(0.01, check_every=2), lr=0.01),
+    "Adagrad": wrap(torch.optim.Adagrad, refresh=egop.Online(every=2, tolerance=0.01), lr=0.01),
     "Sinkhorn": wrap(egop.optim.Sinkhorn, refresh=egop.Aligned(), lr=0.01, outside=torch.optim.RMSprop),
 }
 

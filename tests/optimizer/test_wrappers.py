@@ -79,7 +79,7 @@ def test_what_is_done_to_one_is_done_to_the_other(action, acts, before, kind):
     ends, untouched = [], None
     for wrapped in (True, False):
         options = {"refresh": egop.Online(every=50)} if action == "renew_basis" else {}
-        model, optimizer = started(basis_of(MLP, structure=egop.RandomRotation()), **options)
+        model, optimizer = started(basis_of(MLP, structure=egop.extras.RandomRotation()), **options)
         wrapper = kind(optimizer) if wrapped else optimizer
         steps(model, wrapper, max(before, 1) if action == "renew_basis" else before)
         untouched = untouched or steps(*copy.deepcopy((model, optimizer)), 4, first=2)

@@ -1,4 +1,4 @@
-"""Aligned: the rotation that serves the base, against ARO written from its formulas, and over many steps."""
+"""Aligned, compared with ARO written from its formulas, and over many steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def network():
 def loss_of(model, step):
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(16, 5, generator=generator, dtype=torch.float64)
-    return (model(inputs) - inputs[:, :4].roll(1, 1).sin()).square().mean()  # whose gradients have full rank
+    return (model(inputs) - inputs[:, :4].roll(1, 1).sin()).square().mean()  # has gradients of full rank
 
 
 def sinkhorn(matrix, iterations=5):
@@ -43,7 +43,7 @@ class LiteralARO:
     @torch.no_grad()
     def step(self):
         for place, weight in enumerate(self.weights):
-            tall = weight.shape[0] >= weight.shape[1]  # then the input side is the smaller one, or as small
+            tall = weight.shape[0] >= weight.shape[1]  # the input side is the smaller one
             G = weight.grad.mT if tall else weight.grad
             M = self.means[place] = self.beta * self.means[place].reshape(G.shape) + (1 - self.beta) * G
             N = self.beta * M + (1 - self.beta) * G
@@ -57,7 +57,7 @@ class LiteralARO:
             weight.mul_(1 - self.lr * self.decay).sub_(self.lr * (update.mT if tall else update))
 
 
-def test_with_sinkhorn_it_is_aro():
+def test_aligned_with_sinkhorn_is_aro():
     model, plain = network(), network()
     refresh = egop.Aligned()
     names = {"0.weight": egop.Shared(side="smaller"), "2.weight": egop.Shared(side="smaller")}
@@ -95,7 +95,7 @@ def blocks_of(model):
     ("base", "steps"), [(egop.optim.Sinkhorn, 1000), (egop.optim.Sign, 200), (torch.optim.AdamW, 200)]
 )
 def test_rotations_stay_orthonormal_over_many_steps(base, steps):
-    """In float32, with gradients that are zero, rows that are dead, and fewer samples than rows."""
+    """In float32, with zero gradients, dead rows, and fewer samples than rows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 14), nn.ReLU(), nn.Linear(14, 3))
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_rotations_stay_orthonormal_over_many_steps(base, steps):
     assert optimizer.refresher.failures == 0
 
 
-def test_a_state_resumes_exactly():
+def test_a_state_dict_resumes_exactly():
     def made(model):
         return egop.ReparameterizedOptimizer(
             model, egop.optim.Sinkhorn, refresh=egop.Aligned(every=2), outside=torch.optim.AdamW, lr=0.01
@@ -143,7 +143,7 @@ def test_a_state_resumes_exactly():
 
 
 @pytest.mark.parametrize("base", [torch.optim.Adagrad, egop.optim.PolarAdam])
-def test_a_base_that_does_not_offer_its_map_is_refused_when_it_is_made(base):
+def test_an_optimizer_without_a_known_map_is_refused_at_construction(base):
     with pytest.raises(
         TypeError, match=rf"{base.__name__} does not say what it maps a momentum to, which egop\.Aligned"
     ):
@@ -152,9 +152,9 @@ def test_a_base_that_does_not_offer_its_map_is_refused_when_it_is_made(base):
 
 @pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.5}], ids=str)
 @pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.AdamW])
-def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
+def test_lookahead_predicts_adams_momentum(base, options):
     class Watch(egop.Refresh):
-        def begin(self, optimizer):
+        def start(self, optimizer):
             return Watcher()
 
     class Watcher(egop.refresh.Refresher):
@@ -191,7 +191,7 @@ def test_what_is_foreseen_of_adam_is_what_it_then_has(base, options):
         optimizer.step()
 
 
-def test_bases_that_it_cannot_rotate_are_refused_or_said():
+def test_bases_that_cannot_be_aligned_are_refused_or_warned_about():
     model = network()
     blocks = blocks_of(model)
     sides = [{"left": torch.eye(block.shapes[0][0]), "right": torch.eye(block.shapes[0][1])} for block in blocks]
@@ -204,13 +204,13 @@ def test_bases_that_it_cannot_rotate_are_refused_or_said():
     loss_of(model, 0).backward()
     optimizer.step()
     optimizer.rebase(basis, moments="reset")
-    with pytest.warns(UserWarning, match="finds no basis that it can rotate, only of structure Kronecker"):
+    with pytest.warns(UserWarning, match="found no basis that it can rotate. Bases of structure Kronecker stay"):
         optimizer.step()
     assert optimizer.refresher.renewals == 1
 
 
 class Experts(nn.Module):
-    """Experts beside an ordinary weight and a position table, as one parameter or one each."""
+    """Experts, as one parameter or one each, next to an ordinary weight and a position table."""
 
     def __init__(self, stacked):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every: the paper's periodic form."""
+"""Every: the paper's periodic variant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def every(model, steps=3, **options):
     return egop.Every(steps, objective, **{"samples": 20, "structure": egop.Full()} | options)
 
 
-def begin(model, basis=None, kind=torch.optim.Adam, **options):
+def make_optimizer(model, basis=None, kind=torch.optim.Adam, **options):
     return egop.ReparameterizedOptimizer(model, kind, basis, refresh=every(model, **options), lr=0.01)
 
 
@@ -38,10 +38,10 @@ def dense(optimizer):
 
 
 @pytest.mark.parametrize("structure", cases.STRUCTURES, ids=str)
-def test_each_estimate_is_the_one_of_the_current_parameters(structure):
-    """At steps 0, 3 and 6, before the step, by the plain estimate."""
+def test_each_estimate_uses_the_current_parameters(structure):
+    """At steps 0, 3 and 6, before the step, the basis is that of egop.estimate."""
     model = MLP.build()
-    optimizer = begin(model, structure=structure)
+    optimizer = make_optimizer(model, structure=structure)
     for step in range(7):
         expected = None
         if step % 3 == 0:
@@ -58,7 +58,7 @@ def test_each_estimate_is_the_one_of_the_current_parameters(structure):
 def test_a_given_basis_is_used_until_the_first_renewal():
     basis = basis_of(MLP)
     model, plain = MLP.build(), MLP.build()
-    optimizer = begin(model, basis, steps=4)
+    optimizer = make_optimizer(model, basis, steps=4)
     other = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, basis, lr=0.01)
     steps(model, optimizer, 4)
     steps(plain, other, 4)
@@ -68,9 +68,9 @@ def test_a_given_basis_is_used_until_the_first_renewal():
     assert not any(torch.equal(dense(optimizer)[name], dense(other)[name]) for name in basis)
 
 
-def test_without_a_basis_the_first_step_makes_one_as_told():
+def test_without_a_basis_the_first_step_estimates_one():
     model = MLP.build()
-    optimizer = begin(model, structure={"0.weight": egop.Shared()}, partition="parameter")
+    optimizer = make_optimizer(model, structure={"0.weight": egop.Shared()}, partition="parameter")
     assert len(optimizer.basis) == 0
     steps(model, optimizer, 1)
     assert {name: change.kind for name, change in optimizer.basis.items()} == {"0.weight": "Shared"}
@@ -78,8 +78,8 @@ def test_without_a_basis_the_first_step_makes_one_as_told():
     assert optimizer.refresher.renewals == 3
 
 
-def test_training_with_gradients_at_hand_is_not_disturbed_by_sampling():
-    """The renewal comes between backward and step: gradients, buffers and random states are as they were."""
+def test_sampling_does_not_change_gradients_or_random_state():
+    """A renewal between backward and step leaves gradients, buffers and random states unchanged."""
     case = cases.MODELS[2]  # BatchNorm
     model = case.build()
     objective = egop.Objective(model, logistic, case.batches())
@@ -90,16 +90,16 @@ def test_training_with_gradients_at_hand_is_not_disturbed_by_sampling():
     optimizer.step()
     after = cases.state_of(model)
     changed = {key for key in before if before[key] != after[key]}
-    assert changed <= {"parameters"}  # encoded and decoded: to rounding
+    assert changed <= {"parameters"}  # by rounding, since they are encoded and decoded
     assert optimizer.refresher.renewals == 1
 
 
 @pytest.mark.parametrize("structure", cases.STRUCTURES, ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD])
-def test_around_a_basis_that_does_not_change_it_is_exactly_no_change(kind, structure, monkeypatch):
+def test_renewing_an_unchanged_basis_changes_nothing(kind, structure, monkeypatch):
     basis = basis_of(MLP, structure=structure)
     model, plain = MLP.build(), MLP.build()
-    optimizer = begin(model, basis, kind, steps=2, moments="rotate")
+    optimizer = make_optimizer(model, basis, kind, steps=2, moments="rotate")
     monkeypatch.setattr("egop.refresh.every.estimate_plan", lambda *_, **__: copy.deepcopy(basis))
     steps(model, optimizer, 12)
     assert optimizer.refresher.renewals == 5
@@ -111,8 +111,8 @@ def test_around_a_basis_that_does_not_change_it_is_exactly_no_change(kind, struc
             assert identical(optimizer.inner.state[here], other.inner.state[there])
 
 
-def test_estimates_from_one_place_with_one_seed_are_the_same_and_change_nothing():
-    """Not injected: a full-batch objective, sampled around the origin, each time with the same draws."""
+def test_estimates_at_one_point_with_one_seed_are_identical():
+    """With a full-batch objective, sampled around the origin with the same draws each time."""
     batch = MLP.batches()[:1]
     model, plain = MLP.build(), MLP.build()
     objective = egop.Objective(model, logistic, batch)
@@ -122,7 +122,7 @@ def test_estimates_from_one_place_with_one_seed_are_the_same_and_change_nothing(
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, basis, refresh=refresh, lr=0.01)
     other = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, basis, lr=0.01)
     for _ in range(6):
-        optimizer.refresher.renewals = 0  # the number of the renewal is part of the seed
+        optimizer.refresher.renewals = 0  # because it is part of the seed
         steps(model, optimizer, 1)
         steps(plain, other, 1)
     assert identical(dense(optimizer), dense(other))
@@ -132,7 +132,7 @@ def test_estimates_from_one_place_with_one_seed_are_the_same_and_change_nothing(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_moments_follow_the_policy_at_each_renewal(policy):
     model = MLP.build()
-    optimizer = begin(model, basis_of(MLP), steps=3, moments=policy)
+    optimizer = make_optimizer(model, basis_of(MLP), steps=3, moments=policy)
     steps(model, optimizer, 3)
     (block, *_) = optimizer.blocks
     before, old = copy.deepcopy(optimizer.inner.state[block.coordinates[0]]), block.change.dense()
@@ -146,17 +146,17 @@ def test_moments_follow_the_policy_at_each_renewal(policy):
         torch.testing.assert_close(after["exp_avg"], expected, rtol=0, atol=1e-13)
 
 
-def test_renewals_leave_sgd_where_it_is():
-    """In exact arithmetic SGD is the same in every basis, whenever it changes."""
+def test_renewals_do_not_change_sgd():
+    """In exact arithmetic SGD is the same in every basis."""
     model, plain = MLP.build(), MLP.build()
-    steps(model, begin(model, kind=torch.optim.SGD), 20)
+    steps(model, make_optimizer(model, kind=torch.optim.SGD), 20)
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01), 20)
     assert distance(cases.parameters_of(model), cases.parameters_of(plain)) < 1e-12
 
 
-def test_reduced_goes_on_from_its_projection_when_the_rest_is_dropped():
+def test_reduced_continues_from_its_projection_if_the_rest_is_dropped():
     model = MLP.build()
-    optimizer = begin(model, basis_of(MLP, structure=egop.Reduced(3, keep_rest=False)), kind=torch.optim.SGD)
+    optimizer = make_optimizer(model, basis_of(MLP, structure=egop.Reduced(3, keep_rest=False)), kind=torch.optim.SGD)
     steps(model, optimizer, 3)
     optimizer.renew_basis()
     for block in optimizer.blocks:
@@ -168,7 +168,7 @@ def test_reduced_goes_on_from_its_projection_when_the_rest_is_dropped():
 
 
 class Fragile:
-    """A loss that is not a number in the calls of a period, where only sampling calls it."""
+    """Return NaN for a range of calls, all of which come from sampling."""
 
     def __init__(self):
         self.broken = False
@@ -183,7 +183,7 @@ def refuse(*_, **__):
 
 @pytest.mark.parametrize("start", ["given", "none"])
 @pytest.mark.parametrize("how", ["gradients", "decomposition"])
-def test_an_estimate_that_fails_keeps_the_old_basis_and_training_goes_on(how, start, monkeypatch):
+def test_a_failed_estimate_keeps_the_old_basis_and_training_continues(how, start, monkeypatch):
     loss, model = Fragile(), MLP.build()
     objective = egop.Objective(model, loss, MLP.batches())
     refresh = egop.Every(2, objective, samples=20, structure=egop.Full())
@@ -198,7 +198,7 @@ def test_an_estimate_that_fails_keeps_the_old_basis_and_training_goes_on(how, st
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps(model, optimizer, 7)
-    failures = 3 if start == "given" else 4  # the latter tries at its first step too
+    failures = 3 if start == "given" else 4  # without a basis, the first step tries, too
     assert optimizer.refresher.failures == failures
     assert identical(dense(optimizer), before)
     (warning,) = [each for each in caught if "could not be renewed" in str(each.message)]
@@ -224,9 +224,9 @@ REFUSED = {
     "no steps": (
         lambda: egop.Every(0, OBJECTIVE),
         ValueError,
-        r"Invalid steps value: 0\. Must be a whole number of at",
+        r"Invalid every value: 0\. Must be a whole number of at",
     ),
-    "half steps": (lambda: egop.Every(2.5, OBJECTIVE), ValueError, r"Invalid steps value: 2\.5"),
+    "half steps": (lambda: egop.Every(2.5, OBJECTIVE), ValueError, r"Invalid every value: 2\.5"),
     "no samples": (lambda: egop.Every(5, OBJECTIVE, samples=0), ValueError, "Invalid samples value: 0"),
     "moments": (lambda: egop.Every(5, OBJECTIVE, moments="turn"), ValueError, "Invalid moments value: 'turn'"),
     "rho": (lambda: egop.Every(5, OBJECTIVE, rho="here"), TypeError, r"rho must be a distribution .*, got 'here'"),
@@ -245,31 +245,31 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_makes_no_sense_is_refused(what):
+def test_invalid_settings_are_refused(what):
     make, error, message = REFUSED[what]
     with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize("refresh", ["online", 10, egop.Online, object()])
-def test_a_refresh_that_is_none_is_refused_and_nothing_changes(refresh):
+def test_an_invalid_refresh_is_refused_and_nothing_changes(refresh):
     model = MLP.build()
     before = cases.state_of(model)
-    with pytest.raises(TypeError, match=r"refresh must be egop\.Every\(.* or an egop\.Refresh of your own, got"):
+    with pytest.raises(TypeError, match=r"refresh must be egop\.Every\(.* or your own egop\.Refresh, got"):
         egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh)
     assert cases.state_of(model) == before
 
 
-def test_a_refresh_that_was_not_called_is_to_be():
+def test_a_refresh_class_that_was_not_called_is_refused():
     with pytest.raises(TypeError, match=r"got <class 'egop.*'>\. Call it: egop\.Online\(\)\.$"):
         egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, refresh=egop.Online)
 
 
-# --- whose objective it is ---
+# --- objectives of other models ---
 
 
 def by_function(tensors):
-    """The objective of the model as a function of its parameters."""
+    """Return the objective as a function of the model's parameters."""
     model = MLP.build()
 
     def loss(batch, **values):
@@ -310,7 +310,7 @@ OF_THE_SAME = {
 
 
 @pytest.mark.parametrize("what", OF_THE_SAME)
-def test_an_objective_that_knows_the_model_in_another_way_is_of_the_same(what):
+def test_an_objective_may_wrap_the_trained_model_differently(what):
     model = MLP.build()
     objective = OF_THE_SAME[what](model)
     refresh = egop.Every(2, objective, samples=8, structure={"*weight": egop.Full()}, partition="parameter")
@@ -329,7 +329,7 @@ def test_an_objective_may_have_parameters_that_are_not_trained():
     assert list(optimizer.basis) == ["2.weight"]
 
 
-def test_without_a_refresh_nothing_can_be_renewed():
+def test_renew_basis_without_a_refresh_is_refused():
     optimizer = egop.ReparameterizedOptimizer(MLP.build(), torch.optim.Adam, basis_of(MLP))
     with pytest.raises(RuntimeError, match=r"This optimizer has no refresh=, which says how a basis is renewed"):
         optimizer.renew_basis()
@@ -340,7 +340,7 @@ def test_without_a_refresh_nothing_can_be_renewed():
 
 def test_a_frozen_block_keeps_its_basis_and_is_renewed_again_once_it_trains():
     model = MLP.build()
-    optimizer = begin(model, steps=2)
+    optimizer = make_optimizer(model, steps=2)
     steps(model, optimizer, 1)
     first = dense(optimizer)
     model[0].weight.requires_grad_(False)
@@ -354,7 +354,7 @@ def test_a_frozen_block_keeps_its_basis_and_is_renewed_again_once_it_trains():
     assert optimizer.refresher.failures == 0
 
 
-def test_a_frozen_weight_stays_where_it_is_while_others_are_sampled_around():
+def test_sampling_leaves_frozen_weights_at_their_values():
     model = MLP.build()
     seen = []
 
@@ -371,10 +371,10 @@ def test_a_frozen_weight_stays_where_it_is_while_others_are_sampled_around():
     assert all(torch.equal(weight, model[0].weight) for weight in seen)
 
 
-def test_training_goes_on_while_nothing_is_left_to_renew():
+def test_training_continues_if_all_blocks_are_frozen():
     model = MLP.build()
     for given in (None, basis_of(MLP)):
-        optimizer = begin(model, given, steps=1)
+        optimizer = make_optimizer(model, given, steps=1)
         steps(model, optimizer, 1)
         for weight in (model[0].weight, model[2].weight):
             weight.requires_grad_(False)
@@ -385,7 +385,7 @@ def test_training_goes_on_while_nothing_is_left_to_renew():
             weight.requires_grad_()
 
 
-def test_gradients_that_have_all_become_zero_keep_the_basis_and_do_not_stop_training():
+def test_zero_gradients_keep_the_basis_and_training_continues():
     model = MLP.build()
     off = []
     objective = egop.Objective(model, lambda model, batch: (not off) * logistic(model, batch), MLP.batches())
@@ -400,7 +400,7 @@ def test_gradients_that_have_all_become_zero_keep_the_basis_and_do_not_stop_trai
     assert optimizer.refresher.failures == 2
 
 
-def test_a_first_basis_from_a_loss_that_never_reaches_the_parameters_is_refused():
+def test_a_first_basis_without_any_gradient_is_refused():
     model, other = MLP.build(), MLP.build()
     objective = egop.Objective(model, lambda _, batch: logistic(other, batch), MLP.batches())
     refresh = egop.Every(2, objective, samples=20, structure=egop.Full())

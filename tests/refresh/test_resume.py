@@ -1,4 +1,4 @@
-"""A refresh survives save and resume at every phase, bit for bit, also in a new process."""
+"""A refresh resumes bit for bit at every phase, also in a new process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DROPPING = egop.Reduced(3, keep_rest=False)
 
 @dataclass(frozen=True)
 class Resume:
-    """One training, interrupted after some steps."""
+    """A run that is interrupted after some steps."""
 
     kind: str
     structure: egop.Structure = egop.Kronecker()  # noqa: RUF009 - frozen
@@ -47,9 +47,7 @@ class Resume:
         refresh = {
             "Every": lambda: egop.Every(PERIOD, objective, samples=8, structure=self.structure),
             "Online": lambda: egop.Online(every=PERIOD, decay=0.7, structure=self.structure),
-            "WhenDrifted": lambda: egop.WhenDrifted(
-                check_every=PERIOD, tolerance=0.05, decay=0.7, structure=self.structure
-            ),
+            "drifted": lambda: egop.Online(every=PERIOD, tolerance=0.05, decay=0.7, structure=self.structure),
         }[self.kind]()
         basis = cases.estimate(objective, structure=self.structure, samples=8) if given else None
         return model, egop.ReparameterizedOptimizer(
@@ -64,9 +62,9 @@ class Resume:
             optimizer.step()
 
     def finish(self, state):
-        """In another place: everything anew, then what was saved."""
+        """Build everything again, load the saved state and finish the run."""
         model, optimizer = self.start(given=False)
-        self.train(model, optimizer, 0, 2)  # whatever was before is gone after loading
+        self.train(model, optimizer, 0, 2)  # loading must replace this
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self.train(model, optimizer, self.after, STEPS)
@@ -74,7 +72,7 @@ class Resume:
 
 
 def outcome(model, optimizer):
-    """The weights, the bases, the moments and the counts at the end."""
+    """Collect the final weights, bases, moments and counts."""
     found = cases.parameters_of(model)
     for block in optimizer.blocks:
         name = block.change.block.name
@@ -88,20 +86,19 @@ def outcome(model, optimizer):
 
 PHASES = range(PERIOD + 3)  # before any step, and at every offset of a period
 CASES = [
-    *[Resume(kind, given=given) for kind in ("Every", "Online", "WhenDrifted") for given in (False, True)],
+    *[Resume(kind, given=given) for kind in ("Every", "Online", "drifted") for given in (False, True)],
     *[Resume("Every", structure) for structure in cases.STRUCTURES if structure != egop.Kronecker()],
     *[Resume("Online", structure, MOMENTUM) for structure in (egop.Full(), egop.Shared())],
     *[Resume(kind, dtype=torch.bfloat16) for kind in ("Every", "Online")],
 ]
-# What a phase is does not depend on the structure, the optimizer, the precision or the start: with others than the
-# first ones, before any step and between two renewals.
+# All phases for the first case of each refresh. The others are interrupted before any step and between two renewals.
 INTERRUPTED = [
     replace(case, after=phase) for case in CASES for phase in (PHASES if case == Resume(case.kind) else (0, PERIOD + 1))
 ]
 
 
 def go_on(rank, world, folder):
-    """In a new process: finish what was interrupted."""
+    """Finish the interrupted runs in a new process."""
     for each in INTERRUPTED:
         half = torch.load(Path(folder) / f"{each}.half", weights_only=True)
         torch.save(each.finish(half), Path(folder) / f"{each}.whole")
@@ -109,7 +106,7 @@ def go_on(rank, world, folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What straight training came to, and the folder with what was saved at each phase and gone on with elsewhere."""
+    """Return the results of uninterrupted runs, and the folder with the saved states and the resumed results."""
     path = tmp_path_factory.mktemp("refreshed")
     straight = {}
     for case in CASES:
@@ -126,7 +123,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", INTERRUPTED, ids=str)
-def test_a_resumed_training_is_the_same_bit_for_bit(case, saved):
+def test_a_resumed_run_is_bit_identical(case, saved):
     straight, path = saved
     found = torch.load(path / f"{case}.whole", weights_only=True)
     expected = straight[str(replace(case, after=0))]
@@ -135,7 +132,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(case, saved):
 
 
 def test_a_basis_that_dropped_the_rest_is_not_dropped_again_while_loading():
-    """Projecting what is already projected would change its last bits."""
+    """A second projection would change the last bits."""
     case = Resume("Every", DROPPING)
     model, optimizer = case.start(given=False)
     case.train(model, optimizer, 0, 2)
@@ -150,7 +147,7 @@ DAMAGES = ["egop/clock", "egop/about", "egop/refresh/phase", "egop/refresh/gram/
 
 @pytest.mark.parametrize("missing", [*DAMAGES, "param_groups", "state"])
 @pytest.mark.parametrize("places", ["first", "all"])
-def test_a_state_dict_that_is_damaged_changes_nothing_at_all(missing, places):
+def test_a_damaged_state_dict_changes_nothing(missing, places):
     case = Resume("Online")
     model, optimizer = case.start(given=False)
     case.train(model, optimizer, 0, 4)
@@ -173,23 +170,23 @@ def test_a_state_dict_that_is_damaged_changes_nothing_at_all(missing, places):
     assert identical(outcome(other, loaded), outcome(twin, straight))
 
 
-def test_a_copy_of_the_running_means_is_loaded():
+def test_loading_copies_the_running_means():
     case = Resume("Online")
     model, optimizer = case.start(given=False)
     case.train(model, optimizer, 0, 2)
     other, loaded = case.start(given=False)
     other.load_state_dict(model.state_dict())
     loaded.load_state_dict(optimizer.state_dict())
-    kept = {key: gram.clone() for key, gram in optimizer.refresher.statistic.grams["0.weight"].items()}
+    kept = {key: gram.clone() for key, gram in optimizer.refresher.grams.by_block["0.weight"].items()}
     case.train(other, loaded, 2, 5)
-    assert identical(optimizer.refresher.statistic.grams["0.weight"], kept)
+    assert identical(optimizer.refresher.grams.by_block["0.weight"], kept)
 
 
-# --- loaded by an optimizer of another kind ---
+# --- states loaded with another refresh ---
 
 
 def saved_by(kind, structure=None, after=4):
-    """The state of a training, or of one without a refresh in a basis of this structure."""
+    """Return the state of a run with this refresh, or of one without a refresh in a basis of this structure."""
     structure = structure or egop.Kronecker()
     if kind is None:
         model = MLP.build()
@@ -217,7 +214,7 @@ CANNOT = "The state has bases of structure Reduced, which egop.Online cannot ren
 WARNED = {
     "Online": (lambda: saved_by("Online"), plain, STAY),
     "Every": (lambda: saved_by("Every"), plain, STAY),
-    "before any step": (lambda: saved_by("WhenDrifted", after=0), plain, STAY),
+    "before any step": (lambda: saved_by("drifted", after=0), plain, STAY),
     "another structure": (
         lambda: saved_by("Online"),
         lambda: Resume("Online", egop.Shared()).start(given=False)[1],
@@ -247,7 +244,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("what", WARNED)
-def test_bases_that_are_not_renewed_or_not_as_told_are_warned_of_where_they_are_loaded(what):
+def test_loading_bases_that_do_not_fit_the_refresh_warns(what):
     make, empty, message = WARNED[what]
     state, optimizer = make(), empty()
     with pytest.warns(UserWarning, match=re.escape(message)) as caught:
@@ -258,7 +255,7 @@ def test_bases_that_are_not_renewed_or_not_as_told_are_warned_of_where_they_are_
 FITTING = {
     "no refresh in either": (None, plain),
     "the first refresh": (None, lambda: Resume("Online", "auto").start(given=False)[1]),
-    "another one of its kind": ("Online", lambda: Resume("WhenDrifted").start(given=False)[1]),
+    "another one of its kind": ("Online", lambda: Resume("drifted").start(given=False)[1]),
     "no structure named": ("Online", lambda: Resume("Online", "auto").start(given=False)[1]),
     "a basis given, of another structure": (
         "Online",
@@ -277,7 +274,7 @@ FITTING = {
 
 
 @pytest.mark.parametrize("what", FITTING)
-def test_what_is_done_as_asked_is_not_warned_of(what):
+def test_loading_bases_that_fit_the_refresh_does_not_warn(what):
     kind, empty = FITTING[what]
     state = saved_by("Online", egop.Shared(side="smaller")) if kind == "smaller" else saved_by(kind)
     optimizer = empty()
@@ -286,7 +283,7 @@ def test_what_is_done_as_asked_is_not_warned_of(what):
         optimizer.load_state_dict(state)
 
 
-def test_every_renews_bases_that_were_learnt_online():
+def test_every_renews_bases_learnt_online():
     model, optimizer = Resume("Every").start(given=False)
     optimizer.load_state_dict(saved_by("Online"))
     before = {name: change.dense() for name, change in optimizer.basis.items()}
@@ -294,7 +291,7 @@ def test_every_renews_bases_that_were_learnt_online():
     assert not any(torch.equal(change.dense(), before[name]) for name, change in optimizer.basis.items())
 
 
-def test_without_gram_matrices_online_does_not_go_on():
+def test_online_refuses_a_state_without_gram_matrices():
     _, optimizer = Resume("Online").start(given=False)
-    with pytest.raises(ValueError, match="of another refresh: it has no Gram matrices"):
+    with pytest.raises(ValueError, match="saved with another refresh: it has no Gram matrices"):
         optimizer.load_state_dict(saved_by("Every"))

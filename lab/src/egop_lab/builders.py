@@ -271,7 +271,7 @@ def build_in_coordinates(
     own = setup.adam if base is torch.optim.AdamW else {}
     if not (upfront or random or online or aligned):
         return build_adamw(setup) if own is setup.adam else build_stacked(setup, kind=base)
-    before = egop.RandomRotation(seed=setup.seed, like=random) if random else upfront
+    before = egop.extras.RandomRotation(seed=setup.seed, like=random) if random else upfront
     return egop.ReparameterizedOptimizer(
         setup.model,
         base,

@@ -1,7 +1,7 @@
-"""Muon and NorMuon for stacks of weights of one shape: the fastest competitors we could build.
+"""Fast Muon and NorMuon, with weights of one shape in one stack, to compare with.
 
-torch's own Muon works weight by weight and takes no kernels; these do the same to a stack of weights in one call, and
-see a kernel as a matrix with a row for each output.
+torch's own Muon works weight by weight and refuses convolutions. These process a stack of weights in one call and
+treat a convolution as a matrix with one row per output.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["Muon", "NorMuon"]
 
 
 class Muon(egop.optim.MatrixOptimizer):
-    """The momentum with all singular values set to nearly one; updates have AdamW's size, as in torch's own.
+    """The momentum with all singular values close to one, scaled to updates of AdamW's size as in torch's Muon.
 
     Args:
         params: weights of two dimensions or more.
-        lr: learning rate, of AdamW's size.
+        lr: learning rate, of the order of AdamW's.
         momentum: decay of the running mean.
-        nesterov: look a step ahead.
+        nesterov: use Nesterov momentum.
         weight_decay: decoupled.
         iterations: Newton-Schulz steps.
     """
@@ -46,23 +46,23 @@ class Muon(egop.optim.MatrixOptimizer):
 
     recordable = True
 
-    def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the polar factors."""
         return egop.optim.polar(matrices, group["iterations"])
 
-    def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return scales for updates that are taken to be exactly orthogonal."""
+    def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the scales of exactly orthogonal updates."""
         size = group["update_rms"] * math.sqrt(max(updates.shape[-2:]))
         dtype = torch.promote_types(updates.dtype, torch.float32)
         return updates.new_full((*updates.shape[:-2], 1, 1), size, dtype=dtype)
 
 
 class NorMuon(Muon):
-    """Muon with the rows of each update brought to one size, by a running mean of their squares (arXiv 2510.05491).
+    """Muon with the rows of each update normalized by a running mean of their squares (arXiv 2510.05491).
 
     Args:
         params: weights of two dimensions or more.
-        lr: learning rate, of AdamW's size.
+        lr: learning rate, of the order of AdamW's.
         momentum: decay of the running mean.
         beta2: decay of the running mean of squared rows.
         eps: added to its root.
@@ -83,9 +83,9 @@ class NorMuon(Muon):
 
     recordable = True
 
-    def updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
-        """Divide each row of the polar factors by the root of its running mean square; the result is scaled later."""
-        factors = self.mapped(matrices, group)
+    def compute_updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
+        """Return polar factors with each row divided by the root of its running mean square."""
+        factors = self.transform(matrices, group)
         lengths = torch.linalg.vector_norm(factors, dim=-1, keepdim=True, dtype=matrices.dtype)
         squares = lengths.square().div_(factors.shape[-1])
         means = [
@@ -95,6 +95,6 @@ class NorMuon(Muon):
         torch._foreach_lerp_(means, list(squares.unbind()), 1 - group["beta2"])
         return factors / (torch.stack(means).sqrt() + group["eps"])
 
-    def scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return the scales that bring all updates to one size."""
-        return egop.optim.scales_to(updates, group["update_rms"])
+    def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the scales that give all updates the same root mean square."""
+        return egop.optim.rms_scales(updates, group["update_rms"])

@@ -1,16 +1,30 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 
 import pytest
 
-from egop_lab.race.tasks import CLIPS, TASKS, TUNING_SEEDS
-from egop_lab.race.tune import Choice, finish, plan, plan_tuning
+from egop_lab.race.tasks import TASKS, TUNING_SEEDS
+from egop_lab.race.tune import plan, plan_tuning
 
 TASK = TASKS["gpt-6x384-400"]
 METHODS = ("AdamW", "Muon", "NorMuon", "SOAP")
+
+
+def finish(task, methods, race):
+    """Make all runs of a task, by a function that returns the loss of a run."""
+    losses = {}
+    while runs := plan(task, methods, losses):
+        losses.update({run: race(run) for run in runs})
+    return losses
+
+
+def tuned(losses, method):
+    """Return the rate, beta, warm-up and clipping that the rules choose."""
+    runs, choices = plan_tuning(TASK, [method], losses)
+    assert runs == []
+    return tuple(getattr(choices[method], name) for name in ("rate", "beta", "warmup", "clip"))
 
 
 def bowl(best, *, beta=0.0, warmup=0.0, clip=0.0, edge=math.inf):
@@ -28,7 +42,7 @@ def bowl(best, *, beta=0.0, warmup=0.0, clip=0.0, edge=math.inf):
 
 
 def tuned_rates(losses, method, steps=TASK.steps):
-    task_values = (TASK.betas[method][0], TASK.warmups[0], CLIPS[0])
+    task_values = (TASK.betas[method][0], TASK.warmups[0], TASK.clips[0])
     return sorted(
         {
             run.rate
@@ -65,9 +79,7 @@ def test_all_methods_try_as_many_rates_and_make_as_many_tuning_runs():
 
 def test_what_lowers_the_median_wins_and_winners_are_combined():
     losses = finish(TASK, ["AdamW"], bowl(TASK.guesses, beta=-0.1, warmup=0.1, clip=-0.1))
-    runs, choices = plan_tuning(TASK, ["AdamW"], losses)
-    assert runs == []
-    assert choices == {"AdamW": Choice(rate=2, beta=0.99, warmup=50, clip=1.0)}
+    assert tuned(losses, "AdamW") == (2, 0.99, 50, 1.0)
     finals = [run for run in losses if not run.is_tuning and run.steps == TASK.steps]
     assert [run.seed for run in finals] == list(range(8))
     assert {(run.beta, run.warmup, run.clip) for run in finals} == {(0.99, 50, 1.0)}
@@ -80,7 +92,7 @@ def test_the_rate_is_tuned_again_for_the_combination():
         return before(run) if run.clip is None else bowl({"Muon": 8}, clip=-0.1)(run)
 
     losses = finish(TASK, ["Muon"], loss)
-    assert plan_tuning(TASK, ["Muon"], losses) == ([], {"Muon": Choice(rate=8, beta=0.95, warmup=50, clip=1.0)})
+    assert tuned(losses, "Muon") == (8, 0.95, 50, 1.0)
     assert sorted({run.rate for run in losses if run.clip and run.is_tuning}) == [4, 5, 6, 7, 8, 9]
     assert {run.rate for run in losses if not run.is_tuning} == {8}
 
@@ -88,7 +100,7 @@ def test_the_rate_is_tuned_again_for_the_combination():
 def test_the_best_single_variant_is_taken_if_the_combination_is_worse_at_every_rate():
     plain = bowl(TASK.guesses, beta=-0.1, clip=-0.2)
     losses = finish(TASK, ["AdamW"], lambda run: plain(run) + 0.2 * (run.beta == 0.99 and run.clip is not None))
-    assert plan_tuning(TASK, ["AdamW"], losses)[1] == {"AdamW": Choice(rate=2, beta=0.95, warmup=50, clip=1.0)}
+    assert tuned(losses, "AdamW") == (2, 0.95, 50, 1.0)
 
 
 def test_all_methods_get_the_same_second_tuning():
@@ -99,19 +111,19 @@ def test_all_methods_get_the_same_second_tuning():
 
 def test_the_base_value_wins_a_tie():
     losses = finish(TASK, ["Muon"], bowl(TASK.guesses))
-    assert plan_tuning(TASK, ["Muon"], losses)[1] == {"Muon": Choice(rate=5, beta=0.95, warmup=50, clip=None)}
+    assert tuned(losses, "Muon") == (5, 0.95, 50, None)
 
 
 def test_a_run_that_diverges_is_the_worst():
     losses = finish(TASK, ["SOAP"], bowl({"SOAP": 9}, edge=4))
-    assert plan_tuning(TASK, ["SOAP"], losses)[1]["SOAP"].rate == 4
+    assert tuned(losses, "SOAP")[0] == 4
     assert max(tuned_rates(losses, "SOAP")) == 6
 
 
 def test_one_bad_seed_does_not_decide():
     plain = bowl(TASK.guesses)
     losses = finish(TASK, ["AdamW"], lambda run: math.inf if run.seed == 10000 and run.rate == 2 else plain(run))
-    assert plan_tuning(TASK, ["AdamW"], losses)[1]["AdamW"].rate == 2
+    assert tuned(losses, "AdamW")[0] == 2
 
 
 def test_a_search_without_any_finite_loss_gives_up():
@@ -150,5 +162,14 @@ def test_a_plan_does_not_depend_on_where_it_was_interrupted():
 
 def test_tasks_know_every_method():
     for task in TASKS.values():
-        assert set(task.guesses) == set(task.betas), task.name
-        assert dataclasses.replace(task).length(1.5) == 1.5 * task.steps
+        assert set(task.guesses) <= set(task.betas), task.name
+        assert {"AdamW", "PolarAdam", "EGOP", "EGOP, random rotation"} <= set(task.guesses)
+
+
+def test_a_task_may_tune_the_rate_alone_by_shorter_runs():
+    task = TASKS["gpt-12x768-code"]
+    losses = finish(task, METHODS, bowl(task.guesses))
+    tuning = [run for run in losses if run.is_tuning]
+    assert Counter(run.method for run in tuning) == dict.fromkeys(METHODS, 9)
+    assert {(run.steps, run.clip, run.warmup) for run in tuning} == {(144, 1.0, 50)}
+    assert Counter(run.steps for run in losses if not run.is_tuning) == {573: 12}

@@ -110,9 +110,9 @@ class Basis(Mapping[str, ChangeOfBasis]):
         """
         if self.owners is None:
             return self
-        outlines = processes.exchanged(lambda: {name: self._outline(name) for name in self})
+        outlines = processes.gather_results(lambda: {name: self._outline(name) for name in self})
         owners = self.owners.items()
-        finished = processes.agreed(
+        finished = processes.run_collectively(
             lambda: {name: self._finished(name) or _room(*outlines[owner][name]) for name, owner in owners}
         )
         for name, owner in owners:

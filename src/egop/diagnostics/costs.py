@@ -20,7 +20,7 @@ from egop.basis import Basis, Block, ChangeOfBasis, Structure
 from egop.diagnostics import forms
 from egop.diagnostics.short_runs import clock
 from egop.estimation import Objective, blocks_of
-from egop.numerics import identity, linalg
+from egop.numerics import identity_matrices, orthonormalize
 from egop.refresh import Online
 
 __all__ = ["of_block", "of_form"]
@@ -99,7 +99,7 @@ def _renewal(stack: Stack, dtype: torch.dtype, device: str) -> float:
     """A step of orthogonal iteration: a product, a QR decomposition, and the rotation to the new basis."""
     count, _, width = stack
     (a,) = _made(dtype, device, (count, width, width))
-    return _least(lambda: linalg.orthonormalized(a @ a)) + _product((count, width, width), dtype, device)
+    return _least(lambda: orthonormalize(a @ a)) + _product((count, width, width), dtype, device)
 
 
 @functools.cache
@@ -139,7 +139,9 @@ def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = tor
     changes = []
     for block in blocks[:-1]:  # the last one is the head
         shapes = structure.basis_shapes(block).items()
-        changes.append(structure.change(block, {name: identity(shape, dtype, place) for name, shape in shapes}))
+        changes.append(
+            structure.change(block, {name: identity_matrices(shape, dtype, place) for name, shape in shapes})
+        )
     basis = Basis(changes) if form == forms.FIXED else None
     # Twice, since all that is predicted rests on it.
     taken = [forms.measured(objective, form, basis, 0, lambda: None) for _ in range(2)]

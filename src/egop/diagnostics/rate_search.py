@@ -39,9 +39,9 @@ class FoundRate:
         said: the outcome in words.
 
     Example:
-        >>> found = egop.FoundRate(lr=0.02, rates=(0.01, 0.02, 0.05), losses=(0.7, 0.4, 0.9), said="lr 0.02.")
+        >>> found = egop.diagnostics.FoundRate(lr=0.02, rates=(0.01, 0.02), losses=(0.7, 0.4), said="lr 0.02.")
         >>> found
-        FoundRate(lr=0.02, 3 rates tried)
+        FoundRate(lr=0.02, 2 rates tried)
         >>> print(found)
         lr 0.02.
     """

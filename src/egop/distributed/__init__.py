@@ -1,43 +1,38 @@
-"""Work shared by several processes: collectives, and the shards that FSDP2 makes of parameters.
+"""Several processes: collectives that do not hang when one fails, and parameters sharded by FSDP2.
 
 This package uses nothing else from egop. In a single process it does nothing.
 """
 
 from egop.distributed import processes
-from egop.distributed.processes import Holding, agreed, exchanged, owners_of, rank, rows_at, sum_at, world_size
+from egop.distributed.processes import Holding, gather_rows, sum_to_owner
 from egop.distributed.sharding import (
-    Pieces,
-    is_cut_by_rows,
-    is_first_shard,
+    LocalShards,
+    has_first_shard,
     is_sharded,
-    layout,
-    like,
-    local,
-    part_of,
+    is_sharded_by_rows,
+    shard_like,
+    sharding_layout,
     sum_over_shards,
-    whole,
-    write,
+    take_shard,
+    to_full,
+    to_local,
+    write_shard,
 )
 
 __all__ = [
     "Holding",
-    "Pieces",
-    "agreed",
-    "exchanged",
-    "is_cut_by_rows",
-    "is_first_shard",
+    "LocalShards",
+    "gather_rows",
+    "has_first_shard",
     "is_sharded",
-    "layout",
-    "like",
-    "local",
-    "owners_of",
-    "part_of",
+    "is_sharded_by_rows",
     "processes",
-    "rank",
-    "rows_at",
-    "sum_at",
+    "shard_like",
+    "sharding_layout",
     "sum_over_shards",
-    "whole",
-    "world_size",
-    "write",
+    "sum_to_owner",
+    "take_shard",
+    "to_full",
+    "to_local",
+    "write_shard",
 ]

@@ -1,7 +1,8 @@
-"""Parameters that are sharded over processes: the part that this process has, and the way back.
+"""Parameters that are sharded over processes: this process's part of them, and the way back.
 
-``fully_shard`` (FSDP2) makes every parameter a ``DTensor``, cut along its first dimension. A structure that rotates
-each row by itself needs nothing but the local rows; the others get the whole tensor, and write their part back.
+``fully_shard`` (FSDP2) turns every parameter into a ``DTensor`` that is sharded along its first dimension. A structure
+that rotates each row separately needs only the local rows. Other structures gather the full tensor and write back
+their part.
 """
 
 from __future__ import annotations
@@ -14,114 +15,114 @@ import torch
 from torch import Tensor
 
 
-class Pieces:
-    """Sharded parameters outside every block: the inner optimizer steps what is here of them.
+class LocalShards:
+    """Local parts of the sharded parameters outside every block, which the inner optimizer steps.
 
-    As plain tensors, since torch does not take a mixture of these and ``DTensor`` in one call.
+    They are plain tensors because torch does not accept a mixture of plain tensors and ``DTensor`` in one call.
     """
 
     def __init__(self) -> None:
-        self._originals: dict[Tensor, Tensor] = {}  # by what is here of them
+        self._originals: dict[Tensor, Tensor] = {}  # by local part
 
-    def of(self, parameter: Tensor) -> Tensor:
-        """What stands for a parameter; one that is not sharded is stepped itself."""
+    def get(self, parameter: Tensor) -> Tensor:
+        """Return the local part of a parameter, or the parameter itself if it is not sharded."""
         if not is_sharded(parameter):
             return parameter
-        for piece, original in self._originals.items():
+        for shard, original in self._originals.items():
             if original is parameter:
-                return piece
-        piece = local(parameter).requires_grad_(parameter.requires_grad)
-        self._originals[piece] = parameter
-        return piece
+                return shard
+        shard = to_local(parameter).requires_grad_(parameter.requires_grad)
+        self._originals[shard] = parameter
+        return shard
 
-    def pull(self) -> None:
-        """Look at the parameters and their gradients as they are now."""
-        for piece, original in self._originals.items():
-            now = local(original)
-            if now.data_ptr() != piece.data_ptr():  # replaced, as by loading with assign=True
-                piece.data = now
-            piece.grad = None if original.grad is None else local(original.grad)
+    def sync(self) -> None:
+        """Update all local parts and their gradients from the parameters."""
+        for shard, original in self._originals.items():
+            now = to_local(original)
+            if now.data_ptr() != shard.data_ptr():  # replaced, as by loading with assign=True
+                shard.data = now
+            shard.grad = None if original.grad is None else to_local(original.grad)
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of this step."""
-        for piece in self._originals:
-            piece.grad = None
+    def clear_gradients(self) -> None:
+        """Drop the gradients of all local parts."""
+        for shard in self._originals:
+            shard.grad = None
 
-    def as_sharded(self, piece: Tensor) -> Callable[[Tensor], Tensor]:
-        """What makes a tensor of the processes' pieces of it; nothing to do for one that is not sharded."""
-        original = self._originals.get(piece)
-        return lambda tensor: tensor if original is None or tensor.dim() == 0 else like(tensor, original)
+    def as_sharded(self, shard: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return a function that turns state of a local part into a ``DTensor``; the identity if not sharded."""
+        original = self._originals.get(shard)
+        return lambda tensor: tensor if original is None or tensor.dim() == 0 else shard_like(tensor, original)
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether this is a ``DTensor``; without its module imported there can be none, and importing it takes time."""
+    """Return True for a ``DTensor``, without importing its module, which takes time."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: Any) -> Tensor:
-    """What this process has of a tensor: the same memory, without the history that autograd keeps."""
+def to_local(tensor: Any) -> Tensor:
+    """Return this process's part of a tensor: the same memory, detached if the tensor is sharded."""
     part: Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor
     return part
 
 
-def whole(tensor: Any) -> Tensor:
-    """All of a tensor, gathered from all processes."""
+def to_full(tensor: Any) -> Tensor:
+    """Gather the full tensor from all processes."""
     values: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
     return values
 
 
-def layout(tensor: Any) -> tuple[Any, ...]:
-    """How a tensor is sharded: over which processes, and along which dimensions."""
+def sharding_layout(tensor: Any) -> tuple[Any, ...]:
+    """Return the device mesh and the placements of a tensor; nothing if it is not sharded."""
     return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else ()
 
 
-def is_cut_by_rows(tensor: Any) -> bool:
-    """Whether its pieces are whole rows: cut along the first dimension once, or not at all."""
+def is_sharded_by_rows(tensor: Any) -> bool:
+    """Return True if a ``DTensor`` is sharded along its first dimension at most once, so that local parts are rows."""
     return sum(not place.is_replicate() for place in tensor.placements) <= 1 and all(
         place.is_replicate() or place.is_shard(0) for place in tensor.placements
     )
 
 
-def write(tensor: Any, values: Tensor) -> None:
-    """Write this process's part of whole values, which every process has, into a sharded tensor."""
+def write_shard(tensor: Any, values: Tensor) -> None:
+    """Write this process's part of the full values, which every process has, into a sharded tensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = tensor.device_mesh
-    everywhere = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local(tensor).copy_(everywhere.redistribute(mesh, tensor.placements).to_local())
+    replicated = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    to_local(tensor).copy_(replicated.redistribute(mesh, tensor.placements).to_local())
 
 
-def part_of(values: Any, tensor: Any) -> Tensor:
-    """Of values, whole or sharded in any way, what this process has of a tensor with such rows: all, or its rows."""
+def take_shard(values: Any, tensor: Any) -> Tensor:
+    """Return the part of full or sharded values that belongs to this process's part of a tensor."""
     if not is_sharded(tensor):
-        return whole(values)
+        return to_full(values)
     from torch.distributed.tensor import DTensor, Replicate
 
     if not is_sharded(values):
-        if values.shape[0] != tensor.shape[0] and values.shape == local(tensor).shape:
+        if values.shape[0] != tensor.shape[0] and values.shape == to_local(tensor).shape:
             rows: Tensor = values  # this process's rows already
             return rows
-        everywhere = [Replicate()] * tensor.device_mesh.ndim
-        values = DTensor.from_local(values.to(tensor.device), tensor.device_mesh, everywhere, run_check=False)
+        replicated = [Replicate()] * tensor.device_mesh.ndim
+        values = DTensor.from_local(values.to(tensor.device), tensor.device_mesh, replicated, run_check=False)
     part: Tensor = values.detach().redistribute(tensor.device_mesh, tensor.placements).to_local()
     return part
 
 
-def like(piece: Tensor, tensor: Any) -> Tensor:
-    """A local piece, of a sharded tensor's shape or with such rows, as a ``DTensor`` that is sharded alike."""
+def shard_like(part: Tensor, tensor: Any) -> Tensor:
+    """Turn a local part into a ``DTensor`` that is sharded like another one, whose rows may have another shape."""
     from torch.distributed.tensor import DTensor
 
-    same = piece.shape == local(tensor).shape
-    shape = tensor.shape if same else torch.Size([tensor.shape[0], *piece.shape[1:]])
+    same = part.shape == to_local(tensor).shape
+    shape = tensor.shape if same else torch.Size([tensor.shape[0], *part.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        piece.detach(), tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        part.detach(), tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
     )
 
 
 def sum_over_shards(tensor: Tensor, sharded: Any) -> Tensor:
-    """The sum of what each process has for its piece of a sharded tensor, the same everywhere."""
+    """Sum a tensor over the processes that share a sharded tensor."""
     import torch.distributed as dist
 
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -131,7 +132,7 @@ def sum_over_shards(tensor: Tensor, sharded: Any) -> Tensor:
     return total
 
 
-def is_first_shard(sharded: Any) -> bool:
-    """Whether this process has the first piece of a sharded tensor."""
+def has_first_shard(sharded: Any) -> bool:
+    """Return True if this process has the first part of a sharded tensor."""
     places = zip(sharded.device_mesh.get_coordinate(), sharded.placements, strict=True)
     return all(index == 0 for index, place in places if not place.is_replicate())

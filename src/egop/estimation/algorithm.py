@@ -103,7 +103,7 @@ def estimate(
         pair = checked(objective, rho, samples, generator)
         return *pair, make_plan(*blocks_of(objective, partition), structure, parse_bytes(memory))
 
-    where, source, plan = processes.agreed(planned)
+    where, source, plan = processes.run_collectively(planned)
     if progress and structure == "auto" and processes.rank() == 0:
         tqdm.write(str(plan), file=sys.stderr)
     basis = estimate_plan(objective, plan, where, samples, source, sampling, progress, stability, shard_bases)
@@ -160,7 +160,7 @@ def estimate_plan(
     count = samples_wanted(plan) and (samples or samples_wanted(plan))
     asked = {"samples": count, "rho": type(rho).__name__, "sampling": sampling, "stability": stability}
     division.agree(objective, plan, generator, asked | {"shard_bases": shard_bases})
-    share = processes.share_of(count)
+    share = processes.local_share(count)
     gathered = Gathering(plan, stability=stability, first=share.start)
     progress = progress and processes.rank() == 0
 
@@ -171,14 +171,14 @@ def estimate_plan(
                 gathered.add(gradients)
 
     with objective.as_in_first():
-        processes.agreed(sample)
-    check_reached(plan, count, any(processes.exchanged(lambda: gathered.reached)))
+        processes.run_collectively(sample)
+    check_reached(plan, count, any(processes.gather_results(lambda: gathered.reached)))
     owners = division.owners_of(plan)
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
     division.collect(gathered.summaries(), owners, devices)
     blocks = [block for block in plan.chosen if owners[block] == processes.rank()]
     gathered.collected(blocks, count)
-    finished = processes.agreed(lambda: {block: gathered.finish(block) for block in blocks})
+    finished = processes.run_collectively(lambda: {block: gathered.finish(block) for block in blocks})
     spectra = {block.name: spectrum for block, (spectrum, _) in finished.items() if spectrum is not None}
     changes = [change for _, change in finished.values()]
     if processes.world_size() == 1:

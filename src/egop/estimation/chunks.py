@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from egop.estimation.gradients import Gradients, Points, looped, tensors_of, vmapped
 from egop.estimation.objective import Objective
-from egop.numerics import drawn_outside_torch, full_precision
+from egop.numerics import full_precision, has_drawn_outside_torch
 
 logger = logging.getLogger("egop")
 
@@ -145,7 +145,7 @@ def _written(module: nn.Module | None, before: dict[str, tuple[Tensor, int]]) ->
 
 
 def _random_outside_torch(seed: int) -> str | None:
-    if drawn_outside_torch(seed):
+    if has_drawn_outside_torch(seed):
         return "the loss draws random numbers from Python or numpy, which all points would share"
     return None
 

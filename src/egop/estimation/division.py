@@ -35,7 +35,7 @@ def agree(objective: Objective, plan: Plan, generator: torch.Generator, options:
             "the generator's device": repr(generator.device.type),
         }, generator.get_state()
 
-    answers = processes.exchanged(wanted)
+    answers = processes.gather_results(wanted)
     first, state = answers[0]
     for place, (settings, _) in enumerate(answers):
         for name, value in settings.items():
@@ -53,7 +53,7 @@ def owners_of(plan: Plan) -> dict[Block, int]:
     def work(block: Block) -> int:
         return sum(math.prod(shape) * shape[-1] for shape in plan.chosen[block].basis_shapes(block).values())
 
-    owners = processes.owners_of([work(block) for block in plan.chosen])
+    owners = processes.assign_owners([work(block) for block in plan.chosen])
     return dict(zip(plan.chosen, owners, strict=True))
 
 
@@ -63,7 +63,7 @@ def collect(
     """Bring together what all processes have of each block, in the process that owns it."""
     if processes.world_size() == 1:
         return
-    answers = processes.exchanged(lambda: [summary.holding() for _, summary in summaries])
+    answers = processes.gather_results(lambda: [summary.holding() for _, summary in summaries])
     everything = [
         (block, summary, [answer[place] for answer in answers]) for place, (block, summary) in enumerate(summaries)
     ]
@@ -82,8 +82,8 @@ def collect(
         if error is not None:
             raise error
 
-    processes.agreed(prepare)
-    processes.agreed(bring)
+    processes.run_collectively(prepare)
+    processes.run_collectively(bring)
 
 
 def _short(text: str) -> str:

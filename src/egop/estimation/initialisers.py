@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from egop.distributed import processes
 from egop.estimation.objective import Objective
-from egop.numerics import drawn_outside_torch, seed_everything
+from egop.numerics import has_drawn_outside_torch, seed_everything
 
 logger = logging.getLogger("egop")
 
@@ -138,7 +138,7 @@ class Initialiser:
     def _vmap_does_the_same(self, seed: int) -> bool:
         """With random numbers that all points share, vmap must give exactly what a single draw gives."""
         plain = self._one(seed, self.objective.current)
-        if drawn_outside_torch(seed):
+        if has_drawn_outside_torch(seed):
             return False
         try:
             shared = self._vmapped(seed, 2, "same")

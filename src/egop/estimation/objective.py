@@ -13,7 +13,7 @@ from egop.distributed import processes
 from egop.estimation.keeping import one_at_a_time
 from egop.estimation.losses import FunctionLoss, Loss, LossFunction, ModuleLoss, gradients_of, write
 from egop.estimation.nested import moved
-from egop.numerics import random_state, seed_everything, set_random_state
+from egop.numerics import get_random_state, seed_everything, set_random_state
 
 
 class Objective:
@@ -154,7 +154,7 @@ class Objective:
         one thread is inside at a time; others wait.
         """
         with one_at_a_time:
-            outer, states = (self._kept, self._sampled), random_state()
+            outer, states = (self._kept, self._sampled), get_random_state()
             restore = self._loss.remember()
             self._sampled = self.parameters
             if self._kept is None:
@@ -181,7 +181,7 @@ class Objective:
         drawn = {id(parameter) for parameter in self.parameters.values()}
         others = [tensor for tensor in others if id(tensor) not in drawn]
         outer = self._kept
-        kept, values = processes.agreed(
+        kept, values = processes.run_collectively(
             lambda: (
                 {name: value.clone() for name, value in self.current.items()},
                 [tensor.detach().clone() for tensor in others],

@@ -1,4 +1,4 @@
-"""What frameworks need that make the optimizer themselves."""
+"""Factories for frameworks that construct the optimizer themselves."""
 
 from __future__ import annotations
 
@@ -16,42 +16,26 @@ __all__ = ["TrainerEGOP", "TrainerOptimizer", "trainer_optimizer"]
 
 
 class TrainerOptimizer(ReparameterizedOptimizer):
-    """The optimizer as Hugging Face's ``Trainer`` makes it: from groups of parameters without names.
+    """:class:`egop.ReparameterizedOptimizer` as Hugging Face's ``Trainer`` constructs it: from unnamed groups.
 
-    ``Trainer`` takes a keyword ``model`` for itself, and would then give the optimizer the model in the place of its
-    groups, so that ``TrainingArguments(weight_decay=...)`` were lost. Hence a keyword of another name.
+    ``Trainer`` replaces its parameter groups by a keyword argument ``model``, which would lose
+    ``TrainingArguments(weight_decay=...)``. So the model has another name here.
 
     Args:
-        params: the groups that ``Trainer`` made, one with weight decay and one without.
-        optimizer_class: as in :class:`egop.ReparameterizedOptimizer`.
-        basis: likewise.
-        network: the model, from which names and roles are taken.
-        **rest: all other arguments of :class:`egop.ReparameterizedOptimizer`.
+        params: parameter groups made by ``Trainer``, one with weight decay and one without.
+        network: the model, which provides the parameters' names and roles.
+        **options: other arguments of :class:`egop.ReparameterizedOptimizer`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        optimizer_class: type[Optimizer],
-        basis: Basis | None = None,
-        *,
-        network: nn.Module,
-        **rest: Any,
-    ) -> None:
-        super().__init__(params, optimizer_class, basis, model=network, **rest)
+    def __init__(self, params: Any, *, network: nn.Module, **options: Any) -> None:
+        super().__init__(params, model=network, **options)
 
 
 class TrainerEGOP(EGOP):
-    """:class:`egop.EGOP` as Hugging Face's ``Trainer`` makes it, see :class:`TrainerOptimizer`.
+    """:class:`egop.EGOP` as Hugging Face's ``Trainer`` constructs it, see :class:`TrainerOptimizer`."""
 
-    Args:
-        params: the groups that ``Trainer`` made.
-        network: the model, from which names and roles are taken.
-        **rest: all other arguments of :class:`egop.EGOP`.
-    """
-
-    def __init__(self, params: Any, *, network: nn.Module, **rest: Any) -> None:
-        super().__init__(params, model=network, **rest)
+    def __init__(self, params: Any, *, network: nn.Module, **options: Any) -> None:
+        super().__init__(params, model=network, **options)
 
 
 def trainer_optimizer(
@@ -63,19 +47,19 @@ def trainer_optimizer(
     refresh: Refresh | None = None,
     **hyperparameters: Any,
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """What to hand to Hugging Face's ``Trainer`` as ``optimizer_cls_and_kwargs``.
+    """Return the ``optimizer_cls_and_kwargs`` for Hugging Face's ``Trainer``.
 
-    ``Trainer`` then makes the optimizer when it is ready to, from its own groups: those with the weight decay of
-    ``TrainingArguments``, and those without any (biases, norms).
+    ``Trainer`` then constructs the optimizer from its own parameter groups: one with the weight decay of
+    ``TrainingArguments`` and one without any (biases, norms).
 
     Args:
         model: the model that ``Trainer`` is given.
-        optimizer_class: as in :class:`egop.ReparameterizedOptimizer`; or :class:`egop.EGOP`.
+        optimizer_class: :class:`egop.EGOP`, or as in :class:`egop.ReparameterizedOptimizer`.
         basis: as in :class:`egop.ReparameterizedOptimizer`.
-        lr: the learning rate. ``Trainer`` does not hand ``TrainingArguments(learning_rate=...)`` to an optimizer that
-            it is told to make, so it has to be said here.
+        lr: learning rate. ``Trainer`` does not pass on ``TrainingArguments(learning_rate=...)`` in this case.
         refresh: as in :class:`egop.ReparameterizedOptimizer`.
-        **hyperparameters: likewise; but ``weight_decay`` belongs into ``TrainingArguments``.
+        **hyperparameters: as in :class:`egop.ReparameterizedOptimizer`, but set ``weight_decay`` in
+            ``TrainingArguments``.
 
     Example:
         >>> network = torch.nn.Linear(4, 2)
@@ -84,13 +68,13 @@ def trainer_optimizer(
     """
     if "weight_decay" in hyperparameters:
         raise TypeError(
-            f"weight_decay={hyperparameters['weight_decay']} would be lost: Trainer sets that of each group itself. "
-            "Use TrainingArguments(weight_decay=...)."
+            f"weight_decay={hyperparameters['weight_decay']} would be lost: Trainer sets the weight decay of each "
+            "group. Use TrainingArguments(weight_decay=...)."
         )
     if optimizer_class is EGOP:
         if basis is not None or refresh is not None:
             raise TypeError(
-                "egop.EGOP has a refresh of its own, and takes neither basis= nor refresh=. Write out its parts: "
+                "egop.EGOP has its own refresh and takes neither basis= nor refresh=. To choose them, use "
                 "trainer_optimizer(model, egop.optim.PolarAdam, refresh=..., outside=torch.optim.AdamW, lr=...)."
             )
         return TrainerEGOP, {"network": model, "lr": lr} | hyperparameters

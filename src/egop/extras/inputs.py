@@ -1,4 +1,4 @@
-"""A rotation of the first layer's inputs, moved into the data once: reparameterisation that costs nothing a step."""
+"""Rotate the first layer's inputs once, in the data, instead of rotating its weight in every step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from egop.basis import Basis
 
 @torch.no_grad()
 def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool = False) -> tuple[Tensor, ...]:
-    """Move the rotation of a first linear layer into its weight and into the data.
+    """Move the rotation of the first linear layer into its weight and the data.
 
-    A layer that computes W x computes the same as (W V)(Vᵀ x). With W V as its weight and Vᵀ x as the data, the plain
-    optimizer on the model does what the reparameterised one would do, at no extra cost.
+    A layer computes W x = (W V)(Vᵀ x). With W V as its weight and Vᵀ x as its input, a plain optimizer on the model
+    does what the reparameterized one would do, at no extra cost per step.
 
     Args:
-        model: the model whose first layer sees the data as they are; the layer's weight is changed in place.
-        basis: a basis with one block, of structure ``Shared``, for that layer's weight.
-        *inputs: data with the layer's inputs in the last dimension (training, validation and test data, say).
-        inverse: undo it: rotate weight and data back.
+        model: a model whose first layer receives the data unchanged. The layer's weight is changed in place.
+        basis: a basis with a single block, of structure ``Shared``, for that layer's weight.
+        *inputs: data (say, for training, validation and test) with the layer's inputs in the last dimension.
+        inverse: rotate weight and data back instead.
 
     Returns:
-        The rotated data, one tensor for each given; the given ones are not changed.
+        The rotated data, one new tensor for each input.
 
     Example:
         >>> model, data = torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.eye(4)
@@ -30,7 +30,7 @@ def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool
         >>> first = {"first": ["0.weight"]}
         >>> basis = egop.estimate(objective, partition=first, structure=egop.Shared(), progress=False)
         >>> before = model(data)
-        >>> (rotated,) = egop.rotate_inputs(model, basis, data)
+        >>> (rotated,) = egop.extras.rotate_inputs(model, basis, data)
         >>> torch.allclose(model(rotated), before, atol=1e-6)
         True
     """
@@ -39,11 +39,10 @@ def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool
     (change,) = basis.values()
     (name, *_) = change.block.parameters
     path, _, attribute = name.rpartition(".")
-    layers = dict(model.named_modules())
-    layer = layers.get(path)
+    layer = dict(model.named_modules()).get(path)
     if not isinstance(layer, nn.Linear) or attribute != "weight":
-        kind = "no layer of this model" if layer is None else f"the {attribute} of a {type(layer).__name__}"
-        raise ValueError(f"Inputs can be rotated for the weight of a linear layer; '{name}' is {kind}.")
+        kind = "not in this model" if layer is None else f"the {attribute} of a {type(layer).__name__}"
+        raise ValueError(f"Inputs can be rotated only for the weight of a linear layer; '{name}' is {kind}.")
     if change.kind != "Shared" or not change.rowwise:
         side = "" if change.kind != "Shared" else " on the output side"
         raise ValueError(

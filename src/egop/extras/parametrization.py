@@ -1,4 +1,4 @@
-"""The literal f∘V: coordinates become the model's own parameters."""
+"""f(V x) as a module: the coordinates become the model's own parameters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from egop.basis import Basis, ChangeOfBasis, plain_name
 def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
     """Make the coordinates of each block the model's own parameters, in place.
 
-    Afterwards the model computes the same function, but ``model.parameters()`` are coordinates: any optimizer on them
-    is that optimizer on f∘V. This is the plain route, which decodes on every use of a weight;
-    :class:`egop.ReparameterizedOptimizer` does the same with the model left alone.
+    The model computes the same function, but ``model.parameters()`` are coordinates: any optimizer on them is that
+    optimizer on f∘V. Every use of a weight decodes it. :class:`egop.ReparameterizedOptimizer` takes the same steps
+    without changing the model.
 
-    The coordinates of a block of several tensors are kept at its first tensor.
+    The coordinates of a block of several tensors belong to its first tensor.
 
     Args:
         model: the module.
-        basis: the change of basis of each block.
+        basis: a basis with blocks of this model.
 
     Returns:
         The same model.
@@ -32,7 +32,7 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
         >>> model = torch.nn.Linear(4, 2)
         >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
         >>> basis = egop.estimate(objective, structure=egop.Full(), progress=False)
-        >>> model = egop.parametrize(model, basis)
+        >>> model = egop.extras.parametrize(model, basis)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> {name: tuple(value.shape) for name, value in model.named_parameters()}
         {'bias': (2,), 'parametrizations.weight.original0': (8,)}
@@ -46,19 +46,19 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
         for key, shape in zip(change.block.parameters, change.block.shapes, strict=True):
             if key not in places:
                 raise ValueError(
-                    f"Block '{name}' of the basis is for the parameter '{key}', which the model does not have. "
+                    f"Block '{name}' of the basis needs a parameter '{key}', which the model does not have. "
                     f"It has: {', '.join(places)}."
                 )
             parameter = getattr(*places[key])
             if parameter.shape != shape:
                 raise ValueError(
-                    f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
-                    f"but the model's has {tuple(parameter.shape)}."
+                    f"Block '{name}' of the basis needs a parameter '{key}' of shape {tuple(shape)}, "
+                    f"but the model's has shape {tuple(parameter.shape)}."
                 )
             if tied := [other for other, place in places.items() if other != key and getattr(*place) is parameter]:
                 raise ValueError(
                     f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
-                    "them. Use egop.ReparameterizedOptimizer, which leaves the model as it is."
+                    "them. Use egop.ReparameterizedOptimizer, which does not change the model."
                 )
     for change in basis.values():
         _parametrize_block(change, [places[key] for key in change.block.parameters])
@@ -66,10 +66,10 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Bake the coordinates back: the weights become parameters again, with the values they have now.
+    """Turn the weights back into parameters, with their current values.
 
     Args:
-        model: a module that :func:`parametrize` was applied to.
+        model: a module changed by :func:`parametrize`.
 
     Returns:
         The same model.
@@ -77,8 +77,8 @@ def merge(model: nn.Module) -> nn.Module:
     Example:
         >>> model = torch.nn.Linear(4, 2)
         >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.ones(8, 4)])
-        >>> model = egop.parametrize(model, egop.estimate(objective, structure=egop.Full(), progress=False))
-        >>> sorted(name for name, _ in egop.merge(model).named_parameters())
+        >>> model = egop.extras.parametrize(model, egop.estimate(objective, structure=egop.Full(), progress=False))
+        >>> sorted(name for name, _ in egop.extras.merge(model).named_parameters())
         ['bias', 'weight']
     """
     places = [
@@ -87,7 +87,7 @@ def merge(model: nn.Module) -> nn.Module:
         for name, entries in getattr(part, "parametrizations", {}).items()
         if isinstance(entries[0], _Decoded)
     ]
-    values = [getattr(part, name).detach().clone() for part, name in places]  # all of them while all can be decoded
+    values = [getattr(part, name).detach().clone() for part, name in places]  # decode all before removing any
     for (part, name), value in zip(places, values, strict=True):
         torch_parametrize.remove_parametrizations(part, name, leave_parametrized=True)
         setattr(part, name, nn.Parameter(value))
@@ -110,13 +110,13 @@ def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, 
             home.append(cast(nn.ModuleDict, part.parametrizations)[name])
 
 
-# Where a block's coordinates are: the first tensor's parametrization. In a list, since a module found in an attribute
-# would become a submodule, and its parameters be counted once more for every tensor of the block.
+# The parametrization that holds a block's coordinates: the first tensor's. In a list, because a module in an attribute
+# would become a submodule, and its parameters would be counted once for every tensor of the block.
 _Home = list[nn.Module]
 
 
 class _Decoded(nn.Module):
-    """One tensor of a block, decoded from the coordinates that are kept at the block's first tensor."""
+    """One tensor of a block, decoded from the coordinates that belong to the block's first tensor."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Decoded(nn.Module):
         super().__init__()
         self.change, self.index, self.dtype, self.home = change, index, dtype, home
         self._coordinates = coordinates
-        # Buffers, so that they move with the model; not saved, since the basis has a file of its own.
+        # Buffers move with the model. They are not saved, because the basis has a file of its own.
         self.register_buffer("rest", rest, persistent=False)
         for name, tensor in change.tensors.items():
             self.register_buffer(f"basis_{name}", tensor, persistent=False)

@@ -1,54 +1,70 @@
-"""Numbers: precision of products, random states, decompositions in float64, sketches, recordings for GPUs.
+"""Numerical tools: decompositions in float64, sketches, precision of products, random states, CUDA graphs.
 
-Whoever decomposes or orthonormalises does so here. Above ``distributed``: outer products add up over processes.
+Everything that decomposes or orthonormalizes does so here. Above ``distributed``: outer products are summed over
+processes.
 """
 
-from egop.numerics import linalg, precision
-from egop.numerics.checks import check_fraction, check_not_negative, check_not_text, check_positive
-from egop.numerics.linalg import (
-    OuterProducts,
-    eigenbasis,
-    fix_signs,
-    identity,
-    near_one,
-    noise_floor,
-    random_orthonormal,
+from egop.numerics.checks import check_fraction, check_nonnegative, check_number, check_positive_int
+from egop.numerics.cuda_graphs import (
+    SMALL_NETWORK_BYTES,
+    GraphedFunction,
+    InPlaceGraph,
+    Recorder,
+    SideStream,
+    copy_all,
+    run_in_branches,
+    stack_tensors,
 )
-from egop.numerics.precision import exact_products, full_precision, in_normal_mode, without_autocast
-from egop.numerics.randomness import RandomStream, drawn_outside_torch, random_state, seed_everything, set_random_state
-from egop.numerics.recordings import SMALL, Aside, InPlace, Recorder, Replayed, copy_all, in_branches, side_by_side
+from egop.numerics.eigen import ROUNDING, eigenbasis, leading_eigenbasis, noise_floor
+from egop.numerics.orthonormal import (
+    identity_matrices,
+    orthonormality_error,
+    orthonormalize,
+    random_orthonormal,
+    scale_near_one,
+)
+from egop.numerics.outer_products import OuterProducts
+from egop.numerics.precision import exact_products, full_precision, outside_inference_mode, without_autocast
+from egop.numerics.randomness import (
+    RandomStream,
+    get_random_state,
+    has_drawn_outside_torch,
+    seed_everything,
+    set_random_state,
+)
 from egop.numerics.sketch import RowSketch
 
 __all__ = [
-    "SMALL",
-    "Aside",
-    "InPlace",
+    "ROUNDING",
+    "SMALL_NETWORK_BYTES",
+    "GraphedFunction",
+    "InPlaceGraph",
     "OuterProducts",
     "RandomStream",
     "Recorder",
-    "Replayed",
     "RowSketch",
+    "SideStream",
     "check_fraction",
-    "check_not_negative",
-    "check_not_text",
-    "check_positive",
+    "check_nonnegative",
+    "check_number",
+    "check_positive_int",
     "copy_all",
-    "drawn_outside_torch",
     "eigenbasis",
     "exact_products",
-    "fix_signs",
     "full_precision",
-    "identity",
-    "in_branches",
-    "in_normal_mode",
-    "linalg",
-    "near_one",
+    "get_random_state",
+    "has_drawn_outside_torch",
+    "identity_matrices",
+    "leading_eigenbasis",
     "noise_floor",
-    "precision",
+    "orthonormality_error",
+    "orthonormalize",
+    "outside_inference_mode",
     "random_orthonormal",
-    "random_state",
+    "run_in_branches",
+    "scale_near_one",
     "seed_everything",
     "set_random_state",
-    "side_by_side",
+    "stack_tensors",
     "without_autocast",
 ]

@@ -1,4 +1,4 @@
-"""How many digits products have, whatever the program has chosen for its network."""
+"""Control of the precision of products, independent of what the program has chosen for its network."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-# A setting of torch: whose (a backend's, or "generic", of all), and for what ("all" of its operations, or one of them).
+# A precision setting of torch: a backend ("generic" for the global one) and an operation ("all" for all of them).
 Setting = tuple[str, str]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MATRICES: list[Setting] = [("cuda", "matmul"), ("mkldnn", "matmul")]
 _LAYERS: list[Setting] = [("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv"), ("mkldnn", "rnn")]
 
-# What is read and written behind torch.backends' `fp32_precision`. Those attributes will not do: once the flags are
-# frozen (``torch.backends.disable_global_flags``) some cannot be written, mkldnn's writes another setting than it
-# reads, and ``torch.backends.cudnn.flags`` leaves inherited settings behind as chosen ones.
-# tests/numerics/test_precision.py notices should these two change.
+# The functions behind `fp32_precision` in torch.backends. The attributes themselves will not do: once the flags are
+# frozen (``torch.backends.disable_global_flags``) some cannot be written, mkldnn writes another setting than it reads,
+# and ``torch.backends.cudnn.flags`` turns inherited settings into explicit ones.
+# tests/numerics/test_precision.py fails if these two functions change.
 _read, _write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 _lock = threading.Lock()
-_users = 0  # how many scopes need precise products of matrices now, in all threads
-_undo = contextlib.ExitStack()  # what the last of them puts back
+_users = 0  # number of active scopes that need precise matrix products, in all threads
+_undo = contextlib.ExitStack()  # restores the settings when the last scope ends
 
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Products in the precision of their tensors, also for who is called inside ``torch.autocast``."""
+    """Compute in the precision of the tensors, even inside ``torch.autocast``."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -38,22 +38,25 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def in_normal_mode(method: Method) -> Method:
-    """Frameworks save from inside ``torch.inference_mode``, where tensors are made that cannot be trained with."""
+def outside_inference_mode(method: Method) -> Method:
+    """Run a method outside ``torch.inference_mode``.
+
+    Some frameworks save checkpoints in inference mode, and tensors created there cannot be trained.
+    """
 
     @functools.wraps(method)
-    def normally(*arguments: Any, **options: Any) -> Any:
+    def wrapper(*arguments: Any, **options: Any) -> Any:
         with torch.inference_mode(False):
             return method(*arguments, **options)
 
-    return cast(Method, normally)
+    return cast(Method, wrapper)
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of float32 matrices in full precision, whatever the program has chosen for its network.
+    """Multiply float32 matrices in full precision: without TF32, which keeps 11 of 24 bits, and without autocast.
 
-    Bases must stay orthonormal and points must not lose digits; TF32 keeps 11 bits of 24.
+    Bases must stay orthonormal and points must not lose digits.
     """
     with without_tf32(), without_autocast():
         yield
@@ -61,15 +64,15 @@ def exact_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Products of float32 matrices in full precision where autocast leaves them in float32.
+    """Multiply float32 matrices in full precision wherever autocast leaves them in float32.
 
-    The settings are the whole program's: the first scope that needs it changes them, where they have to be changed at
-    all, and the last one that leaves puts them back, also where scopes of several threads overlap.
+    The settings are global. If they need to change, the first active scope changes them and the last one restores
+    them, even if scopes of several threads overlap.
     """
     global _users
     with _lock:
         if _users == 0:
-            _undo.enter_context(_precise(_MATRICES))
+            _undo.enter_context(_raise_precision(_MATRICES))
         _users += 1
     try:
         yield
@@ -82,26 +85,26 @@ def without_tf32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """The same for convolutions and recurrent layers too, which cuDNN computes in TF32 by default."""
-    with without_tf32(), _precise(_LAYERS):
+    """Switch off TF32 for convolutions and recurrent layers too, which cuDNN uses by default."""
+    with without_tf32(), _raise_precision(_LAYERS):
         yield
 
 
 @contextlib.contextmanager
-def _precise(settings: list[Setting]) -> Iterator[None]:
+def _raise_precision(settings: list[Setting]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for setting in settings:
             if not _is_precise(setting):
-                stack.enter_context(_raised(setting))
+                stack.enter_context(_raise_setting(setting))
         yield
 
 
 @contextlib.contextmanager
-def _raised(setting: Setting) -> Iterator[None]:
-    """Full precision where a setting comes from: from itself, from its backend's, or from that of all.
+def _raise_setting(setting: Setting) -> Iterator[None]:
+    """Set full precision where the setting gets its value: globally, in its backend, or in the setting itself.
 
-    A setting that was not chosen shows what it inherits and cannot be told from a chosen one by looking. Written back,
-    it would be a chosen one, and no longer follow what it has inherited from. So none is written that inherits.
+    A setting that was never written shows the value it inherits, and looks like one that was. If it were written back,
+    it would no longer inherit. So only settings that do not inherit are written.
     """
     backend = setting[0], "all"
     for origin in (("generic", "all"), backend, setting):
@@ -116,18 +119,18 @@ def _raised(setting: Setting) -> Iterator[None]:
                 _write(*origin, kept)
             return
         _write(*origin, kept)
-    raise RuntimeError(f"torch does not compute {setting[0]}'s {setting[1]} in full precision when told to.")
+    raise RuntimeError(f"torch did not switch {setting[1]} of the {setting[0]} backend to full precision.")
 
 
 def _is_inherited(backend: Setting) -> bool:
-    """Whether a backend's setting follows that of all."""
+    """Return True if the backend inherits the global setting."""
     kept = _read("generic", "all")
     _write("generic", "all", "ieee")
-    shown = _read(*backend)
+    value = _read(*backend)
     _write("generic", "all", "tf32")
-    follows = shown != _read(*backend)
+    inherits = value != _read(*backend)
     _write("generic", "all", kept)
-    return follows
+    return inherits
 
 
 def _is_precise(setting: Setting) -> bool:

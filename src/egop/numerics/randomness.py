@@ -1,4 +1,4 @@
-"""The global random numbers of torch, numpy and Python: seeded, kept apart, put back."""
+"""The global random number generators of torch, numpy and Python: seed, save and restore them together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Start the global random numbers anew; only where the states are put back afterwards."""
-    # torch.manual_seed would be slow where CUDA is not in use yet: it leaves a note with a stack trace for later.
+    """Seed all global generators. Callers restore their states afterwards."""
+    # torch.manual_seed is slow if CUDA is not initialized: it queues a call together with a stack trace.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -20,8 +20,8 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002
 
 
-def drawn_outside_torch(seed: int) -> bool:
-    """Whether what ran since ``seed_everything(seed)`` has drawn numbers from Python or numpy; seeds anew."""
+def has_drawn_outside_torch(seed: int) -> bool:
+    """Return True if Python's or numpy's generator was used since ``seed_everything(seed)``; seed everything again."""
     after = random.random(), np.random.random()  # noqa: NPY002
     seed_everything(seed)
     fresh = random.random(), np.random.random()  # noqa: NPY002
@@ -30,7 +30,7 @@ def drawn_outside_torch(seed: int) -> bool:
 
 
 class RandomStream:
-    """Global random numbers of one purpose: they go on where they stopped, whatever is drawn between two uses.
+    """A separate stream of global random numbers, which continues from one use to the next.
 
     Example:
         >>> stream, same = RandomStream(3), RandomStream(3)
@@ -49,7 +49,7 @@ class RandomStream:
         self._outer: Any = None
 
     def __enter__(self) -> None:
-        self._outer = random_state()
+        self._outer = get_random_state()
         if self._state is None:
             seed_everything(self._seed)
         else:
@@ -58,18 +58,18 @@ class RandomStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._state = random_state()
+        self._state = get_random_state()
         set_random_state(self._outer)
 
 
-def random_state() -> Any:
-    """The global random states, of every GPU too: seeding reaches all of them."""
+def get_random_state() -> Any:
+    """Return the states of all global generators, including those of every GPU."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus  # noqa: NPY002
 
 
 def set_random_state(state: Any) -> None:
-    """Put back what :func:`random_state` gave."""
+    """Restore states returned by :func:`get_random_state`."""
     python, numpy, cpu, gpus = state
     random.setstate(python)
     np.random.set_state(numpy)  # noqa: NPY002

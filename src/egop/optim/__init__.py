@@ -1,11 +1,12 @@
-"""Base optimizers that see a weight as a matrix: ordinary torch optimizers, to be used with a rotation or without.
+"""Base optimizers that treat a weight as a matrix: ``Sign``, ``Sinkhorn`` and ``PolarAdam``.
 
-``Sign``, ``Sinkhorn`` and ``PolarAdam``. A new one is a subclass of ``MatrixOptimizer``: a map of matrices.
+They are ordinary torch optimizers, to be used with or without a rotation. A new one subclasses ``MatrixOptimizer`` and
+defines ``transform``.
 """
 
-from egop.optim.matrices import MatrixOptimizer, scales_to, settings_beside_rates
+from egop.optim.matrix_optimizer import MatrixOptimizer, rms_scales
 from egop.optim.polar_adam import PolarAdam, polar
-from egop.optim.signs import Sign
+from egop.optim.sign import Sign
 from egop.optim.sinkhorn import Sinkhorn
 
-__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn", "polar", "scales_to", "settings_beside_rates"]
+__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn", "polar", "rms_scales"]

@@ -1,6 +1,6 @@
-"""Passes over memory, for GPUs: written in Triton, which comes with torch there.
+"""Elementwise GPU kernels in Triton, which comes with torch for GPUs.
 
-Imported by :mod:`egop.optim.entries` alone, which has the same in torch's own operations.
+Only :mod:`egop.optim.elementwise` imports this; it has the same operations in plain torch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["addresses", "check", "scale", "take_in", "take_off"]
+__all__ = ["addresses", "apply_updates", "check", "scale", "update_moments"]
 
 _BLOCK = 1024  # entries for each program
 
 
 @triton.jit
 def _at(addresses, number):
-    """A tensor of float32, by its place among addresses, all of which are multiples of 16."""
+    """Return the float32 tensor at a position of the list of addresses, which are multiples of 16."""
     return tl.multiple_of(tl.load(addresses + number), 16).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def _take_in(
+def _update_moments(
     addresses, out, count, size, fresh, fresh_squares, second, eps, NESTEROV: tl.constexpr, ADAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def _take_in(
 
 
 @triton.jit
-def _take_off(addresses, updates, scales, kept, size, matrices, area, BLOCK: tl.constexpr):
+def _apply_updates(addresses, updates, scales, kept, size, matrices, area, BLOCK: tl.constexpr):
     number = tl.program_id(1)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < size
@@ -66,67 +66,52 @@ def _scale(matrices, scales, out, size, BLOCK: tl.constexpr):
     tl.store(out + places, tl.load(matrices + places, inside, 0.0).to(tl.float32) * tl.load(scales + number), inside)
 
 
-def take_in(
+def update_moments(
     addresses: Tensor, out: Tensor, momentum: float, second: float | None, *, nesterov: bool, eps: float
 ) -> None:
-    """Take gradients into running means and write what comes of them.
+    """Update running means of gradients and write the resulting directions to ``out``, stacked.
 
-    Args:
-        addresses: of gradients, of their means, and with ``second`` of the means of their squares.
-        out: for as many results, stacked.
-        momentum: decay of the means.
-        second: decay of the squares; None without these.
-        nesterov: look a step ahead.
-        eps: added to their root.
+    The addresses are those of the gradients, of their means and, unless ``second`` is None, of the means of their
+    squares. For the other arguments see :meth:`egop.optim.elementwise.ElementwiseOps.update_moments`.
     """
     count, size = len(out), out[0].numel()
     squares = 0.0 if second is None else second
     numbers = (1 - momentum, 1 - squares, squares, eps)
     with torch.cuda.device_of(out):
-        _take_in[_grid(count, size)](addresses, out, count, size, *numbers, nesterov, second is not None, _BLOCK)
+        _update_moments[_grid(count, size)](addresses, out, count, size, *numbers, nesterov, second is not None, _BLOCK)
 
 
-def take_off(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tensor) -> None:
-    """Take updates off weights.
+def apply_updates(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tensor) -> None:
+    """Multiply the weights at these addresses by ``kept``, then subtract the updates, matrix by matrix, times scales.
 
-    Args:
-        addresses: of the weights.
-        updates: of as many weights, stacked and contiguous.
-        scales: what each of their matrices is multiplied by; each weight has as many.
-        kept: what weight decay leaves.
+    Updates and scales are contiguous, and every weight has equally many matrices.
     """
     count, size = len(updates), updates[0].numel()
     with torch.cuda.device_of(updates):
         matrices = scales.numel() // count
-        _take_off[_grid(count, size)](addresses, updates, scales, kept, size, matrices, size // matrices, _BLOCK)
+        _apply_updates[_grid(count, size)](addresses, updates, scales, kept, size, matrices, size // matrices, _BLOCK)
 
 
 def scale(matrices: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Matrices, each multiplied by a number.
-
-    Args:
-        matrices: a contiguous stack.
-        scales: a number for each.
-        out: where they are written, perhaps in another precision; may be the matrices themselves.
-    """
+    """Write each matrix of a contiguous stack times its scale to ``out``, which may be the stack itself."""
     size = matrices.shape[-2] * matrices.shape[-1]
     with torch.cuda.device_of(out):
         _scale[_grid(matrices.numel() // size, size)](matrices, scales, out, size, _BLOCK)
 
 
 def check(device: torch.device) -> None:
-    """Raise an error if this does not work here: there may be no compiler, or a GPU that is too old."""
+    """Raise an error if the kernels do not work on a device: there may be no compiler, or the GPU may be too old."""
     gradient, mean, square, weight = torch.ones(4, 1, 16, device=device).unbind()
     out = torch.empty_like(gradient).unsqueeze(0)
-    take_in(addresses([gradient, mean, square]), out, 0.5, 0.5, nesterov=True, eps=1.0)
-    take_off(addresses([weight]), out, torch.full((1,), 2.0, device=device), torch.ones((), device=device))
+    update_moments(addresses([gradient, mean, square]), out, 0.5, 0.5, nesterov=True, eps=1.0)
+    apply_updates(addresses([weight]), out, torch.full((1,), 2.0, device=device), torch.ones((), device=device))
     scale(weight.unsqueeze(0), torch.full((1,), 2.0, device=device), weight.unsqueeze(0))
     if not bool((weight == 0).all()):  # 1 - 2 · 1 / (1 + 1)
-        raise RuntimeError(f"a kernel gives {weight.tolist()} instead of zeros")
+        raise RuntimeError(f"a kernel returned {weight.tolist()} instead of zeros")
 
 
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """Where these are, for a kernel."""
+    """Return the addresses of tensors, on their device."""
     pointers = torch.tensor([tensor.data_ptr() for tensor in tensors], device="cpu")
     return pointers.to(tensors[0].device, non_blocking=True)
 

@@ -1,39 +1,38 @@
-"""PolarAdam: Adam's direction, made orthogonal."""
+"""PolarAdam: the polar factor of Adam's direction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction, check_not_negative, check_positive
-from egop.optim.entries import scaled
-from egop.optim.matrices import MatrixOptimizer
+from egop.optim.elementwise import scale_matrices
+from egop.optim.matrix_optimizer import MatrixOptimizer
 
-# Of the quintic that takes all singular values into 0.7 to 1.2 in five steps (Keller Jordan's, in Muon).
+# Keller Jordan's quintic (Muon), which brings all singular values to between 0.7 and 1.2 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class PolarAdam(MatrixOptimizer):
-    """Adam's direction with all singular values made one, nearly: Muon on Adam's update instead of the momentum.
+    """Adam's direction with all singular values close to one: Muon applied to Adam's update instead of the momentum.
 
-    The running mean of the gradients, a step ahead with Nesterov, is divided by the root of that of their squares,
-    without bias correction. Then five Newton-Schulz steps bring the singular values to between 0.7 and 1.2; those below
-    about a five-hundredth of the matrix's norm stay smaller.
+    The running mean of the gradients (with Nesterov momentum) is divided by the root of the running mean of their
+    squares, without bias correction. Five Newton-Schulz steps then bring the singular values to between 0.7 and 1.2;
+    those below about a five-hundredth of the matrix's norm stay smaller.
 
-    The polar factor itself does not depend on the coordinates; Adam's direction does, so good ones make it better.
+    The polar factor does not depend on the coordinates. Adam's direction does, so a good basis improves it.
 
     Args:
-        params: weights of two dimensions or more, or groups of them.
-        lr: learning rate; four to eight times AdamW's best one was best.
-        betas: decays of the running means of the gradients and of their squares.
+        params: weights of two or more dimensions, or parameter groups of them.
+        lr: learning rate; four to eight times AdamW's best rate worked best.
+        betas: decay of the running means of the gradients and of their squares.
         eps: added to the root of the latter.
-        nesterov: look a step ahead.
-        iterations: steps of the Newton-Schulz iteration.
-        weight_decay: decoupled, as AdamW's.
-        update_rms: the root mean square of an update before the learning rate.
+        nesterov: use Nesterov momentum.
+        iterations: number of Newton-Schulz steps.
+        weight_decay: decoupled weight decay, as in AdamW.
+        update_rms: root mean square of an update before the learning rate.
 
     Example:
         >>> model = torch.nn.Linear(3, 2, bias=False)
@@ -41,6 +40,10 @@ class PolarAdam(MatrixOptimizer):
         >>> model(torch.ones(1, 3)).sum().backward()
         >>> optimizer.step()
     """
+
+    recordable = True
+    # The update depends on more than the momentum.
+    lookahead = None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -54,53 +57,45 @@ class PolarAdam(MatrixOptimizer):
         weight_decay: float = 0.0,
         update_rms: float = 0.2,
     ) -> None:
-        if not isinstance(betas, Sequence) or len(betas) != 2:
-            raise TypeError(f"betas must be two numbers, got {betas!r}.")
-        for place, beta in enumerate(betas):
-            check_fraction(f"betas[{place}]", beta)
-        check_not_negative("eps", eps)
-        check_positive("iterations", iterations)
-        settings = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "iterations": iterations}
-        super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
+        rates = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "iterations": iterations}
+        super().__init__(params, rates | {"weight_decay": weight_decay, "update_rms": update_rms})
 
-    recordable = True
-
-    def directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> Tensor:
-        """Adam's; without its corrections of the first steps, which scale a whole matrix and so change nothing."""
+    def compute_directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> Tensor:
+        """Return Adam's directions. Bias correction would only scale a whole matrix, and so change nothing."""
         states = self._states(weights, "exp_avg"), self._states(weights, "exp_avg_sq")
         (first, second), last = group["betas"], group["matrices_last"]
         options = {"nesterov": group["nesterov"], "eps": group["eps"]}
-        return self._entries.take_in(weights, gradients, *states, momentum=first, second=second, last=last, **options)
+        return self._elementwise.update_moments(
+            weights, gradients, *states, momentum=first, second=second, last=last, **options
+        )
 
-    # Its map is of more than the momentum.
-    lookahead = None  # type: ignore[assignment]
-
-    def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Their polar factors."""
+    def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the polar factors."""
         return polar(matrices, group["iterations"])
 
 
 @torch.no_grad()
 def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Nearly the orthogonal factors of matrices, by Newton-Schulz steps; float32 on a GPU becomes bfloat16.
+    """Return approximate polar factors by Newton-Schulz steps; in bfloat16 for float32 matrices on a GPU.
 
     Args:
-        matrices: with any leading dimensions.
-        iterations: how many steps.
+        matrices: matrices with any leading dimensions.
+        iterations: number of steps.
     """
     a, b, c = _COEFFICIENTS
     dims, tiny = (-2, -1), torch.finfo(matrices.dtype).tiny
     on_gpu = matrices.dtype is torch.float32 and matrices.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else matrices.dtype
-    # In two steps, as squares of their entries may overflow or vanish.
-    x = scaled(matrices, 1 / torch.linalg.vector_norm(matrices, torch.inf, dims, keepdim=True).clamp_min(tiny), dtype)
+    # In two steps, because squares of the entries may overflow or vanish.
+    largest = torch.linalg.vector_norm(matrices, torch.inf, dims, keepdim=True)
+    x = scale_matrices(matrices, 1 / largest.clamp_min(tiny), dtype)
     lengths = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=matrices.dtype)
-    x = scaled(x, 1 / lengths.clamp_min(tiny), dtype)
+    x = scale_matrices(x, 1 / lengths.clamp_min(tiny), dtype)
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     tall = shape[-2] > shape[-1]
     constant = a * torch.eye(min(shape[-2:]), dtype=dtype, device=x.device)
     for _ in range(iterations):
-        gram = x.mT @ x if tall else x @ x.mT  # of the smaller side
+        gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # of the smaller side
         factor = torch.add(constant, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
-        x = x @ factor if tall else factor @ x
+        x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
     return x.reshape(shape)

@@ -1,4 +1,4 @@
-"""Sinkhorn: rows and columns of the momentum, normalised in turn."""
+"""Sinkhorn: rows and columns of the momentum are normalized in turn."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import check_fraction, check_positive, near_one, noise_floor
-from egop.optim.matrices import MatrixOptimizer
+from egop.numerics import noise_floor, scale_near_one
+from egop.optim.matrix_optimizer import MatrixOptimizer
 
 
 class Sinkhorn(MatrixOptimizer):
-    """The momentum with rows and columns of one length each, normalised in turn.
+    """The momentum with all rows of one length and all columns of one length.
 
-    In coordinates that serve it (``refresh=egop.Aligned()``) this is ARO (arXiv 2602.09006).
+    In a basis that is aligned with it (``refresh=egop.Aligned()``) this is ARO (arXiv 2602.09006).
 
     Args:
-        params: weights of two dimensions or more, or groups of them.
-        lr: learning rate, of AdamW's size.
+        params: weights of two or more dimensions, or parameter groups of them.
+        lr: learning rate, of the order of AdamW's.
         momentum: decay of the running mean of the gradients.
-        nesterov: look a step ahead.
-        iterations: how often rows and columns are normalised.
-        weight_decay: decoupled, as AdamW's.
-        update_rms: the root mean square of an update before the learning rate.
+        nesterov: use Nesterov momentum.
+        iterations: how often rows and columns are normalized.
+        weight_decay: decoupled weight decay, as in AdamW.
+        update_rms: root mean square of an update before the learning rate.
 
     Example:
         >>> model = torch.nn.Linear(3, 2, bias=False)
@@ -32,6 +32,8 @@ class Sinkhorn(MatrixOptimizer):
         >>> model(torch.ones(1, 3)).sum().backward()
         >>> optimizer.step()
     """
+
+    recordable = True
 
     def __init__(
         self,
@@ -44,37 +46,33 @@ class Sinkhorn(MatrixOptimizer):
         weight_decay: float = 0.0,
         update_rms: float = 0.2,
     ) -> None:
-        check_fraction("momentum", momentum)
-        check_positive("iterations", iterations)
-        settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
-        super().__init__(params, settings | {"weight_decay": weight_decay, "update_rms": update_rms})
+        rates = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
+        super().__init__(params, rates | {"weight_decay": weight_decay, "update_rms": update_rms})
 
-    recordable = True
-
-    def mapped(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """With rows of length √columns, then columns of length √rows, and so on."""
-        return balanced(matrices, group["iterations"])
+    def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the matrices with normalized rows and columns."""
+        return balance(matrices, group["iterations"])
 
 
-def balanced(matrices: Tensor, iterations: int) -> Tensor:
-    """Rows normalised to length √columns, columns to √rows, in turn.
+def balance(matrices: Tensor, iterations: int) -> Tensor:
+    """Normalize rows to length √columns and columns to length √rows, in turn.
 
-    Rows and columns of zeros stay so, and of what is zero but for rounding: a momentum of lower rank has such rows in
-    good coordinates, and its noise is not to be blown up.
+    Rows and columns that are zero up to rounding become zero: a momentum of low rank has such rows in a good basis, and
+    its rounding errors must not be amplified.
 
-    Only the scales of rows and columns are found by iteration: one product by squares a pass, and one by the matrix.
+    Only the scales of rows and columns are iterated, at the cost of two matrix-vector products per iteration.
     """
     rows, columns = matrices.shape[-2:]
-    matrices = near_one(matrices)
+    matrices = scale_near_one(matrices)
     squares = matrices.square()
-    by_column = matrices.new_ones(*matrices.shape[:-2], columns, 1)
+    column_scales = matrices.new_ones(*matrices.shape[:-2], columns, 1)
     for _ in range(iterations):
-        by_row = _inverse(squares @ by_column, columns)
-        by_column = _inverse(squares.mT @ by_row, rows)
-    return matrices * by_row.sqrt() * by_column.mT.sqrt()
+        row_scales = _squared_scales(squares @ column_scales, columns)
+        column_scales = _squared_scales(squares.mT @ row_scales, rows)
+    return matrices * row_scales.sqrt() * column_scales.mT.sqrt()
 
 
-def _inverse(lengths: Tensor, wanted: int) -> Tensor:
-    """Return the factors that give squared lengths their wanted value; zero for those that are mere rounding."""
+def _squared_scales(lengths: Tensor, wanted: int) -> Tensor:
+    """Return the factors that give squared lengths the wanted value; 0 for lengths that are rounding errors."""
     limit = noise_floor(lengths.dtype) ** 2 * lengths.amax(-2, keepdim=True)
     return torch.where(lengths > limit, wanted / lengths, 0)

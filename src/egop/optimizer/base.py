@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.distributed import Pieces
+from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import OUTSIDE, Divided, Make
 from egop.optimizer.inner import defaults_of, is_own_or_torch
@@ -86,7 +86,7 @@ class Base:
         kind, options = self.outside
         return Divided(groups, inside, partial(kind, **options))
 
-    def groups(self, group: Mapping[str, Any], inside: Mapping[int, BoundBlock], pieces: Pieces) -> list[Group]:
+    def groups(self, group: Mapping[str, Any], inside: Mapping[int, BoundBlock], pieces: LocalShards) -> list[Group]:
         """What an inner optimizer has in the place of one of the user's: coordinates, and what is in no block.
 
         Args:
@@ -99,9 +99,9 @@ class Base:
         for parameter in group["params"]:
             block = inside.get(id(parameter))
             if block is None and self._count == 2:
-                others.append(pieces.of(parameter))
+                others.append(pieces.get(parameter))
                 continue
-            tensors = block.coordinates if block is not None else [pieces.of(parameter)]
+            tensors = block.coordinates if block is not None else [pieces.get(parameter)]
             members |= {id(tensor): tensor for tensor in tensors}
         settings = self._settings_for(group, {})
         last = {_LAST: True} if _LAST in group else {}

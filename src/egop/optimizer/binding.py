@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Spectrum
-from egop.distributed import is_cut_by_rows, is_sharded, layout, like, local, part_of, whole, write
+from egop.distributed import (
+    is_sharded,
+    is_sharded_by_rows,
+    shard_like,
+    sharding_layout,
+    take_shard,
+    to_full,
+    to_local,
+    write_shard,
+)
 from egop.numerics import exact_products
 
 
@@ -31,9 +40,9 @@ class BoundBlock:
         self.by_rows = (
             self.sharded
             and self.rowwise
-            and all(is_sharded(original) and is_cut_by_rows(original) for original in originals)
+            and all(is_sharded(original) and is_sharded_by_rows(original) for original in originals)
         )
-        self.parameters = [local(original) if self.by_rows else whole(original) for original in originals]
+        self.parameters = [to_local(original) if self.by_rows else to_full(original) for original in originals]
         # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
         dtype = functools.reduce(torch.promote_types, [original.dtype for original in originals], torch.float32)
         shapes = tuple(parameter.shape for parameter in self.parameters)
@@ -72,7 +81,7 @@ class BoundBlock:
     def signature(self) -> tuple[Any, ...]:
         """What two blocks must share to be stacked; the same on all processes, also where pieces differ in size."""
         return self.change.signature, tuple(
-            (original.shape, original.device, layout(original)) for original in self.originals
+            (original.shape, original.device, sharding_layout(original)) for original in self.originals
         )
 
     def stepped(self) -> list[Tensor]:
@@ -82,7 +91,7 @@ class BoundBlock:
 
     def pull(self) -> None:
         """Look at sharded parameters and their gradients as they are now."""
-        view = local if self.by_rows else whole
+        view = to_local if self.by_rows else to_full
         for index, original in enumerate(self.originals):
             self.parameters[index] = view(original)
             self.parameters[index].requires_grad_(original.requires_grad)
@@ -92,7 +101,7 @@ class BoundBlock:
         """Write what was gathered back to the sharded parameters."""
         for original, parameter in zip(self.originals, self.parameters, strict=True):
             if is_sharded(original) and not self.by_rows:
-                write(original, parameter)
+                write_shard(original, parameter)
 
     def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
         """Its change of basis for the whole parameters, wherever they are."""
@@ -101,7 +110,7 @@ class BoundBlock:
 
     def as_sharded(self, place: int, tensor: Tensor) -> Tensor:
         """A tensor of the shape of one of the coordinates as all processes together have it, for a state dict."""
-        return like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
+        return shard_like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
 
     @property
     def has_gradient(self) -> bool:
@@ -193,7 +202,7 @@ class BoundBlock:
     ) -> None:
         """Take saved coordinates (and rest), which stand for the parameters with these digests, if they are known."""
         for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
-            here = part_of(saved, self.originals[place]) if self.by_rows else whole(saved)
+            here = take_shard(saved, self.originals[place]) if self.by_rows else to_full(saved)
             if coordinate.shape != here.shape:
                 raise ValueError(
                     f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
@@ -261,7 +270,7 @@ def _look(parameter: Tensor, original: Tensor) -> _Look:
 
 
 def _mark(original: Tensor) -> tuple[int, int]:
-    return original._version, local(original).data_ptr()
+    return original._version, to_local(original).data_ptr()
 
 
 def _as_seen(parameter: Tensor, original: Tensor, seen: _Look) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.basis import Basis, Known, Layer, check_disjoint
-from egop.distributed import Pieces
+from egop.distributed import LocalShards
 from egop.optimizer.base import Base
 from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.hooks import step_inner
@@ -53,7 +53,7 @@ class Engine:
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
         self.left: dict[str, str] = {}  # why weights have no basis, as the one that was given says
-        self.pieces = Pieces()
+        self.pieces = LocalShards()
         self._inner: Optimizer | None = None
         self._stacks: Stacks | None = None
         self.bound = Bound()
@@ -132,7 +132,7 @@ class Engine:
             check_blocks(self.base.optimizer_class, blocks)
         return blocks
 
-    def build(self, blocks: list[BoundBlock], pieces: Pieces, inner: Optimizer | None = None) -> None:
+    def build(self, blocks: list[BoundBlock], pieces: LocalShards, inner: Optimizer | None = None) -> None:
         """Work with these blocks from here on.
 
         Args:
@@ -146,7 +146,7 @@ class Engine:
         self.note_bound()
 
     def inner_over(
-        self, blocks: list[BoundBlock], pieces: Pieces, groups: Sequence[dict[str, Any]] | None = None
+        self, blocks: list[BoundBlock], pieces: LocalShards, groups: Sequence[dict[str, Any]] | None = None
     ) -> Optimizer:
         """Make an inner optimizer over the coordinates of blocks and the parameters outside.
 
@@ -197,7 +197,7 @@ class Engine:
         stacks = self.stacks
         try:
             stacks.collect()
-            self.pieces.pull()
+            self.pieces.sync()
             if self.refresher is not None:
                 self.refresher.observe(self)
             if self.stacks is not stacks:  # it has given other blocks, which are to take this step
@@ -208,7 +208,7 @@ class Engine:
             self._step_coordinates()
         finally:
             stacks.drop_gradients()
-            self.pieces.drop_gradients()
+            self.pieces.clear_gradients()
         self.base.settings_out(self.param_groups, self.inner)
         if self.refresher is not None:
             self.refresher.after_step(self)
@@ -226,7 +226,7 @@ class Engine:
         """Call the inner optimizer's ``train`` or ``eval``, which writes other weights."""
         self.settle()
         self.base.settings_in(self.param_groups, self.inner)
-        self.pieces.pull()
+        self.pieces.sync()
         try:
             self.stacks.rewrite(getattr(self.inner, mode))
         except BaseException:  # some coordinates may have been written already
@@ -234,7 +234,7 @@ class Engine:
                 block.distrust()
             raise
         finally:
-            self.pieces.drop_gradients()
+            self.pieces.clear_gradients()
         self.base.settings_out(self.param_groups, self.inner)
 
     # --- what a refresh may look at, while a step is under way ---
@@ -304,7 +304,7 @@ class Engine:
     def settle(self) -> None:
         """Bring to an end what a refresh has under way."""
         if self.refresher is not None:
-            self.refresher.settle(self)
+            self.refresher.wait_for_refresh(self)
 
     @torch.no_grad()
     def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
@@ -337,7 +337,7 @@ class Engine:
         for block in new:
             block.drop_rest()
             for original in block.originals:
-                self.inner.state.pop(self.pieces.of(original), None)
+                self.inner.state.pop(self.pieces.get(original), None)
         self.blocks = self.blocks + new
         inside = map_to_blocks(self.blocks)
         # In the same optimizer: it may keep more than its state.

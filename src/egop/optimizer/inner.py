@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.basis import Structure
-from egop.optim import MatrixOptimizer, settings_beside_rates
+from egop.optim import MatrixOptimizer
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.divided import Divided, Make
 from egop.optimizer.hooks import step_inner
@@ -237,7 +237,7 @@ def read_by_lookahead(inner: Optimizer, tensors: Sequence[Tensor]) -> tuple[list
     known = [mean for mean in means if mean is not None]
     if not isinstance(inside, MatrixOptimizer) or not inside.is_recordable or len(known) < len(means):
         return None
-    return known, settings_beside_rates(inside.param_groups)
+    return known, inside.recorded_settings
 
 
 def fresh_states(

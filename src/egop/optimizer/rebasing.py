@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.numerics import copy_all, exact_products, side_by_side
+from egop.numerics import copy_all, exact_products, stack_tensors
 from egop.optimizer.moments import rotated
 
 _WIDE = 2048  # from here on the product of two bases takes seconds on a CPU
@@ -64,7 +64,7 @@ def moved_states(
     sources: list[Tensor] = []
     for kind, places in kinds.items():
         stacked = [
-            {key: side_by_side([states[i][place][key] for i in places]) for key in keys}
+            {key: stack_tensors([states[i][place][key] for i in places]) for key in keys}
             for place, keys in enumerate(kind)
         ]
         together = len(kinds) == 1

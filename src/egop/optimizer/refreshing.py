@@ -1,8 +1,9 @@
-"""What every refresh has in common."""
+"""Base classes of all refreshes, and the interface through which a refresh works on an optimizer."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,22 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.basis import Basis, ChangeOfBasis, Layer, Plan, call_it
+from egop.formatting import pluralize
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
 from egop.optimizer.stacks import Stack, Stacks
 
-_NOT_SOUND = "the gradients' Gram matrix is not finite, or its decomposition failed"
+_UNSOUND = "the gradients' Gram matrix is not finite, or its decomposition failed"
 
 
 class Rebasable(Protocol):
-    """What a refresh needs of an optimizer."""
+    """The part of an optimizer that a refresh works with."""
 
     param_groups: list[dict[str, Any]]
     layers: dict[str, Layer]
 
     @property
     def outside(self) -> type[Optimizer] | None:
-        """The class of the optimizer for what no block has, if that is another one."""
+        """The class of the separate optimizer for parameters outside every block, if there is one."""
 
     @property
     def blocks(self) -> Sequence[BoundBlock]:
@@ -38,79 +40,73 @@ class Rebasable(Protocol):
         """The blocks, stacked by kind and shape."""
 
     def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
-        """Go on in another basis."""
+        """Continue in another basis."""
 
     def add_blocks(self, basis: Basis) -> None:
-        """Give parameters outside every block a basis."""
-
-    def momentum(self, stack: Stack) -> list[Tensor] | None:
-        """The inner optimizer's running mean of gradients, in coordinates; in :meth:`Refresher.observe`."""
-
-    def proposed(self, stack: Stack) -> list[Tensor]:
-        """What the inner optimizer would add to the coordinates now; in :meth:`Refresher.observe`."""
+        """Give a basis to parameters outside every block."""
 
     def check_lookahead(self) -> None:
-        """Raise an error if the inner optimizer offers no :meth:`lookahead`."""
+        """Raise an error if the inner optimizer does not support :meth:`lookahead`."""
 
     def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
-        """The momentum of this step and what the inner optimizer maps it to; in :meth:`Refresher.observe`."""
+        """Return the momentum of this step and what the inner optimizer maps it to; for :meth:`Refresher.observe`."""
 
     def read_by_lookahead(self, stacks: Sequence[Stack]) -> tuple[list[Tensor], str] | None:
-        """All tensors that :meth:`lookahead` reads for these stacks, and settings; None if it cannot be recorded."""
+        """Return all tensors that :meth:`lookahead` reads, and the settings; None if it cannot be recorded."""
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
-        """Go on in other bases of some blocks of one stack."""
+        """Continue in other bases for some blocks of one stack."""
 
 
 class Refresh(abc.ABC):
-    """When and how an optimizer's basis is renewed: configuration only.
+    """Configuration: when and how an optimizer's basis is renewed.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
         >>> refresh: egop.Refresh | None = egop.Online(every=5, structure=egop.Shared())
         >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
-        >>> optimizer.refresher.counts()  # steps, renewals, failures
-        [0, 0, 0]
+        >>> optimizer.refresher
+        Online(every=5, structure=Shared(side='input')): 0 steps, 0 renewals, 0 failures
     """
 
     @abc.abstractmethod
-    def begin(self, optimizer: Rebasable) -> Refresher:
-        """What keeps count for one optimizer."""
+    def start(self, optimizer: Rebasable) -> Refresher:
+        """Create the refresher for one optimizer."""
 
 
 class Refresher(abc.ABC):
-    """What renews the basis of one optimizer, by its ``rebase``.
+    """The running part of a refresh, which renews the basis of one optimizer and counts steps, renewals and failures.
 
-    A decomposition that fails (not finite, not converging) keeps the old basis: it is counted, the first one is warned
-    about, and training goes on.
+    If a decomposition fails (because its input is not finite, or it does not converge), the old basis is kept and
+    training continues. The first failure causes a warning, the others are only counted.
     """
 
-    refresh: Refresh  # what it was begun by
+    refresh: Refresh  # the configuration that it was started from
 
     def __init__(self) -> None:
         self.steps = 0
         self.renewals = 0
         self._failures = 0  # as far as the host knows
-        self._counted: Tensor | None = None  # all of them, on a device that is not waited for
-        self._arriving: Tensor | None = None  # a copy of that count, on its way to the host
+        self._device_failures: Tensor | None = None  # the count on a GPU, which the host does not wait for
+        self._copied_failures: Tensor | None = None  # a copy of it in pinned memory, written asynchronously
 
     @abc.abstractmethod
     def before_step(self, optimizer: Rebasable) -> None:
-        """Called with fresh gradients, before the inner optimizer steps."""
+        """Prepare a step. Called with fresh gradients, before they are collected."""
 
-    def observe(self, optimizer: Rebasable) -> None:  # noqa: B027 - only some look at the gradients of the training
-        """Called when the gradients have been collected in ``optimizer.stacks``, before they are encoded.
+    def observe(self, optimizer: Rebasable) -> None:  # noqa: B027 - optional
+        """Look at the gradients, which are collected in ``optimizer.stacks`` but not yet encoded.
 
-        Here a refresh may look at ``stack.gradients``, ``optimizer.momentum(stack)`` and ``optimizer.proposed(stack)``,
-        and give other bases: they count for this very step.
+        A refresh may read ``stack.gradients`` and ``optimizer.lookahead(stack)`` here. If it changes the basis, this
+        step already uses the new one.
         """
 
     @abc.abstractmethod
     def after_step(self, optimizer: Rebasable) -> None:
-        """Called after the inner optimizer has stepped."""
+        """Finish a step. Called after the inner optimizer has stepped."""
 
-    def settle(self, optimizer: Rebasable) -> None:  # noqa: B027 - most have nothing under way
-        """Bring to an end what is under way; called before anyone looks at the bases or changes them."""
+    def wait_for_refresh(self, optimizer: Rebasable) -> None:  # noqa: B027 - optional
+        """Install bases that are still being computed. Called before anyone reads or changes the bases."""
 
     @abc.abstractmethod
     def renew(self, optimizer: Rebasable) -> None:
@@ -118,104 +114,129 @@ class Refresher(abc.ABC):
 
     @property
     def unrotated(self) -> Mapping[str, str]:
-        """Why weights have no basis, by name, where the refresh has chosen which get one."""
+        """The weights that the refresh has left without a basis, each with the reason."""
         return {}
 
     def plan(self, optimizer: Rebasable) -> Plan | None:
-        """Which blocks it makes, in which structures, and why; None where it does not choose. Nothing is changed."""
+        """Return which blocks the refresh creates, in which structures and why; None if it creates none."""
         return None
 
     def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
-        """The eigenvalues of what it follows, by block and tensor of its basis, (…, n), in float64; as far as known."""
+        """Return the known eigenvalues, shape (…, n) in float64, by block name and tensor of its basis."""
         return {}
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
-        """Whether it can renew a basis of this kind."""
+        """Return True if the refresh can renew a basis of this kind."""
         return True
 
     @property
     def failures(self) -> int:
-        """How many decompositions have failed so far."""
-        if self._counted is not None:
-            self._learn(int(self._counted))
+        """The number of renewals that have failed so far."""
+        if self._device_failures is not None:
+            self._set_failures(int(self._device_failures))
         return self._failures
 
     def counts(self) -> list[int]:
-        """How many steps, renewals and failures there were."""
+        """Return the number of steps, renewals and failures."""
         return [self.steps, self.renewals, self.failures]
 
-    def prepare(self, optimizer: Rebasable) -> None:  # noqa: B027 - most have nothing to prepare
-        """Make the blocks that the first step would make, so that it is known what a state consists of."""
+    def prepare(self, optimizer: Rebasable) -> None:  # noqa: B027 - optional
+        """Create the blocks that the first step would create, so that the layout of the state is known."""
 
-    def rebased(self, names: Collection[str], *, replaced: bool) -> None:  # noqa: B027 - most do not mind
-        """Someone has called ``optimizer.rebase`` with a basis for these blocks; or, ``replaced``, other blocks."""
-
-    def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
-        """What it remembers of each block, by its name, as tensors; with :meth:`counts` all that is needed to go on.
+    def on_rebase(self, names: Collection[str], *, replaced: bool) -> None:  # noqa: B027 - optional
+        """React to a user's call of ``optimizer.rebase``.
 
         Args:
-            optimizer: whose blocks they are.
-            complete: as all processes together have them, who call this together; otherwise what is here.
+            names: the blocks that got a basis.
+            replaced: whether these blocks replace all earlier ones.
+        """
+
+    def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors to save for each block, by block name. With :meth:`counts` they must suffice to resume.
+
+        Args:
+            optimizer: the optimizer whose blocks are saved.
+            complete: whether to combine what all processes hold; then all of them call this together.
         """
         return {}
 
     def load(
-        self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
+        self, counts: Sequence[int], states: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
     ) -> None:
-        """Go on from what was saved; when it does not fit, an error, and nothing is changed."""
+        """Resume from saved counts and block states; if they do not fit, raise an error and change nothing."""
         self.steps, self.renewals, self._failures = counts
-        self._counted = self._arriving = None
+        self._device_failures = self._copied_failures = None
 
-    def check(self, optimizer: Rebasable) -> None:  # noqa: B027 - most can go on with any
-        """Raise an error if it cannot go on with the parameters that the optimizer has got."""
+    def check(self, optimizer: Rebasable) -> None:  # noqa: B027 - optional
+        """Raise an error if the refresh cannot continue with the parameters that the optimizer has now."""
 
     def reset(self) -> None:
-        """Begin anew, as after loading a state that knows nothing of a refresh."""
+        """Start again, as after loading a state that was saved without a refresh."""
         Refresher.load(self, [0, 0, 0], {}, [])
 
     def count_failures(self, sound: Tensor) -> None:
-        """Count the decompositions that are not sound; on a GPU without waiting for it."""
-        bad = sound.logical_not().sum()
-        if bad.device.type != "cuda" and self._counted is None:
-            self._learn(self._failures + int(bad))
+        """Count the False entries of ``sound`` as failures, without waiting for a GPU."""
+        failed = sound.logical_not().sum()
+        if failed.device.type != "cuda" and self._device_failures is None:
+            self._set_failures(self._failures + int(failed))
             return
-        if self._counted is None or self._arriving is None:
-            self._counted = torch.full_like(bad, self._failures)
-            self._arriving = torch.full((), self._failures, dtype=bad.dtype, device="cpu", pin_memory=True)
-        self._counted += bad.to(self._counted.device)
-        self._arriving.copy_(self._counted, non_blocking=True)
+        if self._device_failures is None or self._copied_failures is None:
+            self._device_failures = torch.full_like(failed, self._failures)
+            self._copied_failures = torch.full((), self._failures, dtype=failed.dtype, device="cpu", pin_memory=True)
+        self._device_failures += failed.to(self._device_failures.device)
+        self._copied_failures.copy_(self._device_failures, non_blocking=True)
 
-    def look_for_failures(self) -> None:
-        """Say so when the count that was on its way shows the first failure."""
-        if self._arriving is not None:
-            self._learn(max(self._failures, int(self._arriving)))
+    def count_error(self, error: Exception) -> None:
+        """Count a renewal that raised an error as a failure."""
+        self._set_failures(self._failures + 1, str(error))
 
-    def failed(self, error: Exception) -> None:
-        """Count a decomposition that raised an error."""
-        self._learn(self._failures + 1, str(error))
+    def report_failures(self) -> None:
+        """Warn if the first failure on a GPU has become known by now."""
+        if self._copied_failures is not None:
+            self._set_failures(max(self._failures, int(self._copied_failures)))
 
-    def _learn(self, failures: int, why: str = _NOT_SOUND) -> None:
-        first = self._failures == 0 and failures > 0
+    def _set_failures(self, failures: int, reason: str = _UNSOUND) -> None:
+        is_first = self._failures == 0 and failures > 0
         self._failures = failures
-        if first:
+        if is_first:
             warnings.warn(
-                f"The basis could not be renewed and stays as it is ({why}). Training goes on; further failures are "
-                "only counted, in optimizer.refresher.failures. Look at the loss: a gradient that is not finite makes "
-                "its weight so too, in any basis.",
+                f"The basis could not be renewed and stays as it is ({reason}). Training continues; further failures "
+                "are only counted, in optimizer.refresher.failures. Check the loss: a non-finite gradient corrupts "
+                "the weight with any optimizer.",
                 stacklevel=2,
             )
 
+    def __repr__(self) -> str:
+        name = describe_refresh(self.refresh) if hasattr(self, "refresh") else type(self).__name__
+        nouns = ("step", "renewal", "failure")
+        return f"{name}: {', '.join(map(pluralize, self.counts(), nouns))}"
+
+
+def describe_refresh(refresh: Refresh) -> str:
+    """Return a refresh's name and the settings that differ from their defaults, without its objective."""
+    name = type(refresh).__name__
+    if not dataclasses.is_dataclass(refresh):
+        return name
+    settings = [
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(refresh)
+        if isinstance(value := getattr(refresh, field.name), bool | int | float | str | tuple | dict)
+        or dataclasses.is_dataclass(value)
+        if value != field.default
+    ]
+    return f"{name}({', '.join(settings)})"
+
 
 def check_refresh(refresh: object, basis: object) -> None:
-    """Raise an error for what is not a refresh, and for one that was given as the basis."""
+    """Raise an error if ``refresh`` is not a refresh, or if one was given as the basis."""
     kind = basis if isinstance(basis, type) else type(basis)
     if issubclass(kind, Refresh):
         raise TypeError(
-            f"basis must be an egop.Basis, got {kind.__name__}, which says when one is renewed. "
-            f"Give it as refresh=egop.{kind.__name__}(...)."
+            f"basis must be an egop.Basis, got {kind.__name__}, which says when a basis is renewed. "
+            f"Pass it as refresh=egop.{kind.__name__}(...)."
         )
     if refresh is not None and not isinstance(refresh, Refresh):
         raise TypeError(
-            "refresh must be egop.Every(...), egop.Online(...), egop.WhenDrifted(...), egop.Aligned(...) or an "
-            f"egop.Refresh of your own, got {refresh!r}.{call_it(refresh, Refresh)}"
+            "refresh must be egop.Every(...), egop.Online(...), egop.Aligned(...) or your own egop.Refresh, "
+            f"got {refresh!r}.{call_it(refresh, Refresh)}"
         )

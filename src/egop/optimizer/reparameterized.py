@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egop.basis import Basis, Known, Layer, Plan, check_disjoint, layers_of, plain_name
-from egop.distributed import Pieces
-from egop.numerics import check_not_text, in_normal_mode, without_autocast
+from egop.distributed import LocalShards
+from egop.numerics import check_number, outside_inference_mode, without_autocast
 from egop.optimizer import showing
 from egop.optimizer.base import SHARED, Base
 from egop.optimizer.binding import BoundBlock
@@ -67,7 +67,7 @@ class ReparameterizedOptimizer(Optimizer):
         outside: the optimizer class for what no block has (embeddings, heads, norms, biases), or a pair of it and its
             options; by default ``optimizer_class`` steps these too. It has the learning rate, the weight decay (if its
             options have none) and ``maximize`` of the groups; its other settings are there as ``"outside/betas"`` ...
-        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)``, ``egop.WhenDrifted(...)`` or
+        refresh: when the basis is renewed: ``egop.Every(...)``, ``egop.Online(...)`` or
             ``egop.Aligned(...)``; never by default.
         compile: whether the basis products of a step go through ``torch.compile``.
         any_class: whether to run a class that was tried and found not to work coordinate by coordinate (``SOAP``,
@@ -104,7 +104,7 @@ class ReparameterizedOptimizer(Optimizer):
         bases = [group.pop("basis", None) for group in groups]
         check_optimizer(optimizer_class)
         for name in ("lr", "weight_decay"):
-            check_not_text(name, hyperparameters.get(name))
+            check_number(name, hyperparameters.get(name))
         if issubclass(optimizer_class, ReparameterizedOptimizer):
             name = optimizer_class.__name__
             raise TypeError(
@@ -138,9 +138,9 @@ class ReparameterizedOptimizer(Optimizer):
         engine.left = {
             name: why for each in (basis, *bases) if each is not None for name, why in each.unrotated.items()
         }
-        engine.build(blocks, Pieces())
+        engine.build(blocks, LocalShards())
         if refresh is not None:
-            engine.refresher = refresh.begin(engine)
+            engine.refresher = refresh.start(engine)
             engine.refresher.refresh = refresh
         if not engine.gains:
             warn_of_no_gain(optimizer_class, blocks, refresh)
@@ -157,7 +157,7 @@ class ReparameterizedOptimizer(Optimizer):
         self._engine.param_groups[:] = groups  # in the list that everyone has who has this optimizer
 
     @property  # type: ignore[override]
-    @in_normal_mode
+    @outside_inference_mode
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter: the inner optimizer's, coordinates, basis, and what the refresh remembers.
 
@@ -188,7 +188,7 @@ class ReparameterizedOptimizer(Optimizer):
         return self._engine.blocks
 
     @property
-    @in_normal_mode
+    @outside_inference_mode
     def basis(self) -> Basis:
         """A copy of the change of basis of each block as it is now, and why other weights have none."""
         self._engine.settle()
@@ -207,7 +207,7 @@ class ReparameterizedOptimizer(Optimizer):
         """Which weights are rotated, in which structure, and why; before the first step, which ones will be."""
         return showing.plan_of(self._engine)
 
-    @in_normal_mode
+    @outside_inference_mode
     def plot_spectra(self) -> Figure:
         """Plot the spectra of all blocks: of their basis, or of the gradients that it follows."""
         self._engine.settle()
@@ -218,12 +218,12 @@ class ReparameterizedOptimizer(Optimizer):
         name = type(self).__name__
         return showing.line(name, self._engine) if self._engine.is_built else f"{name}(not made yet)"
 
-    @in_normal_mode
+    @outside_inference_mode
     def __str__(self) -> str:
         """Several lines: what runs inside, the refresh and its counts, the groups, and a table of the blocks."""
         return showing.as_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
 
-    @in_normal_mode
+    @outside_inference_mode
     def _repr_html_(self) -> str:
         """The same for a notebook."""
         return showing.as_html(type(self).__name__, self._engine) if self._engine.is_built else escape(repr(self))
@@ -248,7 +248,7 @@ class ReparameterizedOptimizer(Optimizer):
         """What each parameter is."""
         return self._engine.layers
 
-    @in_normal_mode
+    @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters; with ``"basis": egop.Basis`` in it, in that basis.
 
@@ -293,7 +293,7 @@ class ReparameterizedOptimizer(Optimizer):
             self._engine.step()
         return loss
 
-    @in_normal_mode
+    @outside_inference_mode
     @torch.no_grad()
     def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:
         """Go on in another basis, from the same point.
@@ -310,7 +310,7 @@ class ReparameterizedOptimizer(Optimizer):
         before = self._engine.blocks
         self._engine.rebase(basis, moments=moments)
         if self.refresher is not None:
-            self.refresher.rebased(list(basis), replaced=self._engine.blocks is not before)
+            self.refresher.on_rebase(list(basis), replaced=self._engine.blocks is not before)
 
     @property
     def train(self) -> Callable[[], None]:
@@ -329,7 +329,7 @@ class ReparameterizedOptimizer(Optimizer):
             raise AttributeError(f"{engine.base.optimizer_class.__name__} has no {name}()")
         return partial(self._switch, name)
 
-    @in_normal_mode
+    @outside_inference_mode
     @torch.no_grad()
     def _switch(self, name: str) -> None:
         if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
@@ -338,7 +338,7 @@ class ReparameterizedOptimizer(Optimizer):
         with without_autocast():
             self._engine.switch(name)
 
-    @in_normal_mode
+    @outside_inference_mode
     def renew_basis(self) -> None:
         """Renew the basis now, from scratch, in the way that ``refresh`` says."""
         if self.refresher is None:
@@ -357,7 +357,7 @@ class ReparameterizedOptimizer(Optimizer):
             engine.settle()
             self._use(rebound(engine))
 
-    @in_normal_mode
+    @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: hyper-parameters, the inner optimizer's state, bases and coordinates.
 
@@ -373,7 +373,7 @@ class ReparameterizedOptimizer(Optimizer):
         finally:
             self._passing.complete = None
 
-    @in_normal_mode
+    @outside_inference_mode
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict, in the bases that it holds. Nothing changes when it does not fit."""
@@ -393,7 +393,7 @@ class ReparameterizedOptimizer(Optimizer):
         twin.__dict__.update(self.__dict__)
         return twin
 
-    @in_normal_mode
+    @outside_inference_mode
     def __getstate__(self) -> dict[str, Any]:
         self._attend()
         return {"defaults": self.defaults, "_engine": self._engine}

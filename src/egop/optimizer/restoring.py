@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.basis import Basis, ChangeOfBasis, orthonormality_error, plain_name, rebuild
-from egop.distributed import Pieces, part_of, whole
+from egop.distributed import LocalShards, take_shard, to_full
 from egop.optimizer.binding import UNKNOWN, BoundBlock, map_to_blocks
 from egop.optimizer.engine import Engine
 from egop.optimizer.refreshing import Refresher
@@ -42,7 +42,7 @@ class Restored:
     """The working parts that a state stands for, ready to take the place of others."""
 
     blocks: list[BoundBlock]
-    pieces: Pieces
+    pieces: LocalShards
     inner: Optimizer
     refresher: Refresher | None  # a copy of the optimizer's own, with what it is to remember
     with_refresh: bool  # whether the state was saved with one
@@ -64,7 +64,7 @@ class _Parsed:
         for key, value in entry.items():
             if str(key).startswith(OWN) and not (isinstance(value, Tensor) and value.layout == torch.strided):
                 raise ValueError(f"{_DAMAGED}: '{key}' of '{name}' is {value!r:.80}. Must be a dense tensor.")
-        clock = whole(entry[CLOCK]) if CLOCK in entry else torch.empty(0, device="cpu")
+        clock = to_full(entry[CLOCK]) if CLOCK in entry else torch.empty(0, device="cpu")
         if clock.shape != (4,) or clock.is_floating_point() or clock.is_complex():
             raise ValueError(f"{_DAMAGED}: '{CLOCK}' of '{name}' does not hold four counts.")
         *counts, stepped = clock.tolist()
@@ -85,7 +85,7 @@ class _Parsed:
 def about_of(entry: Mapping[str, Any], name: str = "a parameter") -> dict[str, Any]:
     """What the state of a parameter says that it is of; errors call it by ``name``."""
     try:
-        about: dict[str, Any] = json.loads(whole(entry[ABOUT]).cpu().numpy().tobytes())
+        about: dict[str, Any] = json.loads(to_full(entry[ABOUT]).cpu().numpy().tobytes())
         whole_place = type(about.get("place", 0)) is int
     except Exception as error:
         raise ValueError(
@@ -256,7 +256,7 @@ def restored(
         raise ValueError(str(error) if groups is None else f"{_DAMAGED}: {error}") from error
     for bound, told in zip(blocks, with_block, strict=True):
         _restore_block(bound, told)
-    pieces = Pieces()
+    pieces = LocalShards()
     inner = engine.inner_over(blocks, pieces, groups)
     if groups is not None:
         check_settings(engine.base, groups, engine.param_groups, inner)
@@ -266,7 +266,7 @@ def restored(
     labels: dict[Tensor, str] = {}
     for parameter, told in zip(members, parsed, strict=True):
         if (block := inside.get(id(parameter))) is None:
-            piece = pieces.of(parameter)
+            piece = pieces.get(parameter)
             states[piece] = _placed(told.inner(0), parameter, cut=True)
             labels[piece] = f"parameter '{told.about['name']}'"
         elif block.originals[0] is parameter:
@@ -292,7 +292,7 @@ def restored(
 
 
 def _rebuild_change(parsed: _Parsed) -> ChangeOfBasis:
-    tensors = {key: whole(tensor).clone() for key, tensor in parsed.some(BASIS).items()}
+    tensors = {key: to_full(tensor).clone() for key, tensor in parsed.some(BASIS).items()}
     try:
         return rebuild(parsed.about["block"], tensors)
     except Exception as error:
@@ -303,13 +303,13 @@ def _rebuild_change(parsed: _Parsed) -> ChangeOfBasis:
 def _restore_block(block: BoundBlock, parsed: _Parsed) -> None:
     digests = None
     if STANDS_FOR in parsed.entry and not block.by_rows:
-        rows = whole(parsed.entry[STANDS_FOR])
+        rows = to_full(parsed.entry[STANDS_FOR])
         if rows.shape != (len(block.originals), len(UNKNOWN) // 2) or rows.dtype != torch.uint8:
             raise ValueError(f"{_DAMAGED}: '{STANDS_FOR}' of block '{block.name}' does not hold digests.")
         digests = [bytes(row).hex() for row in rows.tolist()]
     rest = _in_order(parsed, REST, len(block.rest or ()), block.name)
     coordinates = _in_order(parsed, COORDINATES, len(block.coordinates), block.name)
-    block.restore(coordinates, [whole(tensor) for tensor in rest] or None, digests)
+    block.restore(coordinates, [to_full(tensor) for tensor in rest] or None, digests)
 
 
 def _in_order(parsed: _Parsed, kind: str, count: int, block: str) -> list[Any]:
@@ -327,8 +327,8 @@ def _placed(state: Mapping[Any, Any] | None, original: Tensor, *, cut: bool) -> 
 
     def placed(value: Tensor) -> Tensor:
         if value.dim() == 0:
-            return whole(value).clone()
-        return (part_of(value, original) if cut else whole(value)).to(original.device, copy=True)
+            return to_full(value).clone()
+        return (take_shard(value, original) if cut else to_full(value)).to(original.device, copy=True)
 
     return {key: mapped(value, placed) for key, value in state.items()}
 

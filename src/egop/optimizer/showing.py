@@ -13,7 +13,6 @@ from torch import Tensor
 from egop.basis import Plan, Shown, blocks_as_html, blocks_as_text, shown_block, shown_plan
 from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
-from egop.optimizer.refreshing import Refresh
 from egop.plots import plot_spectra
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def plot(engine: Engine) -> Figure:
     if not known:
         raise ValueError(
             "There are no spectra yet. They come with a basis from egop.estimate, and with the first step under "
-            "refresh=egop.Online() or egop.WhenDrifted()."
+            "refresh=egop.Online()."
         )
     return plot_spectra(known, "Eigenvalues of the gradients' Gram matrices" if followed else "Eigenvalues")
 
@@ -82,9 +81,7 @@ def _facts(engine: Engine) -> Iterator[str]:
     if engine.refresher is None:
         yield "refresh: none, the basis stays"
     else:
-        steps, renewals, failures = engine.refresher.counts()
-        counts = f"{pluralize(steps, 'step')}, {pluralize(renewals, 'renewal')}, {failures} failed"
-        yield f"refresh: {_settings_of(engine.refresher.refresh)}; {counts}"
+        yield f"refresh: {engine.refresher}"
     for index, group in enumerate(engine.param_groups):
         settings = [f"{key} {_number(value)}" for key, value in group.items() if _is_told(key, value)]
         yield f"group {index}: {pluralize(len(group['params']), 'tensor')}, {', '.join(settings)}"
@@ -143,21 +140,6 @@ def plan_of(engine: Engine) -> Plan:
     chosen = {block.whole_change().block: block.change.structure() for block in engine.blocks}
     reasons = {block.name: why.get(block.name, "given") for block in chosen}
     return Plan(chosen, reasons, engine.unrotated)
-
-
-def _settings_of(refresh: Refresh) -> str:
-    """A refresh with the settings that are not the usual ones; an objective is not written out."""
-    name = type(refresh).__name__
-    if not dataclasses.is_dataclass(refresh):
-        return name
-    given = [
-        f"{field.name}={value!r}"
-        for field in dataclasses.fields(refresh)
-        if isinstance(value := getattr(refresh, field.name), bool | int | float | str | tuple | dict)
-        or dataclasses.is_dataclass(value)
-        if value != field.default
-    ]
-    return f"{name}({', '.join(given)})"
 
 
 def _number(value: Any) -> str:

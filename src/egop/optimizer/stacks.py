@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import is_first_shard, sum_over_shards
-from egop.numerics import SMALL, InPlace, Recorder, copy_all, exact_products, in_branches, side_by_side
+from egop.distributed import has_first_shard, sum_over_shards
+from egop.numerics import (
+    SMALL_NETWORK_BYTES,
+    InPlaceGraph,
+    Recorder,
+    copy_all,
+    exact_products,
+    run_in_branches,
+    stack_tensors,
+)
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, movable
 from egop.optimizer.rebasing import StackedStates, moved_states, rebase
@@ -39,7 +47,7 @@ class Stack:
         self.slots: list[Tensor] = []  # where they are stacked, if always in the same place
         self._owns_basis = len(blocks) > 1
         self._incoming: dict[str, Tensor] = {}  # where new bases come to, if always to the same place
-        self._rebases: dict[tuple[int | None, int | None], InPlace[..., None]] = {}
+        self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
         self._share_basis()
         for index, block in enumerate(blocks):
             for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
@@ -53,7 +61,7 @@ class Stack:
     @property
     def is_first(self) -> bool:
         """Whether it is this process that has the first rows."""
-        return not self.by_rows or is_first_shard(self.blocks[0].originals[0])
+        return not self.by_rows or has_first_shard(self.blocks[0].originals[0])
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum of what each process has for its rows."""
@@ -80,7 +88,7 @@ class Stack:
         ):
             self.active = list(range(len(self.blocks)))  # the common case, with nothing done block by block
             if not still:
-                self.gradients = [side_by_side(group) for group in grads]
+                self.gradients = [stack_tensors(group) for group in grads]
                 return
             self.gradients = self.slots = self.slots or [_room_for(group, dtype) for group in grads]
             for slot, group in zip(self.slots, grads, strict=True):
@@ -88,7 +96,7 @@ class Stack:
             return
         self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
         apart = [self.blocks[index].gradients() for index in self.active]
-        self.gradients = [side_by_side(group) for group in zip(*apart, strict=True)]
+        self.gradients = [stack_tensors(group) for group in zip(*apart, strict=True)]
 
     def drop_gradients(self) -> None:
         """Leave no gradient that a later step without one could take for its own."""
@@ -163,8 +171,8 @@ class Stack:
                 new = self._brought_in(new, members)
                 used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
                 used += [tensor for block in moved for state in block for tensor in state.values()]
-                again = self._rebases.setdefault((members.start, members.stop), InPlace(rebase, self._recorder))
-                again.of(used, old, new, coordinates, moved)
+                again = self._rebases.setdefault((members.start, members.stop), InPlaceGraph(rebase, self._recorder))
+                again.run(used, old, new, coordinates, moved)
             else:
                 rebase(old, new, coordinates, moved)
         except BaseException:  # coordinates and basis may not belong together
@@ -184,9 +192,9 @@ class Stack:
         with exact_products():
             decoded = zip(*old.decode(coordinates), strict=True)
             values = [block.whole(tensors) for block, tensors in zip(blocks, decoded, strict=True)]
-            encoded = new.encode([side_by_side(group) for group in zip(*values, strict=True)])
+            encoded = new.encode([stack_tensors(group) for group in zip(*values, strict=True)])
             rests = [block.rest for block in blocks if block.rest is not None]  # all have one, or none
-            rest = [side_by_side(group) for group in zip(*rests, strict=True)] if rests else None
+            rest = [stack_tensors(group) for group in zip(*rests, strict=True)] if rests else None
             targets, sources = moved_states(old, new, moved, None, rest)
         copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
         for block, value in zip(blocks, values, strict=True):
@@ -232,7 +240,7 @@ class Stacks:
         self._each = [Stack(members, recorder) for members in alike.values()]
         self.still = reused and not compiled and _is_small([block for members in alike.values() for block in members])
         self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
-        self._again = {method: InPlace(_applied_in_branches, recorder) for method in ("encode", "decode")}
+        self._again = {method: InPlaceGraph(_applied_in_branches, recorder) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self._each)
@@ -299,7 +307,7 @@ class Stacks:
         if not self.still:
             return self._apply(method, parts)
         tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
-        return self._again[method].of(tensors, method, parts)
+        return self._again[method].run(tensors, method, parts)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step."""
@@ -331,7 +339,7 @@ def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
 
 def _applied_in_branches(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
     """The same for recordings."""
-    return in_branches([functools.partial(_applied_to, method, part) for part in parts])
+    return run_in_branches([functools.partial(_applied_to, method, part) for part in parts])
 
 
 def _in_layout(tensor: Tensor, slot: Tensor) -> Tensor:
@@ -344,7 +352,7 @@ def _is_small(blocks: Sequence[BoundBlock]) -> bool:
     coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
     kinds = {coordinate.device.type for coordinate in coordinates}
     rotated = any(block.change.tensors for block in blocks)
-    return rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= SMALL
+    return rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= SMALL_NETWORK_BYTES
 
 
 def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.distributed import local
+from egop.distributed import to_local
 from egop.optimizer.binding import UNKNOWN, BoundBlock
 from egop.optimizer.engine import Engine
 from egop.optimizer.inner import fresh_states
@@ -46,7 +46,7 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
         engine.refresher.prepare(engine)
     inside = {id(original): (place, block) for place, block in enumerate(engine.blocks) for original in block.originals}
     refresher = engine.refresher
-    remembered = {} if refresher is None else refresher.memories(engine, complete=complete)
+    remembered = {} if refresher is None else refresher.block_states(engine, complete=complete)
     counts = [0, 0, 0] if refresher is None else refresher.counts()
     states: dict[Any, Entry] = {}
     bound = engine.bound
@@ -57,7 +57,7 @@ def exported(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
         about |= {"shape": list(parameter.shape), "dtype": str(dtype), "refresh": refresher is not None}
         entry, stepped = {}, False
         if block is None:
-            piece = engine.pieces.of(parameter)
+            piece = engine.pieces.get(parameter)
             inner, stepped = _inner_state(engine, [piece], groups)
             entry = dict(inner[0])
             if piece is not parameter:
@@ -215,7 +215,7 @@ class Published:
         block, now = engine.block_of(parameter), self.states.get(parameter, {})
         if block is not None and block.originals[0] is not parameter:
             return  # its state is with the first one
-        tensors = [engine.pieces.of(parameter)] if block is None else block.coordinates
+        tensors = [engine.pieces.get(parameter)] if block is None else block.coordinates
         inner = {key for key in now if not str(key).startswith(OWN)}
         if not inner:  # all of it dropped
             if any(engine.inner.state.get(tensor) for tensor in tensors):
@@ -228,7 +228,7 @@ class Published:
             for key in keys:
                 if str(key) == f"{COORDINATES}{place}" and key in now:
                     with torch.no_grad():
-                        tensor.copy_(local(now[key]))
+                        tensor.copy_(to_local(now[key]))
                 elif not str(key).startswith(OWN) and (inner_key := key_at(place, key)) is not None:
                     state = engine.inner.state[tensor]
                     state.pop(inner_key, None)
@@ -248,7 +248,7 @@ def _is_same(kept: Any, now: Any) -> bool:
         return True
     if not isinstance(kept, Tensor) or not isinstance(now, Tensor):
         return False
-    kept, now = local(kept), local(now)
+    kept, now = to_local(kept), to_local(now)
     return kept.shape == now.shape and torch.equal(now.to(kept), kept)
 
 
@@ -256,8 +256,8 @@ def _like_before(kept: Any, value: Any) -> Any:
     """A value where the one before was; in the same memory if that has room for it, since it may be part of more."""
     if not isinstance(value, Tensor):
         return value
-    value = local(value)
-    if isinstance(kept, Tensor) and local(kept).shape == value.shape:
+    value = to_local(value)
+    if isinstance(kept, Tensor) and to_local(kept).shape == value.shape:
         with torch.no_grad():
-            return local(kept).copy_(value)
+            return to_local(kept).copy_(value)
     return value

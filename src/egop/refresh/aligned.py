@@ -1,9 +1,9 @@
-"""Aligned: the rotation that serves the base optimizer best."""
+"""Aligned: rotations that follow the momentum, chosen for the base optimizer."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -11,30 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis, Plan, Shared, Side
-from egop.distributed import whole
-from egop.numerics import InPlace, Recorder, check_positive
+from egop.basis import ChangeOfBasis, Shared, Side
+from egop.distributed import to_full
+from egop.numerics import InPlaceGraph, Recorder, check_positive_int
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
-from egop.refresh.beginnings import Beginnings, Choose
-from egop.refresh.choosing import Choice
-from egop.refresh.methods import aligned, together
+from egop.refresh.eigenbases import align, renew_in_batches
+from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
 
-_MADE = "made"  # what is saved of a block: whether it was made here
+_CREATED = "created"  # saved for each block: whether it was created here
 
 
 @dataclass(frozen=True)
 class Aligned(Refresh):
-    """Rotate one side of each weight so that the base optimizer's update has most to do with its momentum.
+    """A refresh that rotates one side of each weight to align the base optimizer's update with its momentum.
 
     In every step, before the update, R becomes the orthonormal factor of M f(RᵀM)ᵀ, where M is the momentum and f the
-    base's own map: one step of the power iteration for what f makes of M. With ``egop.optim.Sinkhorn`` this is ARO
-    (arXiv 2602.09006). Nothing but the rotation is kept, no second moment and no Gram matrix. For bases that offer
-    their map: ``egop.optim.Sinkhorn`` and ``Sign``, and Adam, whose map divides by its second moment.
+    base optimizer's map from momentum to update: one step of power iteration. With ``egop.optim.Sinkhorn`` this is ARO
+    (arXiv 2602.09006). Only the rotation is stored, no second moment and no Gram matrix. It works with optimizers whose
+    map is known: ``egop.optim.Sinkhorn``, ``Sign``, and Adam, whose map divides by its second moment.
 
     Args:
-        every: how many steps lie between two changes of the rotation.
+        every: number of steps between two changes of the rotation.
         side: which side of a weight is rotated, as in :class:`egop.Shared`.
-        memory: what all rotations together may take.
+        memory: memory limit for all rotations together.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
@@ -50,12 +49,12 @@ class Aligned(Refresh):
     memory: int | str = "2GiB"
 
     def __post_init__(self) -> None:
-        check_positive("every", self.every)
-        Shared(side=self.side)
+        check_positive_int("every", self.every)
+        Shared(side=self.side)  # checks the side
 
-    def begin(self, optimizer: Rebasable) -> Refresher:
-        """What keeps count for one optimizer."""
-        choice = Choice(type(self).__name__, "auto", "parameter", self.memory, (Shared(side=self.side),))
+    def start(self, optimizer: Rebasable) -> Refresher:
+        """Create the refresher for one optimizer."""
+        choice = BlockChoice(type(self).__name__, "auto", "parameter", self.memory, (Shared(side=self.side),))
         optimizer.check_lookahead()
         kinds = sorted({block.change.kind for block in optimizer.blocks})
         if kinds and not any(_can_align(block.change) for block in optimizer.blocks):
@@ -64,37 +63,22 @@ class Aligned(Refresh):
                 "Leave basis= out, or use egop.Online() or egop.Every(...) to renew these."
             )
         choice.check(optimizer)
-        return _Aligning(choice, self.every)
+        return _AlignedRefresher(choice, self.every)
 
 
 def _can_align(change: ChangeOfBasis) -> bool:
     return isinstance(change.structure(), Shared)
 
 
-class _Aligning(Refresher):
-    def __init__(self, choose: Choose, every: int) -> None:
-        super().__init__()
-        self.every, self.beginnings, self._said = every, Beginnings(choose), False
-        self._again = InPlace(_rotations, Recorder())
-
-    @property
-    def unrotated(self) -> dict[str, str]:
-        """Why weights have no rotation, by name, where the refresh has chosen."""
-        return self.beginnings.unrotated
-
-    def plan(self, optimizer: Rebasable) -> Plan | None:
-        return self.beginnings.plan(optimizer)
-
-    def before_step(self, optimizer: Rebasable) -> None:
-        self.prepare(optimizer)
-        self.beginnings.make_late(optimizer)
-
-    def prepare(self, optimizer: Rebasable) -> None:
-        if self.steps == 0:
-            self.beginnings.make_first(optimizer, "Aligned")
+class _AlignedRefresher(BlockCreatingRefresher):
+    def __init__(self, choice: BlockChoice, every: int) -> None:
+        super().__init__(choice)
+        self.every = every
+        self._has_warned = False
+        self._recorded = InPlaceGraph(_compute_rotations, Recorder())
 
     def observe(self, optimizer: Rebasable) -> None:
-        self.look_for_failures()
+        self.report_failures()
         if self.steps % self.every == 0:
             self.renew(optimizer)
 
@@ -102,55 +86,50 @@ class _Aligning(Refresher):
         self.steps += 1
 
     def renew(self, optimizer: Rebasable) -> None:
-        """Rotate now, by the gradients of the step that is under way; without one there is nothing to follow."""
-        stacks = [stack for stack in optimizer.stacks if stack.active and self.can_renew(stack.change)]
+        """Rotate now, by the gradients of the current step; outside a step there are none to follow."""
+        stacks = [stack for stack in optimizer.stacks if stack.active and _can_align(stack.change)]
         if stacks:
             self._align(optimizer, stacks)
-        self.renewals += bool(stacks)
-        others = {block.change.kind for block in optimizer.blocks if not _can_align(block.change)}
-        if others and not stacks and not self._said and any(stack.active for stack in optimizer.stacks):
-            self._said = True
+            self.renewals += 1
+        elif not self._has_warned and any(stack.active for stack in optimizer.stacks):
+            self._has_warned = True
+            kinds = sorted({block.change.kind for block in optimizer.blocks if not _can_align(block.change)})
             warnings.warn(
-                f"egop.Aligned finds no basis that it can rotate, only of structure {', '.join(sorted(others))}: they "
-                "stay as they are.",
+                "egop.Aligned found no basis that it can rotate. Bases of structure "
+                f"{', '.join(kinds)} stay as they are.",
                 stacklevel=2,
             )
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
         return _can_align(change)
 
-    def rebased(self, names: Collection[str], *, replaced: bool) -> None:
-        self.beginnings.rebased(names, replaced=replaced or self.steps == 0)
-
-    def memories(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
-        made = self.beginnings.made_of(optimizer)
-        return {block.name: {_MADE: torch.tensor([block.name in made], device="cpu")} for block in optimizer.blocks}
+    def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
+        created = self.find_created(optimizer)
+        names = [block.name for block in optimizer.blocks]
+        return {name: {_CREATED: torch.tensor([name in created], device="cpu")} for name in names}
 
     def load(
-        self, counts: Sequence[int], memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
+        self, counts: Sequence[int], states: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
     ) -> None:
-        marks = {block.name: memories[block.name].get(_MADE) for block in blocks}
-        if missing := [name for name, tensor in marks.items() if tensor is None]:
-            raise ValueError(f"The state dict is damaged, or of another refresh: it says nothing of {missing[:3]}.")
-        made = [name for name, tensor in marks.items() if bool(whole(tensor).any())]
-        super().load(counts, memories, blocks)
-        self._start_with(made)
+        if missing := [block.name for block in blocks if _CREATED not in states[block.name]]:
+            raise ValueError(
+                "The state dict is damaged, or was saved with another refresh: the refresh has no entry for "
+                f"{', '.join(missing[:3])}."
+            )
+        created = [block.name for block in blocks if bool(to_full(states[block.name][_CREATED]).any())]
+        super().load(counts, states, blocks)
+        self.restart(created)
 
     def reset(self) -> None:
         super().reset()
-        self._start_with(())
-
-    def _start_with(self, made: Collection[str]) -> None:
-        unrotated = self.beginnings.unrotated
-        self.beginnings = Beginnings(self.beginnings.choose, made)
-        self.beginnings.unrotated = unrotated
+        self.restart()
 
     def _align(self, optimizer: Rebasable, stacks: Sequence[Stack]) -> None:
         read = optimizer.read_by_lookahead(stacks)
         if read is None:
-            rotations = _rotations(optimizer, stacks, "")
+            rotations = _compute_rotations(optimizer, stacks, "")
         else:
-            rotations = self._again.of(read[0], optimizer, stacks, read[1])
+            rotations = self._recorded.run(read[0], optimizer, stacks, read[1])
         self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
         for stack, (fresh, _) in zip(stacks, rotations, strict=True):
             for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
@@ -159,19 +138,21 @@ class _Aligning(Refresher):
                 optimizer.rebase_stack(stack, slice(members[0], members[-1] + 1), tensors, "rotate")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: recordings belong to the stacks of this optimizer."""
-        return self.__dict__ | {"_again": InPlace(_rotations, Recorder())}
+        """Leave out of copies the recordings, which belong to the stacks of this optimizer."""
+        return super().__getstate__() | {"_recorded": InPlaceGraph(_compute_rotations, Recorder())}
 
 
-def _rotations(optimizer: Rebasable, stacks: Sequence[Stack], settings: str) -> list[tuple[Tensor, Tensor]]:
-    """New rotations of each stack's active blocks, and which are sound; those of one width by one call."""
-    return together(aligned, [_image(optimizer, stack) for stack in stacks])
+def _compute_rotations(optimizer: Rebasable, stacks: Sequence[Stack], settings: str) -> list[tuple[Tensor, Tensor]]:
+    """Return new rotations of each stack's active blocks, and which are sound."""
+    return renew_in_batches(align, [_compute_image(optimizer, stack) for stack in stacks])
 
 
-def _image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
-    """What the rotations of a stack's active blocks are made from, and the old ones."""
+def _compute_image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
+    """Return A = M f(M)ᵀ for the active blocks of a stack, in coordinates, and their rotations R.
+
+    The momentum itself is R M, so the orthonormal factor of R A is that of the formula in :class:`Aligned`.
+    """
     (momentum,), (mapped,) = optimizer.lookahead(stack)
     change, _ = stack.active_part()
-    # In coordinates, where M is R times the momentum: the factor of R A is that of M f(RᵀM)ᵀ.
     image = momentum.mT @ mapped if change.rowwise else momentum @ mapped.mT
-    return stack.summed(image), change.tensors["basis"]  # over all rows, so that every process finds the same rotation
+    return stack.summed(image), change.tensors["basis"]  # summed, so that every process finds the same rotation

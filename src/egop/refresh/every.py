@@ -1,4 +1,4 @@
-"""Every: the basis estimated again every so many steps."""
+"""Every: a basis that is estimated again every so many steps."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, make_plan, plain_name
+from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, plain_name
 from egop.estimation import Distribution, NoGradientError, Objective, Recentered, blocks_of, estimate, estimate_plan
 from egop.formatting import parse_bytes
-from egop.numerics import check_positive
+from egop.numerics import check_positive_int
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 
 
 @dataclass(frozen=True)
 class Every(Refresh):
-    """Estimate the basis again every so many steps, around wherever training has come: the paper's periodic form.
+    """A refresh that estimates the basis again every so many steps, at the current point: the paper's periodic variant.
 
     Args:
-        steps: how many steps lie between two estimates.
-        objective: what to sample gradients of; of the model that is trained itself, not of a copy.
-        rho: where the points are drawn; by default at the current parameters, where gradients differ by their batches.
-        samples: how many points; by default what the structures ask for.
-        partition: which parameters form a block, when the optimizer has no basis to start with.
-        structure: their structure, likewise.
-        memory: what all bases together may take, likewise.
-        moments: what becomes of the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
-        seed: of the sampling; each renewal draws from this and its number.
-        progress: show a progress bar while sampling.
+        every: number of steps between two estimates.
+        objective: the objective whose gradients are sampled. It must use the model that is trained, not a copy.
+        rho: where points are drawn; by default at the current parameters, where gradients differ by their batches.
+        samples: number of points; by default what the structures ask for.
+        partition: which parameters form a block, if the optimizer has no basis to start with.
+        structure: the structure of the blocks, if the optimizer has no basis to start with.
+        memory: memory limit for all bases together, if the optimizer has no basis to start with.
+        moments: what happens to the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
+        seed: seed of the sampling; each renewal combines it with its number.
+        progress: whether to show a progress bar while sampling.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -38,7 +38,7 @@ class Every(Refresh):
         >>> optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3)
     """
 
-    steps: int
+    every: int
     objective: Objective | None = None
     rho: Distribution = Recentered()  # noqa: RUF009 - frozen, so it can be shared
     samples: int | None = None
@@ -50,7 +50,7 @@ class Every(Refresh):
     progress: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("steps", self.steps)
+        check_positive_int("every", self.every)
         check_moments(self.moments)
         check_structure(self.structure)
         if not isinstance(self.objective, Objective):
@@ -59,25 +59,25 @@ class Every(Refresh):
                 "To learn the basis from the training gradients alone, use egop.Online()."
             )
         if self.samples is not None:
-            check_positive("samples", self.samples)
+            check_positive_int("samples", self.samples)
         if not isinstance(self.rho, Distribution):
             raise TypeError(f"rho must be a distribution such as egop.Recentered(), got {self.rho!r}.")
         self.rho.check(self.objective)
 
-    def begin(self, optimizer: Rebasable) -> Refresher:
-        """What keeps count for one optimizer."""
+    def start(self, optimizer: Rebasable) -> Refresher:
+        """Create the refresher for one optimizer."""
         assert self.objective is not None
-        _check_trained(self.objective, optimizer)
-        return _Periodic(self, self.objective)
+        _check_parameters(self.objective, optimizer)
+        return _EveryRefresher(self, self.objective)
 
 
-class _Periodic(Refresher):
+class _EveryRefresher(Refresher):
     def __init__(self, config: Every, objective: Objective) -> None:
         super().__init__()
         self.config, self.objective = config, objective
 
     def before_step(self, optimizer: Rebasable) -> None:
-        if self.steps % self.config.steps == 0 and (self.steps > 0 or not optimizer.blocks):
+        if self.steps % self.config.every == 0 and (self.steps > 0 or not optimizer.blocks):
             self.renew(optimizer)
 
     def after_step(self, optimizer: Rebasable) -> None:
@@ -90,62 +90,59 @@ class _Periodic(Refresher):
         return make_plan(*blocks_of(self.objective, config.partition), config.structure, parse_bytes(config.memory))
 
     def check(self, optimizer: Rebasable) -> None:
-        _check_trained(self.objective, optimizer)
+        _check_parameters(self.objective, optimizer)
 
     def renew(self, optimizer: Rebasable) -> None:
-        config = self.config
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.renewals)
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.renewals)
         self.renewals += 1
-        first = not optimizer.blocks
+        is_first = not optimizer.blocks
         try:
-            if not first:
-                plan = Plan({change.block: change.structure() for change in self._trained(optimizer)}, {}, {})
-                basis = estimate_plan(
-                    self.objective, plan, config.rho, config.samples, generator, "auto", config.progress
-                )
-            else:
-                basis = estimate(
-                    self.objective,
-                    rho=config.rho,
-                    partition=config.partition,
-                    structure=config.structure,
-                    samples=config.samples,
-                    memory=config.memory,
-                    generator=generator,
-                    progress=config.progress,
-                )
+            basis = self._estimate(optimizer, generator)
         except (torch.linalg.LinAlgError, FloatingPointError) as error:
-            self.failed(error)
+            self.count_error(error)
         except NoGradientError as error:
-            if first:  # a mistake; later, a loss that has come to its end
+            if is_first:  # a mistake; later it means that the loss has reached its minimum
                 raise
-            self.failed(error)
+            self.count_error(error)
         else:
-            # A first basis that comes late, after one that failed, finds moments of other coordinates.
-            optimizer.rebase(basis, moments="reset" if first else config.moments)
+            # If an earlier estimate failed, the moments are still those of the original coordinates.
+            optimizer.rebase(basis, moments="reset" if is_first else self.config.moments)
 
-    def _trained(self, optimizer: Rebasable) -> list[ChangeOfBasis]:
-        """The changes of basis of the blocks that train; one that is frozen has no gradient and keeps its basis."""
-        live = self.objective.parameters
-        changes = [block.change for block in optimizer.blocks]
-        return [change for change in changes if all(name in live for name in change.block.parameters)]
+    def _estimate(self, optimizer: Rebasable, generator: torch.Generator) -> Basis:
+        config = self.config
+        if optimizer.blocks:  # a frozen block has no gradient and keeps its basis
+            changes = [block.change for block in optimizer.blocks]
+            live = self.objective.parameters
+            trained = [change for change in changes if all(name in live for name in change.block.parameters)]
+            plan = Plan({change.block: change.structure() for change in trained}, {}, {})
+            return estimate_plan(self.objective, plan, config.rho, config.samples, generator, "auto", config.progress)
+        return estimate(
+            self.objective,
+            rho=config.rho,
+            partition=config.partition,
+            structure=config.structure,
+            samples=config.samples,
+            memory=config.memory,
+            generator=generator,
+            progress=config.progress,
+        )
 
 
-def _check_trained(objective: Objective, optimizer: Rebasable) -> None:
-    """Raise an error for an objective whose parameters stay where they are while others of their names are trained."""
+def _check_parameters(objective: Objective, optimizer: Rebasable) -> None:
+    """Raise an error if the objective has its own copies of parameters that the optimizer trains."""
     objective.check_whole()
     trained = {
         plain_name(name): parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
-    foreign = [
+    copies = [
         f"'{name}'"
         for name, parameter in objective.parameters.items()
-        if name in trained and not _is_one(parameter, trained[name])
+        if name in trained and not _share_memory(parameter, trained[name])
     ]
-    if foreign:
-        listed = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+    if copies:
+        listed = ", ".join(copies[:3]) + (", …" if len(copies) > 3 else "")
         advice = (
             "Give it the tensors that are trained: egop.Objective.from_function(function, tensors)."
             if objective.module is None
@@ -157,8 +154,8 @@ def _check_trained(objective: Objective, optimizer: Rebasable) -> None:
         )
 
 
-def _is_one(tensor: Tensor, trained: Tensor) -> bool:
-    """Whether two tensors have one memory; also where that cannot be told, as of a sharded one and a whole copy."""
+def _share_memory(tensor: Tensor, trained: Tensor) -> bool:
+    """Return True if two tensors share memory, or if that is unknown, as for a sharded tensor and a full copy."""
     if tensor is trained or not type(tensor.data) is type(trained.data) is Tensor:
         return True
     return tensor.untyped_storage().data_ptr() == trained.untyped_storage().data_ptr()

@@ -1,8 +1,7 @@
-"""The statistic: running means of the gradients' Gram matrices, stacked as the blocks are."""
+"""Running means of the gradients' Gram matrices, stacked like the blocks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -11,197 +10,211 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import whole
-from egop.numerics import InPlace, Recorder
+from egop.distributed import to_full
+from egop.numerics import InPlaceGraph, Recorder
 from egop.optimizer import BoundBlock, Stack, Stacks
 
-Place = tuple[Stack, slice]  # some neighbours in a stack
-_GRAM = "gram/"  # before the name of each matrix, where they are saved
+BlockRange = tuple[Stack, slice]  # consecutive blocks of a stack
+_PREFIX = "gram/"  # of the names under which the matrices are saved
 
 
 class GramMatrices:
-    """Of every block that has had a gradient the running means of its Gram matrices.
+    """Running means of the Gram matrices of every block that has received a gradient.
 
-    A gradient whose Gram matrix overflows (beyond 1e19 in float32) makes the next renewal of its block fail; the Gram
-    matrix then starts anew with the gradient after that.
+    If a gradient's Gram matrix overflows (from gradients of 1e19 on in float32), the next renewal of its block fails,
+    and the mean starts again with the gradient after that.
 
     Args:
-        decay: of the running means.
-        grams: what was remembered before, by block name.
-        totals: of these the blocks whose matrices every process has as a whole, not the part of its own rows.
+        decay: the decay of the running means.
+        by_block: the means so far, by block name and tensor of its basis.
+        totals: the blocks among them whose means include the rows of all processes.
     """
 
     def __init__(
-        self, decay: float, grams: Mapping[str, dict[str, Tensor]] | None = None, totals: Iterable[str] = ()
+        self, decay: float, by_block: Mapping[str, dict[str, Tensor]] | None = None, totals: Iterable[str] = ()
     ) -> None:
         self.decay = decay
-        self.grams = dict(grams or {})
+        self.by_block = dict(by_block or {})  # views of the stacked matrices, once these exist
         self._totals = set(totals)
-        self._stacks: dict[Stack, dict[str, Tensor]] = {}  # the same side by side: those above are views of these
-        self._known: Stacks | None = None  # whose stacks these are
-        self._add = InPlace(add, Recorder())
+        self._stacks: Stacks | None = None
+        self._stacked: dict[Stack, dict[str, Tensor]] = {}  # of the stacks that can be renewed
+        self._flat: dict[Stack, dict[str, Tensor]] = {}  # the same with one batch dimension
+        self._all_seen: set[Stack] = set()  # stacks in which every block has received a gradient
+        self._add = InPlaceGraph(add_gradients, Recorder())
 
-    def move_to(self, stacks: Stacks) -> None:
-        """Lie side by side as the blocks do now; to be called before anything else is done with stacks."""
-        if self._known is stacks:
+    def follow(self, stacks: Stacks) -> None:
+        """Arrange the matrices like these stacks. Must be called before any method that is given a stack."""
+        if self._stacks is stacks:
             return
-        self._stacks = {stack: self._stacks.get(stack) or self._laid_out(stack) for stack in stacks}
-        self._known = stacks
+        self._stacked = {stack: self._arrange(stack) for stack in stacks if stack.change.is_renewable()}
+        self._flat = {
+            stack: {key: gram.flatten(0, -3) for key, gram in grams.items()} for stack, grams in self._stacked.items()
+        }
+        self._stacks = stacks
+        self._find_all_seen()
 
-    def observe(self, stacks: Stacks) -> None:
-        """Take the gradients of a step into the running means."""
-        active = [stack for stack in stacks if stack.active and stack.change.is_renewable()]
-        steady = [stack for stack in active if stacks.still and self._is_steady(stack)]
-        if steady:
-            parts = [(stack.change, stack.gradients, self.of(stack)) for stack in steady]
-            tensors = [tensor for _, gradients, grams in parts for tensor in (*gradients, *grams.values())]
-            self._add.of(tensors, parts, self.decay)
-        for stack in active:
-            if stack not in steady:
-                self._observe(stack)
+    def update(self) -> None:
+        """Add the gradients of a step to the running means."""
+        assert self._stacks is not None
+        whole_stacks = []
+        for stack, grams in self._flat.items():
+            if stack in self._all_seen and len(stack.active) == len(stack.blocks):
+                whole_stacks.append((stack.change, stack.gradients, grams))
+            elif stack.active:
+                self._update_blocks(stack)
+        if self._stacks.still and whole_stacks:  # gradients are at the same addresses in every step
+            tensors = [tensor for _, gradients, grams in whole_stacks for tensor in (*gradients, *grams.values())]
+            self._add.run(tensors, whole_stacks, self.decay)
+        else:
+            add_gradients(whole_stacks, self.decay)
 
-    def of(self, stack: Stack) -> dict[str, Tensor]:
-        """The Gram matrices of a stack's blocks."""
-        return self._stacks[stack]
+    def stacked(self, stack: Stack) -> dict[str, Tensor]:
+        """Return the Gram matrices of a stack's blocks."""
+        return self._stacked[stack]
 
-    def places(self, stack: Stack, wanted: Iterable[int] | None = None) -> Iterator[Place]:
-        """Of these blocks of a stack, or all that are trained, those that have had a gradient, neighbours together."""
-        indices = [i for i, block in enumerate(stack.blocks) if block.is_trained] if wanted is None else wanted
-        chosen = [index for index in indices if stack.blocks[index].name in self.grams]
+    def find_ranges(self, stack: Stack, indices: Iterable[int] | None = None) -> Iterator[BlockRange]:
+        """Yield the blocks that have received a gradient, among the given ones or all that are trained."""
+        if indices is None:
+            indices = [index for index, block in enumerate(stack.blocks) if block.is_trained]
+        chosen = [index for index in indices if stack.blocks[index].name in self.by_block]
         for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
             members = [index for _, index in run]
             yield stack, slice(members[0], members[-1] + 1)
 
     def has_seen(self, block: BoundBlock) -> bool:
-        """Whether a block has had a gradient, in the structure that it has now."""
-        grams = self.grams.get(block.name, {})
-        return {key: gram.shape for key, gram in grams.items()} == {
-            key: torch.Size((*basis.shape[:-1], basis.shape[-2])) for key, basis in block.change.tensors.items()
-        }
+        """Return True if the block has received a gradient in its present structure."""
+        shapes = {key: gram.shape for key, gram in self.by_block.get(block.name, {}).items()}
+        return shapes == _gram_shapes(block.change)
 
     def traces(self, stack: Stack) -> list[float]:
-        """The trace of one Gram matrix of each block: zero without any gradient."""
-        gram = next(iter(self.of(stack).values()))
+        """Return the trace of one Gram matrix of each block, which is zero if all its gradients were zero."""
+        gram = next(iter(self._stacked[stack].values()))
         traces: list[float] = stack.summed(gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1)).tolist()
         return traces
 
     def forget(self, names: Iterable[str]) -> None:
-        """Start anew with the next gradient of these blocks."""
+        """Start again with the next gradient of these blocks."""
         for name in names:
-            del self.grams[name]
+            del self.by_block[name]
+        self._find_all_seen()
 
-    def saved(self, stack: Stack, *, complete: bool) -> list[dict[str, Tensor]]:
-        """Return the Gram matrices of each block of a stack.
+    def export(self, stack: Stack, *, complete: bool) -> list[dict[str, Tensor]]:
+        """Return the tensors to save for each block of a stack.
 
         Args:
             stack: the stack.
             complete: whether to sum the parts of all processes that hold rows of a block. The first process then keeps
-                the sum and the others start from zero, as after loading: so a resumed run rounds as this one does.
+                the sum and the others continue from zero, as after loading, so that a resumed run rounds like this one.
                 Otherwise return views of the local part.
         """
-        known = [self.grams[block.name] if self.has_seen(block) else zeros_for(block.change) for block in stack.blocks]
+        exported = [
+            self.by_block[block.name] if self.has_seen(block) else _zero_grams(block.change) for block in stack.blocks
+        ]
         if complete and stack.by_rows:
-            if not stack.is_first:  # what is here as a whole is there, too
-                names = [block.name for block in stack.blocks]
-                known = [
-                    {key: torch.zeros_like(gram) for key, gram in grams.items()} if name in self._totals else grams
-                    for name, grams in zip(names, known, strict=True)
+            if not stack.is_first:  # totals are held by the first process, too
+                exported = [
+                    _zero_grams(block.change) if block.name in self._totals else grams
+                    for block, grams in zip(stack.blocks, exported, strict=True)
                 ]
-            sums = {key: stack.summed(torch.stack([grams[key] for grams in known])) for key in known[0]}
-            known = [{key: total[index] for key, total in sums.items()} for index in range(len(known))]
-            for block, totals in zip(stack.blocks, known, strict=True):
+            sums = {key: stack.summed(torch.stack([grams[key] for grams in exported])) for key in exported[0]}
+            exported = [{key: total[index] for key, total in sums.items()} for index in range(len(exported))]
+            for block, totals in zip(stack.blocks, exported, strict=True):
                 if block.name not in self._totals and self.has_seen(block):
-                    for key, gram in self.grams[block.name].items():
+                    for key, gram in self.by_block[block.name].items():
                         gram.copy_(totals[key] if stack.is_first else torch.zeros_like(gram))
-        return [{f"{_GRAM}{key}": gram for key, gram in grams.items()} for grams in known]
+        return [{f"{_PREFIX}{key}": gram for key, gram in grams.items()} for grams in exported]
 
-    def loaded(
-        self, memories: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock], seen: Collection[str]
+    @classmethod
+    def load(
+        cls,
+        decay: float,
+        states: Mapping[str, Mapping[str, Tensor]],
+        blocks: Sequence[BoundBlock],
+        seen: Collection[str],
     ) -> GramMatrices:
-        """A statistic that goes on from what was saved; an error where that does not fit the blocks.
+        """Continue from a saved state; raise ValueError if it does not fit the blocks.
 
         Args:
-            memories: what :meth:`saved` gave, by block name.
+            decay: the decay of the running means.
+            states: what :meth:`export` returned, by block name.
             blocks: the blocks.
-            seen: the names of those that had had a gradient.
+            seen: the names of those that had received a gradient.
         """
-        grams = {}
+        by_block = {}
         for block in blocks:
-            if missing := [key for key in block.change.tensors if f"{_GRAM}{key}" not in memories[block.name]]:
+            if missing := [key for key in block.change.tensors if f"{_PREFIX}{key}" not in states[block.name]]:
                 where = f"Gram matrix '{missing[0]}' of block '{block.name}'"
                 raise ValueError(f"The state dict is incomplete or damaged: it has no {where}.")
-            matrices = {key: whole(memories[block.name][f"{_GRAM}{key}"]) for key in block.change.tensors}
-            shapes = {key: gram.shape for key, gram in zeros_for(block.change).items()}
-            if {key: gram.shape for key, gram in matrices.items()} != shapes:
-                raise ValueError(f"The Gram matrices of block '{block.name}' in the state dict have other shapes.")
+            grams = {key: to_full(states[block.name][f"{_PREFIX}{key}"]) for key in block.change.tensors}
+            shapes, expected = {key: gram.shape for key, gram in grams.items()}, _gram_shapes(block.change)
+            if shapes != expected:
+                raise ValueError(
+                    f"The Gram matrices of block '{block.name}' in the state dict have the wrong shapes: expected "
+                    f"{_list_shapes(expected)}, got {_list_shapes(shapes)}."
+                )
             if block.name in seen:
-                grams[block.name] = {key: gram.to(block.device, copy=True) for key, gram in matrices.items()}
-        return GramMatrices(self.decay, grams, totals=grams)
+                by_block[block.name] = {key: gram.to(block.device, copy=True) for key, gram in grams.items()}
+        return cls(decay, by_block, totals=by_block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: stacks and recordings belong to the optimizer of this one."""
-        return self.__dict__ | {"_stacks": {}, "_known": None, "_add": InPlace(add, Recorder())}
+        """Leave out of copies the stacks and recordings, which belong to this optimizer."""
+        own: dict[str, Any] = {"_stacks": None, "_stacked": {}, "_flat": {}, "_all_seen": set()}
+        return self.__dict__ | own | {"_add": InPlaceGraph(add_gradients, Recorder())}
 
-    def _laid_out(self, stack: Stack) -> dict[str, Tensor]:
-        """What is remembered of the blocks of a new stack, side by side; that of another structure is dropped."""
-        if not stack.change.is_renewable():
-            return {}
-        grams = zeros_for(stack.change)
+    def _arrange(self, stack: Stack) -> dict[str, Tensor]:
+        """Stack the matrices of a new stack's blocks; drop those of another structure."""
+        stacked = _zero_grams(stack.change)
         for index, block in enumerate(stack.blocks):
             if not self.has_seen(block):
-                self.grams.pop(block.name, None)
-            for key, gram in self.grams.get(block.name, {}).items():
-                self.grams[block.name][key] = grams[key][index].copy_(gram)
+                self.by_block.pop(block.name, None)
+            for key, gram in self.by_block.get(block.name, {}).items():
+                self.by_block[block.name][key] = stacked[key][index].copy_(gram)
                 if block.name in self._totals and stack.by_rows and not stack.is_first:
-                    grams[key][index].zero_()
+                    stacked[key][index].zero_()
             self._totals.discard(block.name)
-        return grams
+        return stacked
 
-    def _is_steady(self, stack: Stack) -> bool:
-        """Whether all blocks have a gradient, and have had one."""
-        return len(stack.active) == len(stack.blocks) and all(block.name in self.grams for block in stack.blocks)
+    def _find_all_seen(self) -> None:
+        self._all_seen = {
+            stack for stack in self._stacked if all(block.name in self.by_block for block in stack.blocks)
+        }
 
-    def _observe(self, stack: Stack) -> None:
-        grams = self.of(stack)
+    def _update_blocks(self, stack: Stack) -> None:
+        """Update the blocks that have a gradient: at once if all of them have their first one, else one by one."""
+        stacked = self._stacked[stack]
         names = [stack.blocks[index].name for index in stack.active]
-        known = [name in self.grams for name in names]
-        together = len(names) == len(stack.blocks) and len(set(known)) == 1
-        for place in [slice(None)] if together else [slice(k, k + 1) for k in range(len(names))]:
+        known = [name in self.by_block for name in names]
+        at_once = len(names) == len(stack.blocks) and not any(known)
+        for place in [slice(None)] if at_once else [slice(k, k + 1) for k in range(len(names))]:
             first = stack.active[place][0]
-            members = slice(None) if together else slice(first, first + 1)
-            # The mean starts at the first gradient's own Gram matrix.
-            decay = self.decay if known[place][0] else 0.0
+            members = slice(None) if at_once else slice(first, first + 1)
+            decay = self.decay if known[place][0] else 0.0  # a mean starts with the Gram matrix of the first gradient
             gradients = [gradient[place] for gradient in stack.gradients]
-            part = {key: gram[members] for key, gram in grams.items()}
-            add([(stack.change.part(members), gradients, part)], decay)
+            grams = {key: gram[members].flatten(0, -3) for key, gram in stacked.items()}
+            add_gradients([(stack.change.part(members), gradients, grams)], decay)
         if not all(known):
             for name, index in zip(names, stack.active, strict=True):
-                self.grams.setdefault(name, {key: gram[index] for key, gram in grams.items()})
+                self.by_block.setdefault(name, {key: gram[index] for key, gram in stacked.items()})
+            self._find_all_seen()
 
 
-def add(parts: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:
-    """Take gradients into running means of Gram matrices."""
-    for change, gradients, grams in parts:
+def add_gradients(stacks: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:
+    """Add stacked gradients to running means of Gram matrices, which have one batch dimension."""
+    for change, gradients, grams in stacks:
         rows = change.rows(gradients)
         assert rows is not None
         for key, gram in grams.items():
-            one_by_one = rows[key].flatten(0, -3)  # of every matrix of every block
-            gram.flatten(0, -3).baddbmm_(one_by_one.mT, one_by_one, beta=decay, alpha=1 - decay)
+            matrices = rows[key].flatten(0, -3)
+            gram.baddbmm_(matrices.mT, matrices, beta=decay, alpha=1 - decay)
 
 
-def along(gram: Tensor, basis: Tensor) -> Tensor:
-    """What Gram matrices hold along the columns of bases, descending, in float64: eigenvalues of a current basis."""
-    held = ((gram @ basis) * basis).sum(-2, dtype=torch.float64).clamp_min(0)
-    return held.sort(dim=-1, descending=True).values
+def _gram_shapes(change: ChangeOfBasis) -> dict[str, torch.Size]:
+    return {key: torch.Size((*basis.shape[:-1], basis.shape[-2])) for key, basis in change.tensors.items()}
 
 
-def zeros_for(change: ChangeOfBasis) -> dict[str, Tensor]:
-    """Gram matrices of no gradients at all, for a basis or stacked ones."""
-    return {key: basis.new_zeros(*basis.shape[:-1], basis.shape[-2]) for key, basis in change.tensors.items()}
+def _zero_grams(change: ChangeOfBasis) -> dict[str, Tensor]:
+    return {key: change.tensors[key].new_zeros(shape) for key, shape in _gram_shapes(change).items()}
 
 
-def renewal_cost(stack: Stack) -> int:
-    """What the renewal of one of its blocks takes, roughly."""
-    if not stack.change.is_renewable():
-        return 0
-    return sum(math.prod(tensor.shape[1:-2]) * tensor.shape[-2] ** 3 for tensor in stack.change.tensors.values())
+def _list_shapes(shapes: Mapping[str, torch.Size]) -> str:
+    return ", ".join(f"{key} {tuple(shape)}" for key, shape in shapes.items())

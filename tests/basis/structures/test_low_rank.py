@@ -8,7 +8,7 @@ import torch
 import cases
 import egop
 from cases import MLP
-from egop.numerics.linalg import random_orthonormal
+from egop.numerics import random_orthonormal
 from explicit import basis_of, identical, logistic
 
 WEIGHT = cases.block("weight", weight=(4, 5))

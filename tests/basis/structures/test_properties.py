@@ -36,11 +36,11 @@ def structures(draw, block):
         egop.Full(route=draw(st.sampled_from(["auto", "eigh", "svd"]))),
         egop.Auxiliary(rank, power_iterations=draw(st.integers(0, 3))),
         egop.Reduced(rank, keep_rest=draw(st.booleans())),
-        egop.RandomRotation(draw(st.integers(0, 5))),
-        egop.RandomRotation(like=egop.Reduced(rank)),
+        egop.extras.RandomRotation(draw(st.integers(0, 5))),
+        egop.extras.RandomRotation(like=egop.Reduced(rank)),
     ]
     if len(block.shapes) == 1 and len(block.shapes[0]) > 1:
-        options += [egop.Shared(), egop.Kronecker(), egop.RandomRotation(like=egop.Shared())]
+        options += [egop.Shared(), egop.Kronecker(), egop.extras.RandomRotation(like=egop.Shared())]
     return draw(st.sampled_from(options))
 
 

@@ -72,9 +72,9 @@ by_storage = pytest.mark.parametrize("inputs_first", [False, True], ids=["output
     [
         lambda structure: egop.Online(every=1, structure=structure),
         lambda structure: egop.Online(every=3, structure=structure, spread=False),
-        lambda structure: egop.WhenDrifted(check_every=2, tolerance=1e-4, structure=structure),
+        lambda structure: egop.Online(every=2, tolerance=1e-4, structure=structure),
     ],
-    ids=["Online", "all at once", "WhenDrifted"],
+    ids=["Online", "all at once", "drifted"],
 )
 def test_experts_in_one_parameter_are_trained_as_experts_apart(refresh, structure, inputs_first):
     found = []
@@ -107,7 +107,7 @@ def change_of(structure, inputs_first, seed=0):
     shape = (EXPERTS, INPUTS, OUTPUTS) if inputs_first else (EXPERTS, OUTPUTS, INPUTS)
     tensors = {"w": torch.zeros(shape, dtype=torch.float64)}
     block = Block.of("w", tensors, (int(inputs_first),), (1,))
-    _, change = egop.RandomRotation(seed, like=structure).accumulator(block).finish()
+    _, change = egop.extras.RandomRotation(seed, like=structure).accumulator(block).finish()
     one = Block.of("w", {"w": torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)})
     singles = [structure.change(one, {key: each[i] for key, each in change.tensors.items()}) for i in range(EXPERTS)]
     return change, singles

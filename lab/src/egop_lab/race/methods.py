@@ -1,24 +1,26 @@
 """Build the optimizer of each method.
 
-Every method steps the hidden matrices; AdamW with betas ``(0.9, beta2 of the task)`` steps everything else
-(embeddings, head, norms), with the same learning rate and weight decay.
+Every method steps the hidden weights; AdamW with betas ``(0.9, beta2 of the task)`` steps everything else (embeddings,
+head, norms), with the same learning rate and weight decay. AdamW and SGD as methods step all parameters.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 import egop
+from egop.optim import PolarAdam
 from egop_lab.muon import Muon, NorMuon
 
 BASELINE = "AdamW"
+_MEMORY = "8GiB"  # for all bases: no method is to lack one
+_SMALLER = egop.Shared(side="smaller")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class Setup:
         lr: learning rate.
         beta: the method's tuned decay.
         beta2: AdamW's, for all other parameters.
-        weight_decay: decoupled, for all parameters.
+        weight_decay: decoupled, for all parameters; SGD's is not.
+        seed: of a random rotation.
     """
 
     model: nn.Module
@@ -40,6 +43,7 @@ class Setup:
     beta: float
     beta2: float
     weight_decay: float
+    seed: int
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -53,11 +57,7 @@ class Setup:
 
 
 class Together(Optimizer):
-    """Optimizers that step as one, each with its own parameters; its groups are theirs.
-
-    Args:
-        *parts: the optimizers.
-    """
+    """Optimizers that step as one, each with its own parameters; its groups are theirs."""
 
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -74,30 +74,64 @@ def build_adamw(setup: Setup) -> Optimizer:
     return AdamW(setup.model.parameters(), **setup.shared, **setup.adamw(setup.beta))
 
 
-def build_stacked(kind: Callable[..., Optimizer], setup: Setup) -> Optimizer:
-    """Build an optimizer for the hidden matrices, with AdamW outside; ``beta`` is its momentum."""
+def build_sgd(setup: Setup) -> Optimizer:
+    """Build SGD for all parameters; ``beta`` is its momentum."""
+    return SGD(setup.model.parameters(), momentum=setup.beta, **setup.shared)
+
+
+def build_beside(setup: Setup, kind: Callable[..., Optimizer], **options: Any) -> Optimizer:
+    """Build an optimizer for the hidden weights, with AdamW outside."""
     parameters = dict(setup.model.named_parameters())
     hidden = [parameters.pop(name) for name in setup.hidden]
-    inside = kind(hidden, momentum=setup.beta, **setup.shared)
+    inside = kind(hidden, **setup.shared, **options)
     return Together(inside, AdamW(parameters.values(), **setup.shared, **setup.adamw(setup.beta2)))
+
+
+def build_rotated(setup: Setup, kind: type[Optimizer], basis: Any = None, **options: Any) -> Optimizer:
+    """Build an optimizer in the coordinates of a basis or of one that ``refresh`` keeps current, with AdamW outside."""
+    outside = AdamW, setup.adamw(setup.beta2)
+    return egop.ReparameterizedOptimizer(setup.model, kind, basis, outside=outside, **setup.shared, **options)
+
+
+def refresh_online(setup: Setup, structure: egop.Structure, every: int) -> egop.Online:
+    """Return the refresh for bases of the hidden weights from their gradients."""
+    return egop.Online(every=every, structure=dict.fromkeys(setup.hidden, structure), spread=False, memory=_MEMORY)
 
 
 def build_soap(setup: Setup) -> Optimizer:
     """Build SOAP in our fast form: AdamW in two-sided eigenbases, refreshed every 10 steps; ``beta`` is its beta2."""
-    structure = dict.fromkeys(setup.hidden, egop.Kronecker())
-    return egop.ReparameterizedOptimizer(
-        setup.model,
-        torch.optim.AdamW,
-        refresh=egop.Online(every=10, structure=structure, spread=False, memory="8GiB"),
-        outside=(AdamW, setup.adamw(setup.beta2)),
-        betas=(0.95, setup.beta),
-        **setup.shared,
-    )
+    refresh = refresh_online(setup, egop.Kronecker(), every=10)
+    return build_rotated(setup, torch.optim.AdamW, refresh=refresh, betas=(0.95, setup.beta))
+
+
+def build_package_soap(setup: Setup) -> Optimizer:
+    """Build SOAP of the package pytorch_optimizer, for times only."""
+    from pytorch_optimizer import SOAP
+
+    return build_beside(setup, SOAP, betas=(0.95, setup.beta), precondition_frequency=10)
+
+
+def build_egop(setup: Setup) -> Optimizer:
+    """Build what egop.EGOP is, with the outside betas of every other arm; ``beta`` is PolarAdam's beta2."""
+    return build_rotated(setup, PolarAdam, refresh=refresh_online(setup, _SMALLER, every=20), betas=(0.9, setup.beta))
+
+
+def build_random(setup: Setup) -> Optimizer:
+    """Build EGOP's control: the same in a random rotation of the same structure, which stays as it is."""
+    structure = dict.fromkeys(setup.hidden, egop.extras.RandomRotation(seed=setup.seed, like=_SMALLER))
+    objective = egop.Objective(setup.model, lambda model, batch: torch.zeros(()), [None])  # no gradient is sampled
+    basis = egop.estimate(objective, rho=egop.Initialization(), structure=structure, memory=_MEMORY, progress=False)
+    return build_rotated(setup, PolarAdam, basis, betas=(0.9, setup.beta))
 
 
 METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     BASELINE: build_adamw,
-    "Muon": functools.partial(build_stacked, Muon),
-    "NorMuon": functools.partial(build_stacked, NorMuon),
+    "Muon": lambda setup: build_beside(setup, Muon, momentum=setup.beta),
+    "NorMuon": lambda setup: build_beside(setup, NorMuon, momentum=setup.beta),
     "SOAP": build_soap,
+    "SGD": build_sgd,
+    "PolarAdam": lambda setup: build_beside(setup, PolarAdam, betas=(0.9, setup.beta)),
+    "EGOP": build_egop,
+    "EGOP, random rotation": build_random,
+    "SOAP, package": build_package_soap,
 }

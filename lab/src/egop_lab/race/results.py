@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from egop_lab.race.tasks import Run, Task
 from egop_lab.race.tune import (
-    Choice,
     final_runs,
     list_variants,
     plan_longer,
@@ -63,29 +62,29 @@ def describe(task: Task, methods: Sequence[str], records: Records, baseline: str
                 if not math.isnan(median := tuning.median(rate=tuning.best, **{name: value})):
                     lines.append(f"{'':8} {name} {value} instead of {getattr(tuning.base, name)}: {median:.4f}")
     _, choices = plan_tuning(task, methods, losses)
-    reference = _test_losses(final_runs(task, baseline, choices[baseline]), records) if baseline in choices else None
+    reference = final_runs(task, choices[baseline]) if baseline in choices else []
     for method, choice in choices.items():
-        lines += _describe_final(f"{method} {choice}", final_runs(task, method, choice), records, reference)
+        lines.append(_describe_final(method, final_runs(task, choice), reference, records))
     for multiple in task.multiples if baseline in choices else ():
-        rate = plan_longer(task, baseline, multiple, choices[baseline], losses)
-        if isinstance(rate, int):
-            choice = Choice(**{**vars(choices[baseline]), "rate": rate})
-            runs = final_runs(task, baseline, choice, multiple)
-            lines += _describe_final(f"{baseline} x {multiple:g}, rate {rate}", runs, records, reference)
+        longer = plan_longer(task, choices[baseline], multiple, losses)
+        if isinstance(longer, Run):
+            runs = final_runs(task, longer, multiple)
+            lines.append(_describe_final(f"{baseline} x {multiple:g}", runs, reference, records))
     return lines
 
 
-def _test_losses(runs: Iterable[Run], records: Records) -> list[float] | None:
-    found = [records[run]["test"] if run in records else None for run in runs]
-    return None if None in found else [loss for loss in found if loss is not None]
-
-
-def _describe_final(name: str, runs: list[Run], records: Records, reference: list[float] | None) -> list[str]:
-    losses = _test_losses(runs, records)
-    if losses is None:
-        return [f"{name}: {sum(run in records for run in runs)} of {len(runs)} final runs, or one diverged"]
-    line = f"{name}: test loss {{:.4f}} +- {{:.4f}}".format(*interval(losses))
-    if reference is not None and reference != losses:
-        differences = [loss - other for loss, other in zip(losses, reference, strict=True)]
-        line += ", minus the baseline {:+.4f} +- {:.4f}".format(*interval(differences))
-    return [line]
+def _describe_final(name: str, runs: Sequence[Run], reference: Sequence[Run], records: Records) -> str:
+    """Return the mean test loss and its difference to the reference at the seeds that both have, with intervals."""
+    losses = {run.seed: records[run]["test"] for run in runs if run in records}
+    others = {run.seed: records[run]["test"] for run in reference if run in records}
+    run = runs[0]
+    line = f"{name}: lr {run.lr:.2e}, beta {run.beta:g}, warm-up {run.warmup}, clip {run.clip}; "
+    line += f"{len(losses)} of {len(runs)} seeds"
+    if not losses or None in losses.values():
+        return f"{line}{', some diverged' if losses else ''}"
+    line += ", test loss {:.4f} +- {:.4f}".format(*interval(list(losses.values())))
+    shared = [seed for seed in losses if others.get(seed) is not None]
+    if shared and runs != reference:
+        differences = [losses[seed] - others[seed] for seed in shared]
+        line += ", minus the baseline {:+.4f} +- {:.4f} ({} seeds)".format(*interval(differences), len(shared))
+    return line

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from egop_lab.race.results import describe, load_records
-from egop_lab.race.tasks import TASKS, Run
+from egop_lab.race.tasks import METHOD_NAMES, RIVALS, TASKS, Run, Task
 from egop_lab.race.tune import plan, read_losses
 
-_METHODS = ("AdamW", "Muon", "NorMuon", "SOAP")
 _MOST_FAILURES = 5
 _START_SECONDS = 45  # imports, data, CUDA graphs and the compilation of kernels, once per worker
 
@@ -38,7 +37,8 @@ def work(connection: Connection, folder: str | None, device_name: str, info: Map
     """Make the runs that arrive over a connection, until it closes or a run fails."""
     import torch
 
-    from egop_lab.race.train import configure_torch, make_problem, train
+    from egop_lab.race.problems import make_problem
+    from egop_lab.race.train import configure_torch, train
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))
     device = torch.device(device_name)
@@ -99,8 +99,8 @@ class Race:
     """Decides which runs are made, hands them to workers, and writes their records.
 
     Args:
-        tasks: names of the tasks, in order.
-        methods: which methods race.
+        tasks: the tasks, in order.
+        methods: which methods race, on the tasks that know them.
         paths: files with earlier records.
         out: file to which new records are appended.
         workers: how many processes share the device.
@@ -111,7 +111,7 @@ class Race:
     def __init__(
         self,
         *,
-        tasks: Sequence[str],
+        tasks: Sequence[Task],
         methods: Sequence[str],
         paths: Sequence[Path],
         out: Path,
@@ -124,7 +124,7 @@ class Race:
         self.records = load_records(*paths, out)
         self.losses = read_losses(self.records.values())
         self.failed: dict[Run, str] = {}
-        self.time_steps: dict[tuple[str, str], float] = {}
+        self.step_seconds: dict[tuple[str, str], float] = {}
         self.made = 0
         self.workers = [Worker(*settings) for _ in range(workers)]
 
@@ -166,14 +166,14 @@ class Race:
 
     def queue(self) -> list[Run]:
         """Return the runs that the rules ask for now, task by task."""
-        return [run for name in self.tasks for run in plan(TASKS[name], self.methods, self.losses)]
+        return [run for task in self.tasks for run in plan(task, pick_methods(task, self.methods), self.losses)]
 
     def estimate(self, run: Run, worker: Worker) -> float:
         """Estimate the seconds that a run takes, generously."""
-        known = self.time_steps.get((run.task, run.method)) or max(
-            (seconds for (task, _), seconds in self.time_steps.items() if task == run.task), default=0.0
+        known = self.step_seconds.get((run.task, run.method)) or max(
+            (seconds for (task, _), seconds in self.step_seconds.items() if task == run.task), default=0.0
         )
-        step = known or TASKS[run.task].time_steps * len(self.workers)
+        step = known or TASKS[run.task].step_seconds * len(self.workers)
         return 1.3 * step * run.steps + 1 + (_START_SECONDS if worker.is_new and self.budget < math.inf else 0)
 
     def _take_back(self, worker: Worker) -> None:
@@ -188,13 +188,18 @@ class Race:
         self.records[run] = record
         self.losses |= read_losses([record])
         self.made += 1
-        self.time_steps[run.task, run.method] = record["seconds"] / run.steps
+        self.step_seconds[run.task, run.method] = record["seconds"] / run.steps
         loss = "diverged" if record["diverged"] else f"val {record['validation']:.4f}"
         test = "" if record["test"] is None else f", test {record['test']:.4f}"
         self._say(f"{format_run(run)}: {loss}{test}, {record['seconds']:.1f} s")
 
     def _say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:6.1f} s, {self.made} done] {text}", flush=True)
+
+
+def pick_methods(task: Task, methods: Sequence[str]) -> list[str]:
+    """Return the methods that a task knows."""
+    return [method for method in methods if method in task.guesses]
 
 
 def format_run(run: Run) -> str:
@@ -223,7 +228,7 @@ def _drop_nonfinite(value: Any) -> Any:
 
 
 def describe_code() -> dict[str, str]:
-    """Return a hash of the source files that decide what a run computes and, in a git repository, the commit."""
+    """Return a hash of the source files that decide what a run computes and, in a clean git checkout, the commit."""
     lab = Path(__file__).parents[1]
     root = lab.parents[2]
     places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "muon.py"]
@@ -231,7 +236,9 @@ def describe_code() -> dict[str, str]:
     found = {"source": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        found["commit"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not commit.endswith("-dirty"):
+            found["commit"] = commit
     return found
 
 
@@ -272,7 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description="Make the runs of the race that are still missing.")
     parser.add_argument("--tasks", nargs="+", required=True, choices=list(TASKS), help="tasks to race, in order")
-    parser.add_argument("--methods", nargs="+", default=list(_METHODS), help=f"default: {' '.join(_METHODS)}")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(RIVALS), choices=METHOD_NAMES, help=f"default: {' '.join(RIVALS)}"
+    )
     parser.add_argument("--data", help="folder with the data")
     parser.add_argument("--records", nargs="*", type=Path, default=[], help="files with earlier records")
     parser.add_argument("--out", type=Path, help="file to which new records are appended")
@@ -285,14 +294,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.show and options.out is None:
         parser.error("--out is needed, unless --show is given")
     records = [*options.records, *([options.out] if options.out else [])]
+    tasks = [TASKS[name] for name in options.tasks]
     good = True
     if not options.show:
         os.environ["TQDM_DISABLE"] = "1"  # workers print nothing of their own
         began = time.monotonic()
         info = {**describe_code(), "workers": options.workers}
+        for task in tasks:
+            if task.data == "code":
+                from egop_lab.race.data import prepare_tokens
+
+                prepare_tokens(options.data, task.model["vocabulary"])  # once, not in every worker
         with share_gpu(options.mps):
             race = Race(
-                tasks=options.tasks,
+                tasks=tasks,
                 methods=options.methods,
                 paths=options.records,
                 out=options.out,
@@ -303,8 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good = race.go()
         print(f"{race.made} runs made, {len(race.failed)} failed, {len(race.queue())} wanted next", flush=True)
     found = load_records(*records)
-    for name in options.tasks:
-        print("\n".join(describe(TASKS[name], options.methods, found)), flush=True)
+    for task in tasks:
+        print("\n".join(describe(task, pick_methods(task, options.methods), found)), flush=True)
     return 0 if good else 1
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+RIVALS = ("AdamW", "Muon", "NorMuon", "SOAP", "SGD")
 TUNING_SEEDS = (10000, 10001, 10002)
-CLIPS = (None, 1.0)  # largest gradient norm: the base value, and the one that is tried against it
 DECAY = 0.4  # part of the run over which the learning rate falls to 0
 
 
@@ -21,7 +21,7 @@ class Run:
         steps: length of the run.
         seed: of the initialisation and of the batches; the same for all methods.
         rate: place of the learning rate on the grid, see :attr:`lr`.
-        beta: the method's decay that is tuned: AdamW's and SOAP's beta2, Muon's and NorMuon's momentum.
+        beta: the method's decay that is tuned: the momentum of Muon, NorMuon and SGD, beta2 of the others.
         warmup: steps over which the learning rate rises.
         clip: largest gradient norm; None for no clipping.
     """
@@ -46,106 +46,149 @@ class Run:
         return self.seed in TUNING_SEEDS
 
 
-# The base value of each method's tuned decay on text, and the one that is tried against it. The outside AdamW keeps
-# (0.9, 0.95) in every arm but AdamW's own, where it is the whole optimizer.
-TEXT_BETAS = {"AdamW": (0.95, 0.99), "Muon": (0.95, 0.9), "NorMuon": (0.95, 0.9), "SOAP": (0.95, 0.99)}
+# The base value of each method's tuned decay, and the one that is tried against it. The outside AdamW keeps the task's
+# beta2 in every arm but AdamW's own, where it is the whole optimizer.
+_MATRICES = {"Muon": (0.95, 0.9), "NorMuon": (0.95, 0.9)}
+_ADAMS = ("AdamW", "SOAP", "PolarAdam", "EGOP", "EGOP, random rotation")
+TEXT_BETAS = {**dict.fromkeys(_ADAMS, (0.95, 0.99)), **_MATRICES}
+IMAGE_BETAS = {**dict.fromkeys(_ADAMS, (0.99, 0.999)), **_MATRICES, "SGD": (0.9, 0.95)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, its data, and where tuning starts.
 
+    Of a hyper-parameter that has one value only, no other is tried.
+
     Attributes:
         name: as in records. Give a task a new name when a setting changes that changes its results.
-        data: ``"wikitext-2"``, or ``"synthetic"`` for tests.
-        model: sizes of the model.
-        batch: windows (or images) in a batch.
+        data: ``"wikitext-2"``, ``"code"`` or ``"imagenette"``, or ``"synthetic"`` for tests.
+        network: ``"gpt"``, ``"resnet"`` or ``"vit"``.
+        model: arguments of the model.
+        batch: windows or images in a batch.
         steps: length of a run.
         seeds: how many final runs each method gets.
         guesses: by method, the place of the learning rate on the grid at which tuning starts.
-        betas: by method, the two values of its tuned decay, the base value first.
-        warmups: the two values of the warm-up in steps, the base value first.
+        betas: by method, the values of its tuned decay, the base value first.
+        warmups: the values of the warm-up in steps, the base value first.
+        clips: the values of the largest gradient norm, the base value first.
+        room: how many tried rates the best one must have on both sides.
+        tuning_steps: length of tuning runs, if they are shorter.
         beta2: AdamW's, for the parameters that the method itself does not step.
         weight_decay: decoupled, for all parameters.
         multiples: further lengths at which AdamW runs, as multiples of ``steps``.
         evaluations: how many times a run is evaluated on the validation part.
         windows: how many validation windows are used for that; the end of a run is evaluated on all.
+        crop: side of the images that the model sees.
+        compiled: train with ``torch.compile`` rather than with a CUDA graph.
         step_seconds: rough time of a step on an H200, to plan the first runs of a slice.
     """
 
     name: str
     data: str
-    model: Mapping[str, int]
+    network: str = "gpt"
+    model: Mapping[str, Any]
     batch: int
     steps: int
     seeds: int
     guesses: Mapping[str, int]
-    betas: Mapping[str, tuple[float, float]] = field(default_factory=lambda: TEXT_BETAS)
-    warmups: tuple[int, int] = (50, 100)
+    betas: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: TEXT_BETAS)
+    warmups: tuple[int, ...] = (50, 100)
+    clips: tuple[float | None, ...] = (None, 1.0)
+    room: int = 2
+    tuning_steps: int | None = None
     beta2: float = 0.95
     weight_decay: float = 0.1
     multiples: tuple[float, ...] = (1.5, 2.0, 3.0)
     evaluations: int = 10
     windows: int = 512
-    time_steps: float = 0.01
+    crop: int = 96
+    compiled: bool = False
+    step_seconds: float = 0.01
 
     def length(self, multiple: float) -> int:
         """Return the number of steps of a run that is a multiple as long."""
         return round(self.steps * multiple)
 
 
-_SMALL: dict[str, Any] = {"layers": 6, "width": 384, "heads": 6, "context": 256}
-_LARGE: dict[str, Any] = {"layers": 12, "width": 768, "heads": 12, "context": 256}
-_TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "context": 16}
+def _guess(adamw: int, muon: int, normuon: int, soap: int, egop: int, **further: int) -> dict[str, int]:
+    own = dict.fromkeys(("PolarAdam", "EGOP", "EGOP, random rotation"), egop)
+    return {"AdamW": adamw, "Muon": muon, "NorMuon": normuon, "SOAP": soap, **own, **further}
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task(
-            name="gpt-6x384-400",
-            data="wikitext-2",
-            model=_SMALL,
-            batch=64,
-            steps=400,
-            seeds=8,
-            guesses={"AdamW": 2, "Muon": 5, "NorMuon": 4, "SOAP": 4},
-        ),
-        Task(
-            name="gpt-6x384-1600",
-            data="wikitext-2",
-            model=_SMALL,
-            batch=64,
-            steps=1600,
-            seeds=8,
-            guesses={"AdamW": 2, "Muon": 4, "NorMuon": 3, "SOAP": 3},
-        ),
-        Task(
-            name="gpt-12x768-400",
-            data="wikitext-2",
-            model=_LARGE,
-            batch=32,
-            steps=400,
-            seeds=5,
-            guesses={"AdamW": -1, "Muon": 3, "NorMuon": 2, "SOAP": 3},
-            time_steps=0.025,
-        ),
-        Task(  # for tests: seconds on a CPU
-            name="tiny",
-            data="synthetic",
-            model=_TINY,
-            batch=8,
-            steps=12,
-            seeds=2,
-            guesses={"AdamW": 13, "Muon": 15, "NorMuon": 15, "SOAP": 14},
-            warmups=(2, 4),
-            multiples=(1.5,),
-            evaluations=3,
-            windows=16,
-        ),
-    )
-}
-# Still to come, with the settings of the earlier race (batch 128, crops of 96 from 112 pixels, outside beta2 0.99 with
-# 0.999 tried against it): ResNet-34 (depths 3-4-6-3, width 64, weight decay 1e-4, 10 epochs of 73 steps; best rates of
-# the earlier tuning: AdamW 0, Muon 6, NorMuon 6, SOAP 4) and ViT (patch 8, 6 layers, width 384, 6 heads, hidden 1024,
-# weight decay 0.1, 16 epochs; AdamW -4, Muon 2, NorMuon 2, SOAP 2); and GPT 124M on tokens (12 layers, width 768,
-# context 1,024, vocabulary 32,768, untied head, 64 windows a batch, 573 steps, 3 seeds).
+
+_SMALL: dict[str, Any] = {"layers": 6, "width": 384, "heads": 6, "context": 256}
+_TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2}
+_WIKITEXT: dict[str, Any] = {"data": "wikitext-2", "model": _SMALL, "batch": 64, "seeds": 8}
+_IMAGES: dict[str, Any] = {"data": "imagenette", "batch": 128, "seeds": 5, "betas": IMAGE_BETAS, "beta2": 0.99}
+# For tests: seconds on a CPU.
+_TEST: dict[str, Any] = {"data": "synthetic", "batch": 8, "steps": 12, "seeds": 2, "warmups": (2, 4)}
+_TEST |= {"multiples": (1.5,), "evaluations": 3, "windows": 16, "guesses": _guess(13, 15, 15, 14, 14, SGD=13)}
+_TEST["betas"] = IMAGE_BETAS | TEXT_BETAS
+
+_ALL = (
+    Task(name="gpt-6x384-400", steps=400, guesses=_guess(2, 5, 4, 4, 4), **_WIKITEXT),
+    Task(name="gpt-6x384-1600", steps=1600, guesses=_guess(2, 4, 3, 3, 3), **_WIKITEXT),
+    Task(
+        name="gpt-12x768-400",
+        data="wikitext-2",
+        model={"layers": 12, "width": 768, "heads": 12, "context": 256},
+        batch=32,
+        steps=400,
+        seeds=5,
+        guesses=_guess(-1, 3, 2, 3, 4),
+        step_seconds=0.025,
+    ),
+    Task(  # 65,536 tokens a batch; clipping and betas as on gpt-6x384-400, where all methods but NorMuon chose clipping
+        name="gpt-12x768-code",
+        data="code",
+        model={"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 32_768},
+        batch=64,
+        steps=573,
+        seeds=3,
+        guesses=_guess(-1, 3, 2, 3, 3),
+        betas={**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)},
+        warmups=(50,),
+        clips=(1.0,),
+        room=1,
+        tuning_steps=144,
+        multiples=(),
+        windows=64,
+        compiled=True,
+        step_seconds=0.14,
+    ),
+    Task(
+        name="resnet-34",
+        network="resnet",
+        model={"depths": [3, 4, 6, 3], "width": 64, "classes": 10},
+        steps=730,
+        guesses=_guess(0, 6, 6, 4, 6, SGD=13),
+        weight_decay=1e-4,
+        step_seconds=0.012,
+        **_IMAGES,
+    ),
+    Task(
+        name="vit-6x384",
+        network="vit",
+        model={"classes": 10, "side": 96, "patch": 8, "layers": 6, "width": 384, "heads": 6, "hidden": 1024},
+        steps=1168,
+        guesses=_guess(-4, 2, 2, 2, 3),
+        **_IMAGES,
+    ),
+    Task(name="tiny", model={**_TINY, "context": 16}, **_TEST),
+    Task(
+        name="tiny-code",
+        model={**_TINY, "context": 8, "vocabulary": 300},
+        tuning_steps=6,
+        **(_TEST | {"data": "code", "warmups": (2,), "room": 1}),
+    ),
+    Task(name="tiny-resnet", network="resnet", model={"depths": [1, 1], "width": 4, "classes": 3}, crop=16, **_TEST),
+    Task(
+        name="tiny-vit",
+        network="vit",
+        model={**_TINY, "classes": 3, "side": 16, "patch": 8, "hidden": 16},
+        crop=16,
+        **_TEST,
+    ),
+)
+TASKS = {task.name: task for task in _ALL}
+METHOD_NAMES = list(dict.fromkeys(method for task in _ALL for method in task.guesses))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from egop_lab.race.tasks import CLIPS, TUNING_SEEDS, Run, Task
+from egop_lab.race.tasks import TUNING_SEEDS, Run, Task
 
 RULES = """
 1. Learning rates lie on the grid 1e-3 * 2**(k/2). Tuning starts at a guess for each task and method, with two rates on
@@ -17,16 +16,17 @@ RULES = """
    decides. A run that diverges counts as infinity. Rates are added until the best one has at least two tried rates on
    both sides. Then methods that tried fewer rates than another one of the same task try as many: further rates at the
    side of their best rate that has fewer.
-2. At the best rate each of these is tried alone, with the same three seeds: the other beta (AdamW and SOAP: beta2 0.95
-   or 0.99 on text, 0.99 or 0.999 on images; Muon and NorMuon: momentum 0.95 or 0.9), the other warm-up (50 or 100
-   steps), and gradient clipping (none or a norm of 1.0). Each value with the lower median wins; the base value (the
-   first) wins a tie. The winners are combined, and the rate is tuned again for the combination: the best rate so far
-   and its two neighbours on the grid, with the same three seeds, and further rates while the best one is at an end of
-   those tried. If the combination is worse at every rate than the best single variant, that variant is taken instead.
-   (Second tuning of the rate added on 2026-11-16, after the first 191 runs, all of AdamW, Muon, NorMuon and SOAP on
-   gpt-6x384-400: clipping won for every method, and the rate had been chosen without it. The step is the same for every
-   method, so it can only help the rivals as much as us.) Every method gets the same number of tuning runs, but for
-   rates that are added at an end, and for combinations that are single variants and so have been run once already.
+2. At the best rate each of these is tried alone, with the same three seeds: the other beta (AdamW, SOAP, PolarAdam and
+   EGOP: beta2 0.95 or 0.99 on text, 0.99 or 0.999 on images; Muon and NorMuon: momentum 0.95 or 0.9), the other warm-up
+   (50 or 100 steps), and gradient clipping (none or a norm of 1.0). Each value with the lower median wins; the base
+   value (the first) wins a tie. The winners are combined, and the rate is tuned again for the combination: the best
+   rate so far and its two neighbours on the grid, with the same three seeds, and further rates while the best one is at
+   an end of those tried. If the combination is worse at every rate than the best single variant, that variant is taken
+   instead. (Second tuning of the rate added on 2026-11-16, after the first 191 runs, all of AdamW, Muon, NorMuon and
+   SOAP on gpt-6x384-400: clipping won for every method, and the rate had been chosen without it. The step is the same
+   for every method, so it can only help the rivals as much as us.) Every method gets the same number of tuning runs,
+   but for rates that are added at an end, and for combinations that are single variants and so have been run once
+   already.
 3. Tuning uses the validation part only. The test part is evaluated by final runs alone, once, at their end.
 4. Final runs have the seeds 0, 1, ...: eight on GPT 6x384, five elsewhere, three on GPT 124M. At a seed all methods
    have the same initialisation and the same batches.
@@ -35,27 +35,16 @@ RULES = """
 6. AdamW also runs at 1.5, 2 and 3 times the steps, with its other hyper-parameters as tuned and the rate tuned again
    for each length: three rates around its best one, more until the best has a tried rate on both sides; three tuning
    seeds, and then the final seeds.
-7. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
+7. GPT 124M (gpt-12x768-code) takes a minute a run, so that only the rate is tuned, by runs of a quarter of the steps:
+   three rates around a guess, more until the best has a tried rate on both sides. The rest is fixed for all methods:
+   50 steps of warm-up, clipping at 1.0, beta2 0.95, momentum 0.9 (what most of the rivals chose on gpt-6x384-400).
+8. SGD with momentum is one more rival on ResNet-34 (momentum 0.9 or 0.95). It steps all parameters.
+9. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 """
 
 _FARTHEST = 40  # grid places from the guess at which the search for a rate gives up
 
 Losses = Mapping[Run, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Tuned hyper-parameters of a method."""
-
-    rate: int
-    beta: float
-    warmup: int
-    clip: float | None
-
-    @classmethod
-    def read(cls, run: Run) -> Choice:
-        """Return the choice that a run was made with."""
-        return cls(rate=run.rate, beta=run.beta, warmup=run.warmup, clip=run.clip)
 
 
 def read_run(record: Mapping[str, Any]) -> Run:
@@ -126,8 +115,8 @@ class Tuning:
         """Return the runs at these rates that are not made yet."""
         return [run for rate in rates for run in self.runs(rate=rate, **changes) if run not in self.losses]
 
-    def choose(self, variants: Mapping[str, Any]) -> Choice | list[Run]:
-        """Return the choice; or, while it is open, the runs that are missing: first variants, then the rate again."""
+    def choose(self, variants: Mapping[str, Any]) -> Run | list[Run]:
+        """Return a run as tuned; or, while that is open, the runs that are missing: variants, then the rate again."""
         rate = self.best
         if missing := [run for name in variants for run in self.missing_runs([rate], **{name: variants[name]})]:
             return missing
@@ -138,69 +127,64 @@ class Tuning:
             return again.missing_runs(rates)
         best = min(winners, key=lambda name: medians[name], default=None)
         if best is not None and medians[best] < again.tried[again.best]:
-            return Choice.read(dataclasses.replace(self.base, rate=rate, **{best: winners[best]}))
-        return Choice.read(dataclasses.replace(again.base, rate=again.best))
+            return dataclasses.replace(self.base, rate=rate, **{best: winners[best]})
+        return dataclasses.replace(again.base, rate=again.best)
 
 
 def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
-    """Return the tuning of a method at the task's own length."""
+    """Return the tuning of a method at the task's own length, or by shorter runs if the task says so."""
     base = Run(
         task=task.name,
         method=method,
-        steps=task.steps,
+        steps=task.tuning_steps or task.steps,
         seed=TUNING_SEEDS[0],
         rate=task.guesses[method],
         beta=task.betas[method][0],
         warmup=task.warmups[0],
-        clip=CLIPS[0],
+        clip=task.clips[0],
     )
-    return Tuning(losses, base, room=2)
+    return Tuning(losses, base, room=task.room)
 
 
 def list_variants(task: Task, method: str) -> dict[str, Any]:
     """Return the value of each further hyper-parameter that is tried against the base value."""
-    return {"beta": task.betas[method][1], "warmup": task.warmups[1], "clip": CLIPS[1]}
+    values = {"beta": task.betas[method], "warmup": task.warmups, "clip": task.clips}
+    return {name: some[1] for name, some in values.items() if len(some) > 1}
 
 
-def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[list[Run], dict[str, Choice]]:
-    """Return the tuning runs to make now, and the choices if all methods are tuned (else none)."""
+def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[list[Run], dict[str, Run]]:
+    """Return the tuning runs to make now; and, if all methods are tuned, a run of each with the tuned values."""
     tunings = {method: start_tuning(task, method, losses) for method in methods}
     runs: list[Run] = []
-    choices: dict[str, Choice] = {}
-    settled = {}
+    choices: dict[str, Run] = {}
+    has_rate = []
     for method, tuning in tunings.items():
         if rates := tuning.missing_rates():
             runs += tuning.missing_runs(rates)
             continue
-        settled[method] = tuning
+        has_rate.append(tuning)
         found = tuning.choose(list_variants(task, method))
-        if isinstance(found, Choice):
+        if isinstance(found, Run):
             choices[method] = found
         else:
             runs += found
-    if len(settled) == len(methods):
-        most = max(len(tuning.tried) for tuning in settled.values())
-        for tuning in settled.values():
+    if len(has_rate) == len(methods):
+        most = max(len(tuning.tried) for tuning in has_rate)
+        for tuning in has_rate:
             runs += tuning.missing_runs(tuning.padding(most))
     return runs, {} if runs else choices
 
 
-def plan_longer(task: Task, method: str, multiple: float, choice: Choice, losses: Losses) -> list[Run] | int:
-    """Return the runs that tune the rate of a longer training; or the best rate once it is known."""
-    values = dataclasses.asdict(choice)
-    base = Run(task=task.name, method=method, steps=task.length(multiple), seed=TUNING_SEEDS[0], **values)
-    tuning = Tuning(losses, base, room=1)
+def plan_longer(task: Task, choice: Run, multiple: float, losses: Losses) -> Run | list[Run]:
+    """Return a longer run with its tuned rate; or, while that is open, the runs that are missing."""
+    tuning = Tuning(losses, dataclasses.replace(choice, steps=task.length(multiple)), room=1)
     rates = tuning.missing_rates()
-    return tuning.missing_runs(rates) if rates else tuning.best
+    return tuning.missing_runs(rates) if rates else dataclasses.replace(tuning.base, rate=tuning.best)
 
 
-def final_runs(task: Task, method: str, choice: Choice, multiple: float = 1.0) -> list[Run]:
+def final_runs(task: Task, choice: Run, multiple: float = 1.0) -> list[Run]:
     """Return the runs that are reported."""
-    values = dataclasses.asdict(choice)
-    return [
-        Run(task=task.name, method=method, steps=task.length(multiple), seed=seed, **values)
-        for seed in range(task.seeds)
-    ]
+    return [dataclasses.replace(choice, steps=task.length(multiple), seed=seed) for seed in range(task.seeds)]
 
 
 def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "AdamW") -> list[Run]:
@@ -216,23 +200,9 @@ def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "Ad
         baseline: the method that also runs for longer.
     """
     runs, choices = plan_tuning(task, methods, losses)
-    if not choices:
-        return runs
-    finals = [final_runs(task, method, choice) for method, choice in choices.items()]
-    runs = [run for seed in zip(*finals, strict=True) for run in seed]
+    finals = [final_runs(task, choice) for choice in choices.values()]
+    runs += [run for seed in zip(*finals, strict=True) for run in seed]
     for multiple in task.multiples if baseline in choices else ():
-        longer = plan_longer(task, baseline, multiple, choices[baseline], losses)
-        if isinstance(longer, int):
-            choice = dataclasses.replace(choices[baseline], rate=longer)
-            runs += final_runs(task, baseline, choice, multiple)
-        else:
-            runs += longer
+        longer = plan_longer(task, choices[baseline], multiple, losses)
+        runs += final_runs(task, longer, multiple) if isinstance(longer, Run) else longer
     return [run for run in runs if run not in losses]
-
-
-def finish(task: Task, methods: Sequence[str], race: Callable[[Run], float]) -> dict[Run, float]:
-    """Make all runs of a task one after the other, by a function that returns a loss; for tests and dry runs."""
-    losses: dict[Run, float] = {}
-    while runs := plan(task, methods, losses):
-        losses.update({run: race(run) for run in runs})
-    return losses

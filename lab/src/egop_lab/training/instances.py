@@ -50,7 +50,7 @@ class Trials(batched.Problem):
                     self.objective(seed),
                     rho=egop.Gaussian(),
                     partition="parameter",
-                    structure=egop.Full() if coordinates == EGOP else egop.RandomRotation(seed=seed),
+                    structure=egop.Full() if coordinates == EGOP else egop.extras.RandomRotation(seed=seed),
                     samples=self.samples,
                     generator=torch.Generator().manual_seed(seed),
                     progress=False,

@@ -25,7 +25,7 @@ class RandomRotation(Structure):
 
     Example:
         >>> objective = egop.Objective.from_function(lambda weight: weight.sum(), {"weight": torch.zeros(5, 2)})
-        >>> control = egop.RandomRotation(seed=1, like=egop.Shared())
+        >>> control = egop.extras.RandomRotation(seed=1, like=egop.Shared())
         >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=control, progress=False)
         >>> basis["weight"].kind
         'Shared'

@@ -1,4 +1,4 @@
-"""The first bases: announced where they take long, and quick also where layers are wide."""
+"""First bases: a progress bar if they take long, and a fast path for wide layers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import egop
-from egop.numerics.linalg import eigenbasis, orthonormality_error
+from egop.numerics import eigenbasis, orthonormality_error
 from egop.optimizer import rebasing
-from egop.refresh import methods
+from egop.refresh import eigenbases
 
 
 def one_step(model, refresh):
@@ -23,37 +23,37 @@ def one_step(model, refresh):
     return optimizer
 
 
-@pytest.mark.parametrize("refresh", [egop.Online(), egop.WhenDrifted()], ids=lambda each: type(each).__name__)
-def test_first_bases_that_take_long_are_announced_before_the_work_begins(refresh, capsys, monkeypatch):
+@pytest.mark.parametrize("refresh", [egop.Online(), egop.Online(tolerance=0.1)], ids=["in turn", "drifted"])
+def test_slow_first_bases_show_a_progress_bar_before_the_work_starts(refresh, capsys, monkeypatch):
     def shown_before(matrix):
         assert "First bases: 4 up to 9 wide, about 0 s:   0%" in capsys.readouterr().err
-        monkeypatch.setattr(methods.linalg, "eigenbasis", eigenbasis)
+        monkeypatch.setattr(eigenbases, "eigenbasis", eigenbasis)
         return eigenbasis(matrix)
 
-    monkeypatch.setattr(methods, "_PATIENCE", 0.0)
-    monkeypatch.setattr(methods.linalg, "eigenbasis", shown_before)
+    monkeypatch.setattr(eigenbases, "_PROGRESS_AFTER", 0.0)
+    monkeypatch.setattr(eigenbases, "eigenbasis", shown_before)
     one_step(nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2)), refresh)
     assert "4/4" in capsys.readouterr().err
 
 
-def test_those_that_take_no_time_are_not(capsys):
+def test_fast_first_bases_show_no_progress_bar(capsys):
     one_step(nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 2)), egop.Online())
     assert capsys.readouterr().err == ""
 
 
-def test_the_estimate_grows_with_the_work():
+def test_the_time_estimate_grows_with_the_work():
     def matrix(kind):
         return SimpleNamespace(shape=(6000, 6000), device=torch.device(kind))
 
-    full = methods.FROM_SCRATCH.seconds([matrix("cpu")])
+    full = eigenbases.estimate_seconds([matrix("cpu")], is_leading=False)
     assert 10 < full < 100
-    assert methods.ITERATION.seconds([matrix("cpu")]) < 5
-    assert methods.FROM_SCRATCH.seconds([matrix("cuda")]) < full
+    assert eigenbases.estimate_seconds([matrix("cpu")], is_leading=True) < 5
+    assert eigenbases.estimate_seconds([matrix("cuda")], is_leading=False) < full
 
 
 def test_a_wide_layer_with_few_rows_gets_all_its_eigenvectors(monkeypatch):
-    monkeypatch.setattr(methods, "WIDE", 30)
-    monkeypatch.setattr(methods, "LEADING", 20)
+    monkeypatch.setattr(eigenbases, "WIDE", 30)
+    monkeypatch.setattr(eigenbases, "LEADING", 20)
     model = nn.Linear(50, 12, bias=False)
     optimizer = one_step(model, egop.Online(structure=egop.Kronecker()))
     gradient = model.weight.grad.double()
@@ -64,21 +64,21 @@ def test_a_wide_layer_with_few_rows_gets_all_its_eigenvectors(monkeypatch):
     torch.testing.assert_close(found["left"].double(), eigenbasis(gradient @ gradient.mT)[1], rtol=0, atol=1e-4)
 
 
-def test_of_wider_ones_the_iteration_finds_the_rest(monkeypatch):
-    monkeypatch.setattr(methods, "WIDE", 16)
-    monkeypatch.setattr(methods, "LEADING", 8)
+def test_power_iterations_find_the_directions_that_a_first_basis_lacks(monkeypatch):
+    monkeypatch.setattr(eigenbases, "WIDE", 16)
+    monkeypatch.setattr(eigenbases, "LEADING", 8)
     V = torch.linalg.qr(torch.randn(24, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
     gram = V * 0.7 ** torch.arange(24.0, dtype=torch.float64) @ V.mT
-    basis, sound = methods.first(gram[None], torch.eye(24).double()[None])
+    basis, sound = eigenbases.decompose_leading(gram[None], torch.eye(24).double()[None])
     assert sound.all()
-    start = methods.off_diagonal(gram, basis[0])
+    start = eigenbases.off_diagonal_share(gram, basis[0])
     for _ in range(40):
-        basis, _ = methods.renewed(gram[None], basis)
-    assert methods.off_diagonal(gram, basis[0]) < 1e-3 < start
+        basis, _ = eigenbases.iterate(gram[None], basis)
+    assert eigenbases.off_diagonal_share(gram, basis[0]) < 1e-3 < start
 
 
 @pytest.mark.parametrize("structure", [egop.Kronecker(), egop.Shared(), egop.Full()], ids=str)
-def test_the_point_of_a_wide_block_moves_to_its_new_basis_without_their_rotation(structure, monkeypatch):
+def test_a_wide_block_is_rebased_without_an_explicit_rotation(structure, monkeypatch):
     """SGD is the same in every basis."""
     monkeypatch.setattr(rebasing, "_WIDE", 1)
     model, plain = nn.Linear(7, 4).double(), nn.Linear(7, 4).double()

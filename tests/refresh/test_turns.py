@@ -1,4 +1,4 @@
-"""Blocks take turns in being renewed, and no step waits for the device."""
+"""Blocks are renewed in turn, and no step waits for the GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP
-from egop.numerics import Recorder, Replayed
-from egop.numerics.linalg import orthonormality_error
-from egop.refresh import methods
-from egop.refresh.schedules import turns_of
+from egop.numerics import GraphedFunction, Recorder, orthonormality_error
+from egop.refresh import eigenbases
+from egop.refresh.online import assign_turns
 from explicit import distance, identical, logistic
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,7 +37,7 @@ def online(model, kind=torch.optim.Adam, refresh=None, **arguments):
     return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, **{"lr": 0.01} | arguments)
 
 
-def test_every_block_is_renewed_once_in_a_round_and_never_all_of_them_in_one_step():
+def test_every_block_is_renewed_once_per_round_and_never_all_in_one_step():
     model = DEEP.build()
     optimizer = online(model)
     steps(model, optimizer, 4)
@@ -54,7 +53,7 @@ def test_every_block_is_renewed_once_in_a_round_and_never_all_of_them_in_one_ste
     assert optimizer.refresher.renewals == 1 + 3  # the first one, and three rounds
 
 
-def test_the_steps_of_a_round_have_like_costs():
+def test_the_steps_of_a_round_have_similar_costs():
     widths = [8] * 12 + [16] * 3 + [32] * 10
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for width in widths))
     optimizer = online(model, refresh=egop.Online(structure=egop.Shared()))
@@ -63,13 +62,13 @@ def test_the_steps_of_a_round_have_like_costs():
     optimizer.step()
     costs = [0] * 10
     each = {block.name: block.change.tensors["basis"].shape[-1] ** 3 for block in optimizer.blocks}
-    for name, turn in turns_of(each, 10, {}).items():
+    for name, turn in assign_turns(each, 10, {}).items():
         costs[turn] += each[name]
     assert sum(costs) == sum(width**3 for width in widths)
     assert max(costs) <= sum(costs) / 10 + 32**3  # no more than one block above an equal share
 
 
-def test_turns_leave_momentum_descent_where_it_is():
+def test_turns_do_not_change_sgd_with_momentum():
     model, plain = DEEP.build(), DEEP.build()
     steps(model, online(model, torch.optim.SGD, momentum=0.9), 25)
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9), 25)
@@ -91,7 +90,7 @@ def test_a_copy_and_a_resumed_run_take_the_same_turns():
     assert identical(cases.parameters_of(model), cases.parameters_of(resumed))
 
 
-def test_a_basis_that_was_looked_at_does_not_change_under_ones_hands():
+def test_a_basis_that_was_read_does_not_change_later():
     model = DEEP.build()
     optimizer = online(model)
     steps(model, optimizer, 2)
@@ -103,8 +102,8 @@ def test_a_basis_that_was_looked_at_does_not_change_under_ones_hands():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_products_of_few_digits_leave_bases_orthonormal_and_points_where_they_are(precision, device):
-    """With SGD every change of basis must leave the point alone: what it loses would add up over forty renewals."""
+def test_low_precision_products_keep_bases_orthonormal_and_points_unchanged(precision, device):
+    """With SGD no change of basis may move the point: errors would add up over forty renewals."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48)).to(device)
     optimizer = online(model, torch.optim.SGD, egop.Online(every=1, structure=egop.Kronecker()), lr=0.0)
@@ -122,7 +121,7 @@ def test_products_of_few_digits_leave_bases_orthonormal_and_points_where_they_ar
                 assert orthonormality_error(vectors.double()) < 1e-5
     finally:
         torch.set_float32_matmul_precision(kept)
-    rounding = {"highest": 1e-5, "high": 2e-3, "medium": 2e-2}[precision]  # of the last decoding alone
+    rounding = {"highest": 1e-5, "high": 2e-3, "medium": 2e-2}[precision]  # of the last decoding only
     for parameter, value in zip(model.parameters(), start, strict=True):
         assert torch.linalg.vector_norm(parameter - value) <= rounding * torch.linalg.vector_norm(value)
     for block in optimizer.blocks:  # the point itself, decoded exactly
@@ -152,16 +151,16 @@ def test_no_step_waits_for_the_device(structure):
 
 
 @needs_gpu
-def test_what_is_replayed_is_what_is_computed():
-    """Also after copies, for several shapes, and with input that cannot be decomposed."""
-    replayed = Replayed(methods.renewed, Recorder())
+def test_replayed_renewals_equal_computed_ones():
+    """For several shapes, and with NaN input."""
+    replayed = GraphedFunction(eigenbases.iterate, Recorder())
     generator = torch.Generator("cuda").manual_seed(0)
     for count, size in [(1, 96), (3, 40), (1, 96), (1, 96), (3, 40), (1, 96), (3, 40)]:
         rows = torch.randn(count, 200, size, generator=generator, device="cuda")
         gram = rows.mT @ rows
         basis = torch.linalg.qr(torch.randn(count, size, size, generator=generator, device="cuda"))[0]
         for input in (gram, torch.full_like(gram, torch.nan)):
-            for found, expected in zip(replayed(input, basis), methods.renewed(input, basis), strict=True):
+            for found, expected in zip(replayed(input, basis), eigenbases.iterate(input, basis), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         assert replayed(gram, basis)[1].all()
         assert not replayed(torch.full_like(gram, torch.nan), basis)[1].any()
@@ -171,8 +170,8 @@ def test_what_is_replayed_is_what_is_computed():
     ("saved", "loaded"),
     [({"every": 10}, {"every": 3}), ({"every": 4, "spread": False}, {"every": 4}), ({"every": 3}, {"every": 10})],
 )
-def test_a_state_is_loaded_by_a_schedule_with_other_settings(saved, loaded):
-    """Turns that no step of its rounds has would never come, and all in one step would not be spread."""
+def test_a_state_can_be_loaded_with_another_schedule(saved, loaded):
+    """Turns beyond the new round are assigned again, and so are turns that were not spread."""
     model = DEEP.build()
     optimizer = online(model, refresh=egop.Online(**saved))
     steps(model, optimizer, 12)
@@ -182,10 +181,35 @@ def test_a_state_is_loaded_by_a_schedule_with_other_settings(saved, loaded):
     steps(model, other, 2 * loaded["every"])
     after = other.basis
     assert not any(after[name].equal(before[name]) for name in before)
-    assert len(set(other.refresher.schedule.turns.values())) > 1
+    assert len(set(other.refresher.turns.values())) > 1
 
 
-def test_a_renewal_before_any_step_is_none():
+def test_renew_basis_before_any_step_does_nothing():
     optimizer = online(DEEP.build())
     optimizer.renew_basis()
     assert optimizer.refresher.renewals == 0
+
+
+def test_the_refresher_prints_its_settings_and_counts():
+    model = DEEP.build()
+    optimizer = online(model, refresh=egop.Online(every=4, tolerance=0.5))
+    steps(model, optimizer, 1)
+    assert str(optimizer.refresher) == "Online(every=4, tolerance=0.5): 1 step, 1 renewal, 0 failures"
+
+
+@pytest.mark.parametrize("options", [{"spread": False}, {"tolerance": 1e-3}], ids=str)
+def test_a_step_in_which_nothing_is_due_only_updates_gram_matrices(options, monkeypatch):
+    model = DEEP.build()
+    optimizer = online(model, refresh=egop.Online(every=4, **options))
+    steps(model, optimizer, 4)
+
+    def refuse(*_, **__):
+        raise AssertionError
+
+    for name in ("_renew", "_find_drifted", "_assign_turns", "count_failures", "prepare", "_list_undecided"):
+        monkeypatch.setattr(optimizer.refresher, name, refuse)
+    for name in ("_arrange", "_update_blocks", "find_ranges", "_find_all_seen"):
+        monkeypatch.setattr(optimizer.refresher.grams, name, refuse)
+    before = {name: gram["left"].clone() for name, gram in optimizer.refresher.grams.by_block.items()}
+    steps(model, optimizer, 3, first=4)
+    assert not any(torch.equal(optimizer.refresher.grams.by_block[name]["left"], gram) for name, gram in before.items())

@@ -1,4 +1,4 @@
-"""Corners: late gradients, other structures, states from elsewhere, a failure in the middle of a change of basis."""
+"""Edge cases: late gradients, changed structures, foreign states, a rebase that fails halfway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import egop
-from egop.numerics.linalg import eigenbasis
+from egop.numerics import eigenbasis
 from egop.optimizer import rebasing, stacks
 
 
@@ -30,7 +30,7 @@ def online(model, structure=None, kind=torch.optim.Adam, **arguments):
     return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, lr=0.01, **arguments)
 
 
-def test_a_first_gradient_that_comes_late_still_gives_the_basis():
+def test_a_late_first_gradient_still_gives_the_basis():
     model = network()
     optimizer = online(model, egop.Shared())
     step(model, optimizer, 0, without=("0",))
@@ -47,7 +47,7 @@ def test_a_first_gradient_that_comes_late_still_gives_the_basis():
 
 @pytest.mark.parametrize("first", [egop.Shared(), egop.Kronecker(), egop.Full()], ids=str)
 @pytest.mark.parametrize("second", [egop.Shared(), egop.Kronecker(), egop.Full()], ids=str)
-def test_it_goes_on_after_a_change_of_structure(first, second):
+def test_refresh_continues_after_a_change_of_structure(first, second):
     model = network()
     optimizer = online(model, first)
     for seed in range(5):
@@ -63,7 +63,7 @@ def test_it_goes_on_after_a_change_of_structure(first, second):
     assert optimizer.refresher.failures == 0
 
 
-def test_a_state_without_a_refresh_begins_it_anew():
+def test_loading_a_state_without_a_refresh_resets_the_refresh():
     plain, model = network(), network()
     saved = egop.ReparameterizedOptimizer(plain, torch.optim.Adam, lr=0.01)
     step(plain, saved, 0)
@@ -75,7 +75,7 @@ def test_a_state_without_a_refresh_begins_it_anew():
     assert len(optimizer.blocks) == 2
 
 
-def test_a_group_may_come_before_the_first_step():
+def test_a_group_may_be_added_before_the_first_step():
     model, extra = network(), nn.Linear(4, 3).double()
     optimizer = online(model)
     optimizer.add_param_group({"params": [(f"extra.{name}", value) for name, value in extra.named_parameters()]})
@@ -85,7 +85,7 @@ def test_a_group_may_come_before_the_first_step():
     assert "extra.weight" in optimizer.basis
 
 
-def test_a_failure_in_the_middle_of_a_change_leaves_the_weights(monkeypatch):
+def test_a_rebase_that_fails_halfway_leaves_the_weights_unchanged(monkeypatch):
     model = network()
     optimizer = online(model, kind=torch.optim.SGD)
     step(model, optimizer, 0)
@@ -110,8 +110,8 @@ def test_a_failure_in_the_middle_of_a_change_leaves_the_weights(monkeypatch):
 
 @pytest.mark.parametrize("still", [False, True], ids=["anywhere", "in one place"])
 @pytest.mark.parametrize("structure", [egop.Identity(), egop.Shared(), egop.Kronecker()], ids=str)
-def test_fused_kernels_see_gradients_as_coordinates_lie(structure, still, monkeypatch):
-    """Weights in channels_last have gradients whose strides are others than those of coordinates."""
+def test_gradients_have_the_strides_of_coordinates_for_fused_kernels(structure, still, monkeypatch):
+    """In channels_last, gradients have other strides than coordinates."""
     monkeypatch.setattr(stacks, "_is_small", lambda blocks: still)
     results = []
     for basis_wanted in (False, True):
@@ -132,7 +132,7 @@ def test_fused_kernels_see_gradients_as_coordinates_lie(structure, still, monkey
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
-def test_a_step_inside_autocast_is_that_outside():
+def test_autocast_does_not_change_a_step():
     results = []
     for inside in (False, True):
         model = network().float()

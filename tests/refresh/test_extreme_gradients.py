@@ -1,8 +1,9 @@
-"""Gradients of extreme scale: where the inner optimizer alone survives, it does so in a basis that is renewed, too."""
+"""Gradients of extreme scale: what the inner optimizer survives alone, it also survives with a refresh."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import egop
 from egop.optimizer.moments import squares_rotated
-from egop.refresh.methods import off_diagonal, renewed
+from egop.refresh.eigenbases import iterate, off_diagonal_share
 from explicit import identical
 from recordings import record_on_the_cpu
 
@@ -19,7 +20,7 @@ STRUCTURES = [egop.Kronecker(), egop.Shared(), egop.Full()]
 REFRESHES = {
     "in turn": egop.Online(every=3),
     "all at once": egop.Online(every=3, spread=False),
-    "when drifted": egop.WhenDrifted(check_every=3, tolerance=0.01),
+    "when drifted": egop.Online(every=3, tolerance=0.01),
 }
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OPTIMIZERS = [torch.optim.AdamW, torch.optim.Adagrad]
@@ -45,13 +46,13 @@ def run(model, optimizer, count, first=0, spike=None, size=1.0):
         optimizer.step()
 
 
-def begin(model, refresh, kind=torch.optim.AdamW, **changed):
+def make_optimizer(model, refresh, kind=torch.optim.AdamW, **changed):
     settings = {"structure": egop.Kronecker()} | changed
-    return egop.ReparameterizedOptimizer(model, kind, refresh=type(refresh)(**vars(refresh) | settings), lr=1e-2)
+    return egop.ReparameterizedOptimizer(model, kind, refresh=dataclasses.replace(refresh, **settings), lr=1e-2)
 
 
 def tensors_of(optimizer):
-    """All that a renewal may change: bases, coordinates and moments."""
+    """Copy everything that a renewal may change: bases, coordinates and moments."""
     found = {}
     for block in optimizer.blocks:
         found |= {(block.name, key): value.clone() for key, value in block.change.tensors.items()}
@@ -70,7 +71,7 @@ def has_no_nan(tensors):
     return not any(torch.isnan(tensor).any() for tensor in tensors)
 
 
-# How large, and in which step: the first, one in which bases are renewed, one between.
+# Scale and step of the spike: the first step, a step that renews bases, and one in between.
 SPIKES = [(1e18, 3), (1e19, 0), (1e20, 2), (1e22, 0), (1e22, 2), (1e22, 3), (1e37, 3)]
 
 
@@ -85,23 +86,23 @@ def test_one_huge_gradient_leaves_the_weights_finite_without_a_basis(kind):
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 @pytest.mark.parametrize("refresh", REFRESHES.values(), ids=list(REFRESHES))
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_one_huge_gradient_leaves_the_weights_finite_in_a_basis_too(kind, refresh, structure):
+def test_one_huge_gradient_leaves_the_weights_finite_in_a_basis(kind, refresh, structure):
     for size, spike in SPIKES:
         model = network()
-        optimizer = begin(model, refresh, kind, structure=structure)
+        optimizer = make_optimizer(model, refresh, kind, structure=structure)
         run(model, optimizer, 10, spike=spike, size=size)
         assert is_finite(model.parameters())
-        assert is_finite(gram for own in optimizer.refresher.statistic.grams.values() for gram in own.values())
+        assert is_finite(gram for own in optimizer.refresher.grams.by_block.values() for gram in own.values())
         assert has_no_nan(tensors_of(optimizer).values())  # second moments may be infinite, as without a basis
         assert all(change.round_trip_error() < 1e-5 for change in optimizer.basis.values())
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 @pytest.mark.parametrize("refresh", REFRESHES.values(), ids=list(REFRESHES))
-def test_after_a_huge_gradient_training_and_renewals_go_on(refresh, structure):
-    """SGD forgets it at once; the step itself is not taken."""
+def test_training_and_renewals_continue_after_a_huge_gradient(refresh, structure):
+    """With SGD, which has no memory of it; the step itself has a learning rate of zero."""
     model = network()
-    optimizer = begin(model, refresh, torch.optim.SGD, structure=structure)
+    optimizer = make_optimizer(model, refresh, torch.optim.SGD, structure=structure)
     run(model, optimizer, 4)
     gradients(model, 4, 1e22)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -120,18 +121,18 @@ def test_after_a_huge_gradient_training_and_renewals_go_on(refresh, structure):
 @pytest.mark.parametrize("how", ["computed", "recorded", pytest.param("on a GPU", marks=needs_gpu)])
 @pytest.mark.parametrize("moments", ["rotate", "keep", "reset"])
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_a_block_whose_renewal_failed_is_left_as_it_was_bit_for_bit(structure, moments, how, monkeypatch):
+def test_a_failed_renewal_leaves_its_block_unchanged_bit_for_bit(structure, moments, how, monkeypatch):
     if how == "recorded":
         record_on_the_cpu(monkeypatch)
     model = network().to("cuda" if how == "on a GPU" else "cpu")
-    optimizer = begin(model, egop.Online(every=1, spread=False), structure=structure, moments=moments)
+    optimizer = make_optimizer(model, egop.Online(every=1, spread=False), structure=structure, moments=moments)
     run(model, optimizer, 6)
     seen = {}
     monkeypatch.setattr(optimizer.refresher, "_renew", renewing(optimizer, seen))
     gradients(model, 6)
     model[2].weight.grad[0] *= 1e22
     optimizer.step()
-    assert optimizer.basis  # which waits for a renewal that is under way
+    assert optimizer.basis  # waits for a running renewal
     after = tensors_of(optimizer)
     assert optimizer.refresher.failures == 1
     for (name, key), value in seen.items():
@@ -146,7 +147,7 @@ def egop_keys(structure):
 
 
 def renewing(optimizer, seen):
-    """The renewal, before which all is noted."""
+    """Wrap the renewal so that it first records all tensors in ``seen``."""
     original = optimizer.refresher._renew
 
     def renew(*arguments):
@@ -156,11 +157,11 @@ def renewing(optimizer, seen):
     return renew
 
 
-def test_the_first_basis_is_given_by_the_first_gradient_that_can():
-    """Not by zeros, as the first gradient of a LoRA layer is, and not by one whose Gram matrix overflows."""
+def test_the_first_usable_gradient_gives_the_first_basis():
+    """Neither a zero gradient (the first of a LoRA layer) nor one whose Gram matrix overflows is usable."""
     for scale, failures in ((0.0, 0), (1e22, 2)):
         model, other = network(), network()
-        optimizer, expected = (begin(each, egop.Online(every=50), torch.optim.SGD) for each in (model, other))
+        optimizer, expected = (make_optimizer(each, egop.Online(every=50), torch.optim.SGD) for each in (model, other))
         optimizer.param_groups[0]["lr"] = 0.0
         gradients(model, 0, scale)
         optimizer.step()
@@ -171,23 +172,23 @@ def test_the_first_basis_is_given_by_the_first_gradient_that_can():
         )
         assert optimizer.refresher.failures == failures
         resumed = network()
-        again = begin(resumed, egop.Online(every=50), torch.optim.SGD)
+        again = make_optimizer(resumed, egop.Online(every=50), torch.optim.SGD)
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for each, own in ((model, optimizer), (other, expected), (resumed, again)):
             gradients(each, 1)
             own.step()
         for each in (optimizer, again):
             assert all(each.basis[name].equal(change) for name, change in expected.basis.items())
-            assert identical(each.refresher.statistic.grams["0.weight"], expected.refresher.statistic.grams["0.weight"])
+            assert identical(each.refresher.grams.by_block["0.weight"], expected.refresher.grams.by_block["0.weight"])
 
 
 @pytest.mark.parametrize("refresh", REFRESHES.values(), ids=list(REFRESHES))
 @pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-30, 1e-42])
-def test_gradients_of_nothing_and_nearly_nothing_do_no_harm(scale, refresh):
+def test_zero_and_tiny_gradients_do_no_harm(scale, refresh):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = network()
-        optimizer = begin(model, refresh)
+        optimizer = make_optimizer(model, refresh)
         for step in range(10):
             gradients(model, step, scale)
             model[0].weight.grad[3] = 0  # a dead unit
@@ -197,26 +198,26 @@ def test_gradients_of_nothing_and_nearly_nothing_do_no_harm(scale, refresh):
     assert all(change.round_trip_error() < 1e-5 for change in optimizer.basis.values())
 
 
-def test_a_basis_without_any_gradient_stays_bit_for_bit():
+def test_a_basis_with_a_zero_gram_matrix_stays_bit_for_bit():
     basis = torch.linalg.qr(torch.randn(2, 7, 7, generator=torch.Generator().manual_seed(0))).Q
     gram = torch.stack([torch.zeros(7, 7), torch.diag(torch.arange(7.0))])
-    fresh, sound = renewed(gram, basis)
+    fresh, sound = iterate(gram, basis)
     assert sound.all()
     assert torch.equal(fresh[0], basis[0])
     assert not torch.equal(fresh[1], basis[1])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
-def test_whether_a_basis_has_drifted_does_not_depend_on_the_scale_of_the_gradients(scale):
+def test_the_drift_check_does_not_depend_on_the_gradient_scale(scale):
     rows = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
     gram, basis = rows.mT @ rows, torch.eye(6)
-    expected = off_diagonal(gram.double(), basis.double())
-    torch.testing.assert_close(off_diagonal(scale * gram, basis), expected.float(), rtol=1e-5, atol=0)
+    expected = off_diagonal_share(gram.double(), basis.double())
+    torch.testing.assert_close(off_diagonal_share(scale * gram, basis), expected.float(), rtol=1e-5, atol=0)
 
 
-def test_second_moments_that_have_overflowed_stop_what_they_are_mixed_with_and_nothing_else():
+def test_overflowed_second_moments_only_affect_entries_mixed_with_them():
     block = egop.basis.partition.Block("w", ("w",), (torch.Size([2, 3]),), torch.float32)
-    rotation = torch.eye(3)  # infinity times its zeros is not a number
+    rotation = torch.eye(3)  # infinity times its zeros is NaN
     change = egop.Shared().change(block, {"basis": rotation})
     squares = torch.tensor([[1.0, torch.inf, 2.0], [3.0, 4.0, 5.0]])
     (moved,) = squares_rotated((squares,), change, {"basis": rotation})
@@ -224,16 +225,16 @@ def test_second_moments_that_have_overflowed_stop_what_they_are_mixed_with_and_n
     assert torch.equal(moved[1], squares[1])
 
 
-def test_magnitudes_whose_squares_overflow_stay_finite():
+def test_adamax_magnitudes_whose_squares_overflow_stay_finite():
     model = network()
-    optimizer = begin(model, egop.Online(every=2), torch.optim.Adamax)
+    optimizer = make_optimizer(model, egop.Online(every=2), torch.optim.Adamax)
     run(model, optimizer, 12, spike=3, size=1e25)
     assert is_finite(tensors_of(optimizer).values())
 
 
-def test_gradients_that_a_scaler_skips_are_not_seen():
+def test_gradients_skipped_by_a_scaler_are_not_observed():
     model, other = network(), network()
-    optimizer, expected = begin(model, egop.Online(every=2)), begin(other, egop.Online(every=2))
+    optimizer, expected = make_optimizer(model, egop.Online(every=2)), make_optimizer(other, egop.Online(every=2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     for step in range(8):
         if step == 3:

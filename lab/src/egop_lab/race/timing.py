@@ -1,0 +1,93 @@
+"""Time the steps of methods: ``python -m egop_lab.race.timing --help``. Nothing else may use the device meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from egop_lab.race.methods import METHODS
+from egop_lab.race.problems import Problem, make_problem
+from egop_lab.race.run import append_record, describe_code
+from egop_lab.race.tasks import TASKS, Run, Task
+from egop_lab.race.train import configure_torch, make_optimizer, take_step
+
+
+def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int) -> float:
+    """Return the mean seconds of a step with a new optimizer, after some that nobody times."""
+    known = "SOAP" if method == "SOAP, package" else method
+    beta, rate = task.betas[known][0], task.guesses[known] - 8  # a small rate: nothing may diverge
+    run = Run(
+        task=task.name, method=method, steps=warm + steps, seed=0, rate=rate, beta=beta, warmup=1, clip=task.clips[-1]
+    )
+    problem.reset(run.seed)
+    optimizer = make_optimizer(problem, task, run)
+    (batch,) = problem.batches(run.seed, 1)
+    problem.model.train()
+    for count in range(warm + steps):
+        if count == warm:
+            synchronize()
+            started = time.perf_counter()
+        take_step(problem, batch, optimizer, run.clip)
+    synchronize()
+    return (time.perf_counter() - started) / steps
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_methods(
+    problem: Problem, task: Task, methods: Sequence[str], rounds: int, warm: int, steps: int
+) -> dict[str, list[float]]:
+    """Return the seconds of a step by method and round; the methods take turns, and a first round is discarded."""
+    found: dict[str, list[float]] = {method: [] for method in methods}
+    for turn, method in itertools.product(range(rounds + 1), methods):
+        seconds = time_steps(problem, task, method, warm, steps)
+        if turn:
+            found[method].append(seconds)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="Time the steps of methods, in turns.")
+    parser.add_argument("--tasks", nargs="+", required=True, choices=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all that the task knows")
+    parser.add_argument("--data", help="folder with the data")
+    parser.add_argument("--out", type=Path, required=True, help="file to which records are appended")
+    parser.add_argument("--rounds", type=int, default=7, help="default: 7")
+    parser.add_argument("--warm", type=int, default=20, help="steps before the timed ones (default: 20)")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps: multiples of 20 (default: 40)")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    configure_torch(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    info = {**describe_code(), "torch": torch.__version__, "device": name}
+    for task in (TASKS[name] for name in options.tasks):
+        methods = options.methods or [*task.guesses, "SOAP, package"]
+        for fast in (True, False) if device.type == "cuda" else (False,):
+            problem: Any = None  # free the last one before the next is made
+            problem = make_problem(task, options.data, device, fast=fast)
+            network = ("compiled" if task.compiled else "CUDA graph") if fast else "eager"
+            found = time_methods(problem, task, methods, options.rounds, options.warm, options.steps)
+            for method, seconds in found.items():
+                record = {"task": task.name, "method": method, "network": network, "step seconds": seconds}
+                append_record(options.out, record | info)
+                median, low, high = (1e3 * kind(seconds) for kind in (statistics.median, min, max))
+                print(f"{task.name}, {network}, {method}: {median:.2f} ms ({low:.2f} to {high:.2f})", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Eigenbases of Gram matrices: decompositions, power iteration, and renewing many bases at once.
+
+All functions accept matrices with leading batch dimensions. On a GPU only the full decompositions wait for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from egop.distributed import processes
+from egop.numerics import (
+    ROUNDING,
+    SMALL_NETWORK_BYTES,
+    eigenbasis,
+    exact_products,
+    leading_eigenbasis,
+    noise_floor,
+    orthonormalize,
+    scale_near_one,
+)
+
+_PROBES = 4  # vectors on which a new basis is tested
+_SHIFT = 1e-6  # weight of the old basis, relative to the mean eigenvalue: it keeps directions without gradient in place
+
+# For matrices wider than WIDE, `decompose_leading` computes LEADING eigenvectors: all of them would take minutes.
+WIDE, LEADING = 2048, 256
+
+_PROGRESS_AFTER = 5.0  # seconds of work from which on a progress bar is shown
+# Rough seconds for a matrix of width n: a full decomposition takes _FULL n³, one of rank r takes _PARTIAL n² r.
+_FULL, _PARTIAL = 1e-10, 3e-10
+_GPU_SPEEDUP = 10  # over two CPU cores
+
+Renewal = Callable[..., Any]  # maps Gram matrices and bases to new bases and flags that say which of them are sound
+OnDone = Callable[[], object]  # called after each decomposition
+
+
+def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
+    """Take one step of orthogonal iteration towards the eigenvectors of a Gram matrix, strongest first.
+
+    The shift keeps weak directions close to the old ones. Directions whose gradient is only rounding error stay exactly
+    where they are: they are orthonormalized first, so that no error of the others reaches them, and then moved last.
+    """
+    with exact_products():  # with fewer digits the weak directions would change at random every time
+        image = gram @ basis
+        held = (basis * image).sum(-2, keepdim=True)
+        noise = ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
+        null = (held <= noise) & noise.isfinite()
+        shift = _SHIFT * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        columns = torch.where(null, basis, image + shift * basis)
+        order = torch.where(null, torch.inf, held).argsort(dim=-1, descending=True, stable=True)
+        fresh = orthonormalize(columns.gather(-1, order.expand_as(columns)))
+        null_last = null.gather(-1, order).int().argsort(dim=-1, stable=True)
+        return fresh.gather(-1, null_last.expand_as(fresh))
+
+
+def clear_null_space(basis: Tensor, gram: Tensor) -> Tensor:
+    """Make the directions without gradient exactly orthogonal to all gradients.
+
+    Args:
+        basis: eigenvectors of a Gram matrix, as accurate as that matrix.
+        gram: the Gram matrix of the gradients in this basis, computed from the gradients themselves. Its small entries
+            are accurate; in the Gram matrix that was decomposed they were lost next to the large ones.
+    """
+    held = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    real = held > ROUNDING * torch.finfo(gram.dtype).eps * held.amax(-2, keepdim=True)
+    traces = torch.where(real & ~real.mT, gram / torch.where(real, held, 1), 0)
+    with exact_products():
+        return orthonormalize((basis - basis @ traces).flip(-1)).flip(-1)
+
+
+def iterate(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Take one power iteration; return the new bases, or the old ones where they are not sound, and which are sound."""
+    return _keep_sound(power_iteration(gram, basis), basis, gram)
+
+
+def decompose(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
+    """Compute all eigenvectors from scratch; returns as :func:`iterate`."""
+    return _keep_sound(_decompose_each(gram, basis, lambda part: eigenbasis(part)[1], on_done), basis, gram)
+
+
+def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
+    """Compute the eigenvectors of a first basis; of wide matrices only the leading ones. Returns as :func:`iterate`.
+
+    Power iterations find the others later. A layer with fewer rows has no more than these, since directions without any
+    gradient come last in arbitrary order.
+    """
+    if gram.shape[-1] <= WIDE:
+        return decompose(gram, basis, on_done)
+    leading = _decompose_each(gram, basis, lambda part: leading_eigenbasis(part, LEADING), on_done)
+    return _keep_sound(leading, basis, gram)
+
+
+def align(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the orthonormal factor of ``basis @ image``; returns as :func:`iterate`.
+
+    A small multiple of the old basis is added. So where the image has no full rank, directions stay as close to the old
+    ones as possible and are not determined by rounding.
+    """
+    with exact_products():
+        lengths = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
+        largest = lengths.amax(-1, keepdim=True)
+        some = lengths > noise_floor(image.dtype) * largest
+        columns = torch.where(some, image / torch.where(some, lengths, 1), 0)
+        columns.diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
+        fresh = orthonormalize(basis @ columns)
+    largest = largest.squeeze((-2, -1))
+    is_zero, sound = largest == 0, is_sound(fresh, basis) & largest.isfinite()
+    return torch.where((sound & ~is_zero)[..., None, None], fresh, basis), sound | is_zero
+
+
+def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
+    """Return True for each new basis that is finite and maps a few vectors, taken from the old one, there and back."""
+    probes = old[..., :_PROBES]
+    with exact_products():
+        error = fresh @ (fresh.mT @ probes) - probes
+    sound: Tensor = torch.linalg.vector_norm(error, dim=(-2, -1)) < torch.finfo(fresh.dtype).eps ** 0.5
+    return sound
+
+
+def off_diagonal_share(gram: Tensor, basis: Tensor) -> Tensor:
+    """Return the Frobenius norm of a Gram matrix off the diagonal in this basis, relative to its whole norm."""
+    inside = scale_near_one(basis.mT @ gram @ basis)
+    total = torch.linalg.matrix_norm(inside)
+    rest = torch.linalg.matrix_norm(inside - inside.diagonal(dim1=-2, dim2=-1).diag_embed())
+    return torch.where(total == 0, 0, rest / total)
+
+
+def rayleigh_quotients(gram: Tensor, basis: Tensor) -> Tensor:
+    """Return vᵀ P v for the columns v of a basis, descending, in float64: the eigenvalues if the basis is current."""
+    quotients = ((gram @ basis) * basis).sum(-2, dtype=torch.float64).clamp_min(0)
+    return quotients.sort(dim=-1, descending=True).values
+
+
+def renew_in_batches(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Renew bases, with one call for all matrices of the same width.
+
+    Args:
+        renewal: computes new bases and which are sound; if it raises ``LinAlgError``, the old bases are kept.
+        pairs: stacked Gram matrices and bases.
+    """
+    by_shape: dict[Any, list[int]] = {}
+    for index, (gram, _) in enumerate(pairs):
+        by_shape.setdefault((gram.shape[1:], gram.dtype, gram.device), []).append(index)
+    results: dict[int, tuple[Tensor, Tensor]] = {}
+    for indices in by_shape.values():
+        small = sum(pairs[index][0].nbytes for index in indices) <= SMALL_NETWORK_BYTES
+        for group in [indices] if small else [[index] for index in indices]:
+            grams, bases = (_concatenate(side) for side in zip(*(pairs[index] for index in group), strict=True))
+            most = max(1, SMALL_NETWORK_BYTES // grams[0].nbytes)  # larger batches would be no faster, and take memory
+            parts = [_renew_or_keep(renewal, *part) for part in zip(grams.split(most), bases.split(most), strict=True)]
+            sizes = [len(pairs[index][0]) for index in group]
+            fresh, sound = (_concatenate(side).split(sizes) for side in zip(*parts, strict=True))
+            results |= zip(group, zip(fresh, sound, strict=True), strict=True)
+    return [results[index] for index in range(len(pairs))]
+
+
+@contextlib.contextmanager
+def show_progress(matrices: Sequence[Tensor], *, is_leading: bool) -> Iterator[OnDone]:
+    """Show a progress bar if decomposing these matrices takes long; yield what to call after each of them."""
+    seconds = estimate_seconds(matrices, is_leading=is_leading)
+    widest = max((matrix.shape[-1] for matrix in matrices), default=0)
+    text = f"First bases: {len(matrices)} up to {widest} wide, about {seconds:.0f} s"
+    hidden = seconds < _PROGRESS_AFTER or processes.rank() > 0
+    with tqdm(total=len(matrices), desc=text, disable=hidden) as bar:
+        yield bar.update
+
+
+def estimate_seconds(matrices: Sequence[Tensor], *, is_leading: bool) -> float:
+    """Estimate roughly how long :func:`decompose` or, if ``is_leading``, :func:`decompose_leading` takes."""
+    total = 0.0
+    for matrix in matrices:
+        width = matrix.shape[-1]
+        seconds = _PARTIAL * width**2 * LEADING if is_leading and width > WIDE else _FULL * width**3
+        total += seconds / (_GPU_SPEEDUP if matrix.device.type == "cuda" else 1)
+    return total
+
+
+def _decompose_each(
+    gram: Tensor, basis: Tensor, eigenvectors: Callable[[Tensor], Tensor], on_done: OnDone | None
+) -> Tensor:
+    """Decompose matrix by matrix; the result is NaN where that fails."""
+    if gram.dim() > 2:
+        return torch.stack([_decompose_each(*pair, eigenvectors, on_done) for pair in zip(gram, basis, strict=True)])
+    try:
+        return eigenvectors(gram).to(basis)
+    except torch.linalg.LinAlgError:
+        return torch.full_like(basis, torch.nan)
+    finally:
+        if on_done is not None:
+            on_done()
+
+
+def _keep_sound(fresh: Tensor, old: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each new basis if it is sound, else the old one, and which are sound.
+
+    If a Gram matrix is zero there is nothing to follow: the old basis stays, and that is not a failure.
+    """
+    is_zero = gram.diagonal(dim1=-2, dim2=-1).eq(0).all(-1)
+    sound = is_sound(fresh, old)
+    return torch.where((sound & ~is_zero)[..., None, None], fresh, old), sound | is_zero
+
+
+def _renew_or_keep(renewal: Renewal, gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        pair: tuple[Tensor, Tensor] = renewal(gram, basis)
+        return pair
+    except torch.linalg.LinAlgError:
+        if len(gram) == 1:
+            return basis.clone(), gram.new_zeros(gram.shape[:-2], dtype=torch.bool)
+        parts = [_renew_or_keep(renewal, *pair) for pair in zip(gram.split(1), basis.split(1), strict=True)]
+        return torch.cat([fresh for fresh, _ in parts]), torch.cat([sound for _, sound in parts])
+
+
+def _concatenate(stacks: Sequence[Tensor]) -> Tensor:
+    return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))  # a single one is not copied

@@ -1,0 +1,289 @@
+"""Blocks that a refresh creates itself: at the first step, and later for parameters that start training then."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from egop.basis import (
+    CHANGES,
+    ONLINE,
+    Basis,
+    Layer,
+    Partition,
+    Plan,
+    Structure,
+    StructureChoice,
+    make_plan,
+    partition_parameters,
+    plain_name,
+)
+from egop.formatting import parse_bytes
+from egop.numerics import identity_matrices
+from egop.optimizer import Rebasable, Refresher, Stacks, level_of_user
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """The choice of parameters that get a block, and of their structures.
+
+    Args:
+        refresh: the name of the refresh, for messages.
+        structure: a structure, structures by name pattern, or ``"auto"``. A single structure applies to all weights; if
+            another optimizer steps the parameters outside, only to those that ``"auto"`` would rotate.
+        partition: which parameters form a block.
+        memory: the limit for all bases together.
+        candidates: the structures that ``"auto"`` chooses from, richest first.
+    """
+
+    refresh: str
+    structure: StructureChoice
+    partition: Partition
+    memory: int | str
+    candidates: Sequence[Structure] = ONLINE
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.memory)  # so that an invalid size is refused here, not in the first step
+
+    def plan(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Plan:
+        """Choose a structure for each weight that is trained.
+
+        Args:
+            optimizer: the optimizer.
+            names: choose for these parameters only, in addition to the existing blocks; by default for all parameters,
+                as if there were no blocks.
+        """
+        everything = _named_parameters(optimizer)
+        trained = {
+            name: parameter
+            for name, parameter in everything.items()
+            if parameter.requires_grad and (names is None or name in names)
+        }
+        real = {name: parameter for name, parameter in trained.items() if not parameter.is_complex()}
+        layers = {name: optimizer.layers[name] for name in real}
+        others = {name: optimizer.layers[name] for name in trained if name not in real}
+        unrotated = dict.fromkeys(_weights(others), "complex numbers")
+        partition = _partition_for(self.partition, list(everything), list(real))
+        if not (partition if isinstance(partition, Mapping) else _weights(layers)):
+            return Plan({}, {}, unrotated)
+        blocks = partition_parameters(real, layers, partition)
+        known = [*everything, *(self.partition if isinstance(self.partition, Mapping) else ())]
+        structure = _structure_for(self.structure, known, [block.name for block in blocks])
+        used = 0 if names is None else sum(block.change.nbytes for block in optimizer.blocks)
+        memory = max(0, parse_bytes(self.memory) - used)
+        all_weights = optimizer.outside is None
+        plan = make_plan(blocks, layers, structure, memory, self.candidates, all_weights=all_weights)
+        return Plan(plan.chosen, plan.why, plan.unrotated | unrotated)
+
+    def make_basis(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Basis:
+        """Return the original coordinates in the chosen structures; arguments as in :meth:`plan`."""
+        plan = self.plan(optimizer, names)
+        changes = []
+        for block, structure in plan.chosen.items():
+            shapes = structure.basis_shapes(block).items()
+            change = structure.change(block, {key: identity_matrices(shape, block.dtype) for key, shape in shapes})
+            if not change.is_renewable():
+                raise ValueError(self._refusal(change.kind))
+            changes.append(change)
+        return Basis(changes, unrotated=plan.unrotated)
+
+    def check(self, optimizer: Rebasable) -> None:
+        """Raise an error if no basis can be renewed; warn if weights are chosen by guessed roles."""
+        kinds = sorted({block.change.kind for block in optimizer.blocks})
+        if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
+            raise ValueError(self._refusal(", ".join(kinds)))
+        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
+        by_role = self.structure == "auto" or (isinstance(self.structure, Structure) and optimizer.outside is not None)
+        if not by_role or optimizer.blocks or not guessed:
+            return
+        rotated = [name for name, layer in guessed.items() if not layer.unrotated]
+        skipped = [f"{name} ({layer.unrotated})" for name, layer in guessed.items() if layer.unrotated]
+        warnings.warn(
+            f"egop.{self.refresh} chooses weights by their roles. Without the model, the roles were guessed from names "
+            f"and shapes. Weights to rotate: {_join(rotated)}. Skipped weights: {_join(skipped)}. Rotating an "
+            "embedding or an output head slows training down. Give the optimizer the model itself, or model=model next "
+            "to the parameters; or name the weights: egop.Online(structure={'name pattern': egop.Shared()}).",
+            stacklevel=level_of_user(),  # the line that creates the optimizer
+        )
+
+    def _refusal(self, kinds: str) -> str:
+        renewable = ", ".join(kind for kind, change in CHANGES.items() if change.is_renewable())
+        return (
+            f"egop.{self.refresh} renews bases of structure {renewable}, not {kinds}. "
+            "Use egop.Every(...), which can renew every structure."
+        )
+
+
+class BlockCreatingRefresher(Refresher):
+    """A refresher that creates blocks in original coordinates; their first gradient is to give them their first basis.
+
+    Parameters start training late if they are unfrozen, or if their group is added. Which of them get a block follows
+    from the existing blocks, the roles and the settings, so that a resumed run decides the same. Only :attr:`created`
+    and :attr:`waiting` have to be saved.
+
+    Args:
+        choice: which parameters get a block.
+    """
+
+    def __init__(self, choice: BlockChoice) -> None:
+        super().__init__()
+        self.choice = choice
+        self._unrotated: dict[str, str] = {}
+        self.restart()
+
+    def restart(self, created: Iterable[str] = (), waiting: Iterable[str] = ()) -> None:
+        """Start from a loaded state.
+
+        Args:
+            created: names of the blocks that were created here.
+            waiting: names of the blocks that do not have their first basis yet.
+        """
+        self.created, self.waiting = set(created), set(waiting)
+        self._has_chosen = False  # the first blocks
+        self._decided: set[str] = set()  # parameters that were considered already
+        self._undecided: list[tuple[str, Tensor]] = []  # the others outside every block
+        self._listed_for: tuple[Stacks, int] | None = None  # the stacks and the number of groups of that list
+
+    @property
+    def unrotated(self) -> dict[str, str]:
+        """The weights that the refresh has left without a basis, each with the reason."""
+        return self._unrotated
+
+    def plan(self, optimizer: Rebasable) -> Plan | None:
+        """Return what the first step chooses or has chosen; None if a user has given or replaced the blocks."""
+        return self.choice.plan(optimizer) if not optimizer.blocks or self.find_created(optimizer) else None
+
+    def before_step(self, optimizer: Rebasable) -> None:
+        """Install pending bases, and create blocks for parameters that have none."""
+        self.wait_for_refresh(optimizer)
+        if self.steps == 0:
+            self.prepare(optimizer)
+        self._create_late(optimizer)
+
+    def prepare(self, optimizer: Rebasable) -> None:
+        """Create the first blocks, if the optimizer has none."""
+        if optimizer.blocks or self._has_chosen or self.steps > 0:
+            return
+        basis = self.choice.make_basis(optimizer)
+        self._unrotated = dict(basis.unrotated)
+        optimizer.rebase(basis, moments="reset")
+        self.waiting = {block.name for block in optimizer.blocks}
+        self._mark_decided(_trained_names(optimizer), self.waiting)
+        self._has_chosen = True
+        if not basis:
+            warnings.warn(_no_weight_message(optimizer, basis.unrotated, self.choice.refresh), stacklevel=2)
+
+    def find_created(self, optimizer: Rebasable) -> set[str]:
+        """Return the names of the blocks created here; none if a user has given or replaced the blocks."""
+        return self.created if self.created <= {block.name for block in optimizer.blocks} else set()
+
+    def on_rebase(self, names: Collection[str], *, replaced: bool) -> None:
+        """Stop waiting for blocks that a user has given a basis; if all were replaced, create no more blocks."""
+        self.waiting = self.waiting - set(names)
+        if replaced or self.steps == 0:
+            self.created, self._decided, self._listed_for = set(), set(), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of copies what refers to the parameters of this optimizer."""
+        return self.__dict__ | {"_undecided": [], "_listed_for": None}
+
+    def _create_late(self, optimizer: Rebasable) -> None:
+        """Create blocks for parameters that were frozen or missing when the others were created."""
+        stacks, groups = optimizer.stacks, len(optimizer.param_groups)
+        if self._listed_for is None or self._listed_for[0] is not stacks or self._listed_for[1] != groups:
+            self._list_undecided(optimizer)
+            self._listed_for = stacks, groups
+        late = [name for name, parameter in self._undecided if parameter.requires_grad and parameter.grad is not None]
+        if not late:
+            return
+        before = {block.name for block in optimizer.blocks}
+        try:
+            basis = self.choice.make_basis(optimizer, late)
+            self._unrotated = self._unrotated | basis.unrotated
+            if basis:
+                optimizer.add_blocks(basis)
+        except (MemoryError, ValueError) as error:  # not a reason to stop a running training
+            warnings.warn(
+                f"Parameters that are trained from now on ({', '.join(late)}) get no basis: {error}", stacklevel=2
+            )
+        new = {block.name for block in optimizer.blocks} - before
+        self.waiting = self.waiting | new
+        self._mark_decided(late, new)
+
+    def _list_undecided(self, optimizer: Rebasable) -> None:
+        self.created = self.find_created(optimizer)
+        self._undecided = []
+        if self.created or not optimizer.blocks:  # if a user has given or replaced the blocks, add no others
+            inside = {id(original) for block in optimizer.blocks for original in block.originals}
+            self._undecided = [
+                (name, parameter)
+                for name, parameter in _named_parameters(optimizer).items()
+                if id(parameter) not in inside and name not in self._decided
+            ]
+
+    def _mark_decided(self, names: Iterable[str], blocks: Iterable[str]) -> None:
+        # New sets, because a copy of this refresher may share the old ones.
+        self.created, self._decided = self.created | set(blocks), self._decided | set(names)
+        self._listed_for = None
+
+
+def _named_parameters(optimizer: Rebasable) -> dict[str, Tensor]:
+    return {
+        plain_name(name): parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+def _trained_names(optimizer: Rebasable) -> set[str]:
+    return {name for name, parameter in _named_parameters(optimizer).items() if parameter.requires_grad}
+
+
+def _weights(layers: Mapping[str, Layer]) -> list[str]:
+    """Return the names of the parameters that a partition puts into blocks."""
+    return [name for name, layer in layers.items() if layer.role not in ("bias", "norm")]
+
+
+def _partition_for(partition: Partition, everything: Sequence[str], wanted: Sequence[str]) -> Partition:
+    """Drop the patterns of a partition that only match parameters that are frozen or have a block."""
+    if not isinstance(partition, Mapping):
+        return partition
+    patterns = {block: [names] if isinstance(names, str) else list(names) for block, names in partition.items()}
+    kept = {block: [name for name in names if _applies(name, everything, wanted)] for block, names in patterns.items()}
+    return {block: names for block, names in kept.items() if names or not patterns[block]}
+
+
+def _structure_for(structure: StructureChoice, everything: Sequence[str], wanted: Sequence[str]) -> StructureChoice:
+    """Drop the patterns of block names that only match other blocks than the wanted ones."""
+    if not isinstance(structure, Mapping):
+        return structure
+    layers = [name.rpartition(".")[0] for name in everything]
+    return {key: value for key, value in structure.items() if _applies(key, [*everything, *layers, "global"], wanted)}
+
+
+def _applies(pattern: str, everything: Sequence[str], wanted: Sequence[str]) -> bool:
+    # A pattern that matches nothing at all is kept: it is a mistake, which the partition or the plan refuses.
+    return bool(fnmatch.filter(wanted, pattern)) or not fnmatch.filter(everything, pattern)
+
+
+def _no_weight_message(optimizer: Rebasable, unrotated: Mapping[str, str], refresh: str) -> str:
+    outside = optimizer.outside
+    effect = "works like the inner one alone" if outside is None else f"leaves all parameters to {outside.__name__}"
+    skipped = [f"'{name}' ({reason})" for name, reason in unrotated.items()]
+    frozen = len(_named_parameters(optimizer)) - len(_trained_names(optimizer))
+    text = f"{frozen} parameters are frozen; weights get a basis once they are unfrozen. " if frozen else ""
+    return (
+        f"egop.{refresh} found no weight to rotate, so for now the optimizer {effect}. Skipped weights: "
+        f"{_join(skipped)}. {text}Biases and norm layers are never rotated by default. To rotate more, name it: "
+        "egop.Online(structure={'*': egop.Kronecker()}) for every weight, or with partition={'all': ['*']} and "
+        "egop.Full() for everything."
+    )
+
+
+def _join(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
