@@ -136,7 +136,7 @@ def test_processes_can_tune_a_method_each(folder, tmp_path, fake):
         own = Store(tmp_path / f"{method}.jsonl")
         assert Toy().tune(Toy().trials(own, context(folder)), [method])
         whole.add(*own)
-    assert Toy().report(Toy().trials(whole, context(folder)), list(METHODS))
+    assert Toy().run_reported(Toy().trials(whole, context(folder)), list(METHODS))
     assert len(fake.done) == len(set(fake.done)) == 3 * len(METHODS)
 
 

@@ -23,7 +23,7 @@ FINALS = {
 
 
 @pytest.fixture
-def judge_all(tmp_path, monkeypatch):
+def judged(tmp_path, monkeypatch):
     """Verdicts on made-up final losses; the second of the rates is the best one of original coordinates."""
 
     def go(finals, only_at_chosen=False, diverging=None, slow=True):
@@ -162,7 +162,7 @@ def problem(monkeypatch):
 
 
 def test_the_data_have_the_papers_singular_values():
-    inputs, target = linear_problem._data(0, 400)
+    inputs, target = linear_problem._draw_data(0, 400)
     wanted = torch.arange(1, 11, dtype=torch.float64) ** -2.0
     assert torch.allclose(torch.linalg.svdvals(inputs), wanted)
     assert target.shape == (10, 10)

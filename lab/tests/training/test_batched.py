@@ -24,7 +24,7 @@ class Quartic(Trials):
         self.data = torch.stack([torch.randn(8, 7, generator=g, dtype=torch.float64) for g in generators])
         self.first = torch.stack([torch.randn(7, generator=g, dtype=torch.float64) for g in generators])
 
-    def alone(self, seed):
+    def single_trial(self, seed):
         return type(self)([seed])
 
     def start(self):

@@ -33,7 +33,7 @@ def test_a_run_that_diverges_is_a_result(data):
 
 
 def test_convolutions_and_the_head_get_a_shared_basis_from_enough_kernel_gradients(data):
-    start = Run(data, CONFIG, CPU).start()
+    start = Run(data, CONFIG, CPU).make_setup()
     assert start.samples == 250
     assert start.period == 3
     optimizer = METHODS[UPFRONT].make(start)
