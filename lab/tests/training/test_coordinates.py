@@ -62,7 +62,7 @@ def test_every_method_steps_hidden_weights_and_what_is_outside(method, network):
         pytest.importorskip("pytorch_optimizer")
     run = run_of(network, method=method)
     moved = stepped(run)
-    hidden = {id(weight) for weight in run.start().hidden}
+    hidden = {id(weight) for weight in run.make_setup().hidden}
     wanted = {name for name, weight in run.model.named_parameters() if id(weight) in hidden}
     assert wanted <= moved
     assert {"GPT": "tokens.weight", "ResNet": "fc.bias", "ViT": "head.weight"}[network] in moved
