@@ -150,14 +150,12 @@ DEEP = MODELS[1]
 STRUCTURES: list[egop.Structure] = [
     egop.Identity(),
     egop.Full(),
-    egop.Full(route="eigh"),
-    egop.Full(route="svd"),
     egop.Shared(),
     egop.Shared(side="output"),
     egop.Kronecker(),
-    egop.Auxiliary(3),
-    egop.Reduced(3),
-    egop.Reduced(3, keep_rest=False),
+    egop.Auxiliary(rank=3),
+    egop.Reduced(rank=3),
+    egop.Reduced(rank=3, keep_rest=False),
     egop.extras.RandomRotation(seed=1),
     egop.extras.RandomRotation(seed=1, like=egop.Kronecker()),
 ]
@@ -165,7 +163,7 @@ STRUCTURES: list[egop.Structure] = [
 
 def block(name: str, **shapes: tuple[int, ...]) -> Block:
     """A block of float64 tensors."""
-    return Block.of(name, {key: torch.zeros(shape, dtype=torch.float64) for key, shape in shapes.items()})
+    return Block.from_tensors(name, {key: torch.zeros(shape, dtype=torch.float64) for key, shape in shapes.items()})
 
 
 BLOCKS: list[Block] = [
@@ -184,6 +182,16 @@ PARTITIONS: list[Any] = ["layer", "parameter", "global", {"everything": ["*"]}]
 def estimate(objective: egop.Objective, **options: Any) -> egop.Basis:
     """A basis from few samples, without a progress bar."""
     return egop.estimate(objective, **{"structure": egop.Full(), "samples": 40, "progress": False} | options)
+
+
+def round_trip_error(change: egop.ChangeOfBasis) -> float:
+    """Return how far ``decode(encode(x))`` is from a random ``x`` of length one."""
+    generator = torch.Generator().manual_seed(0)
+    dtype, shapes = change.block.dtype, change.block.shapes
+    x = [torch.randn(shape, generator=generator).to(change.device, dtype) for shape in shapes]
+    pairs = zip(change.decode(change.encode(x)), x, strict=True)
+    length = sum(float(each.square().sum()) for each in x)
+    return (sum(float((back - each).square().sum()) for back, each in pairs) / length) ** 0.5
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], steps: int) -> None:

@@ -6,10 +6,10 @@ import logging
 import pytest
 import torch
 
-from egop.optimizer import inner
+from egop.optimizer import checks
 
 # That no basis helps these is said in the tests of that alone: everywhere else they are there to be compared with.
-inner._WARNED |= {torch.optim.SGD, torch.optim.ASGD}
+checks._warned |= {torch.optim.SGD, torch.optim.ASGD}
 
 
 @pytest.hookimpl(wrapper=True)

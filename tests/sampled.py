@@ -1,4 +1,4 @@
-"""What tests of gradient sampling share."""
+"""Helpers for tests of gradient sampling."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ def sample_both(objective, samples=7, rho=GAUSSIAN, **options):
 
 
 class Recorder(egop.Distribution):
-    """Another distribution, whose draws it keeps."""
+    """Records the draws of another distribution."""
 
     def __init__(self, rho):
         self.rho, self.points = rho, []
+
+    def check(self, objective):
+        self.rho.check(objective)
 
     def draw(self, objective, generator):
         self.points.append(self.rho.draw(objective, generator))

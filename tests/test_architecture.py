@@ -53,9 +53,15 @@ def imported_names(path):
 
 
 def offered(room):
-    """The names in a room's ``__all__``."""
+    """Return the names that a room offers to others: the public ones, and those imported ``as`` themselves."""
     file = PACKAGE / f"{room}.py"
-    return names_in_all(file if file.exists() else PACKAGE / room / "__init__.py")
+    file = file if file.exists() else PACKAGE / room / "__init__.py"
+    return names_in_all(file) + internal_names(file)
+
+
+def internal_names(file):
+    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return [alias.name for node in imports for alias in node.names if alias.asname == alias.name]
 
 
 @cache

@@ -66,10 +66,10 @@ OPTIMIZERS = {
         model, egop.optim.Sinkhorn, refresh=egop.Aligned(), outside=FUSED, lr=0.01
     ),
     "Every": lambda model, objective: wrap(model, refresh=egop.Every(3, objective, samples=10)),
-    "estimate": lambda model, objective: wrap(model, cases.estimate(objective, partition="global", stability=True)),
-    "Auxiliary": lambda model, objective: wrap(model, cases.estimate(objective, structure=egop.Auxiliary(3))),
+    "estimate": lambda model, objective: wrap(model, cases.estimate(objective, partition="global")),
+    "Auxiliary": lambda model, objective: wrap(model, cases.estimate(objective, structure=egop.Auxiliary(rank=3))),
     "sketched": lambda model, objective: wrap(
-        model, cases.estimate(objective, structure=egop.Reduced(2, keep_rest=False), rho=egop.Ball(1.0))
+        model, cases.estimate(objective, structure=egop.Reduced(rank=2, keep_rest=False), rho=egop.Ball(1.0))
     ),
     "RandomRotation": lambda model, objective: wrap(
         model, cases.estimate(objective, structure=egop.extras.RandomRotation(seed=1))

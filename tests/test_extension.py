@@ -24,7 +24,7 @@ FILES = {
 
         class ReversedChange(egop.ChangeOfBasis):
             kind = "Reversed"
-            rowwise = True
+            is_rowwise = True
 
             def encode(self, tensors):
                 (tensor,) = tensors if not isinstance(tensors, torch.Tensor) else (tensors,)
@@ -112,7 +112,7 @@ FILES = {
 
             def renew(self, optimizer):
                 changes = [
-                    block.change.replaced({key: tensor.flip(-1) for key, tensor in block.change.tensors.items()})
+                    block.change.with_tensors({key: tensor.flip(-1) for key, tensor in block.change.tensors.items()})
                     for block in optimizer.blocks
                 ]
                 optimizer.rebase(egop.Basis(changes))
@@ -190,9 +190,7 @@ def test_own_extensions_train_save_load_and_resume(own, tmp_path):
 
 
 def test_a_structure_kind_that_exists_is_refused():
-    with pytest.raises(
-        TypeError, match=r"has the kind 'Full', which is that of egop\.basis\.structures\.full\.FullChange"
-    ):
+    with pytest.raises(TypeError, match=r"has the kind 'Full' of egop\.basis\.structures\.full\.FullChange"):
         type("Another", (egop.ChangeOfBasis,), {"kind": "Full"})
 
 
@@ -232,7 +230,7 @@ DOUBLING = '''
 
         def renew(self, optimizer):
             bases = {name: torch.linalg.eigh(gram).eigenvectors.flip(-1) for name, gram in self.grams.items()}
-            changes = [block.change.replaced({"basis": bases[block.name]}) for block in optimizer.blocks]
+            changes = [block.change.with_tensors({"basis": bases[block.name]}) for block in optimizer.blocks]
             optimizer.rebase(egop.Basis(changes))
             self.renewals += 1
 
@@ -274,7 +272,7 @@ class PairsChange(egop.ChangeOfBasis):
     """Inputs rotated in pairs: its one tensor is a stack of small matrices, which is no stack of weights."""
 
     kind = "Pairs"
-    rowwise = True
+    is_rowwise = True
 
     def encode(self, tensors):
         (tensor,) = tensors if not isinstance(tensors, torch.Tensor) else (tensors,)
@@ -301,7 +299,7 @@ class PairsChange(egop.ChangeOfBasis):
     def rotation_from(self, old):
         return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
 
-    def rotated(self, coordinates, rotation):
+    def rotate(self, coordinates, rotation):
         matrix = coordinates[0].unflatten(-1, (-1, 1, 2)) @ rotation["basis"].mT.unsqueeze(-4)
         return (matrix.flatten(-3),)
 
@@ -310,13 +308,13 @@ class PairsChange(egop.ChangeOfBasis):
 def test_a_basis_of_many_small_matrices_is_no_stack_of_weights(rows):
     """As many rows as matrices looked like a weight for each of them: where one had changed, others moved."""
     layer = torch.nn.Linear(4, rows, bias=False).double()
-    block = Block.of("weight", {"weight": layer.weight})
+    block = Block.from_tensors("weight", {"weight": layer.weight})
     start = PairsChange(block, {"basis": torch.eye(2, dtype=torch.float64).repeat(2, 1, 1)})
     optimizer = egop.ReparameterizedOptimizer(layer, torch.optim.Adam, egop.Basis([start]), lr=0.0)
     layer.weight.grad = torch.randn_like(layer.weight)
     optimizer.step()
     before = layer.weight.detach().clone()
     rotated = torch.tensor([[[1, 0], [0, 1]], [[0.6, -0.8], [0.8, 0.6]]], dtype=torch.float64)
-    optimizer.rebase(egop.Basis([start.replaced({"basis": rotated})]))
+    optimizer.rebase(egop.Basis([start.with_tensors({"basis": rotated})]))
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), before, rtol=1e-12, atol=1e-12)

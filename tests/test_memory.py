@@ -69,7 +69,7 @@ def measure():
     objective = egop.Objective(model, loss_fn, batches)
     first = {"first": ["0.weight"]}
     basis = egop.estimate(
-        objective, partition=first, structure=egop.Auxiliary(RANK), samples=SAMPLES, memory="1GiB", progress=False
+        objective, partition=first, structure=egop.Auxiliary(rank=RANK), samples=SAMPLES, memory="1GiB", progress=False
     )
     found = {"estimation": largest_so_far() - baseline}
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-3)

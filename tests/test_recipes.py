@@ -204,7 +204,7 @@ MISTAKES = {
     "a model of others": (
         lambda: egop.EGOP(network().parameters(), model=network()),
         ValueError,
-        "none of the model's",
+        "does not belong to the model",
     ),
     "every": (lambda: egop.EGOP(network(), every=0), ValueError, "every"),
     "betas": (lambda: egop.EGOP(network(), betas=(0.9, 1.5)), ValueError, r"betas\[1\]"),
@@ -213,7 +213,7 @@ MISTAKES = {
     "maximize": (
         lambda: egop.EGOP([{"params": list(network().named_parameters()), "maximize": True}]),
         ValueError,
-        "PolarAdam has no maximize.*negative loss",
+        "PolarAdam has no maximize.*Negate the loss",
     ),
     "inside another": (
         lambda: egop.ReparameterizedOptimizer(network(), egop.EGOP, lr=0.1),

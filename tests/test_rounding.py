@@ -85,8 +85,8 @@ OPTIMIZERS = {
     "estimated Kronecker": use_estimate(egop.Kronecker(), 2),
     "estimated Full, few samples": use_estimate(egop.Full(), 20),
     "estimated Full, many samples": use_estimate(egop.Full(), 200),
-    "estimated Auxiliary": use_estimate(egop.Auxiliary(10), 4),
-    "estimated Reduced": use_estimate(egop.Reduced(10), 4),
+    "estimated Auxiliary": use_estimate(egop.Auxiliary(rank=10), 4),
+    "estimated Reduced": use_estimate(egop.Reduced(rank=10), 4),
 }
 
 

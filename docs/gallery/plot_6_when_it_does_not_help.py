@@ -49,7 +49,7 @@ def train(problem, optimizer_class, structure, lr, steps=200):
 # %%
 # The random rotation is the control: not any other basis helps, only a good one.
 
-coordinates = {"original": egop.Identity(), "random rotation": egop.extras.RandomRotation(0), "EGOP": egop.Full()}
+coordinates = {"original": egop.Identity(), "random rotation": egop.extras.RandomRotation(seed=0), "EGOP": egop.Full()}
 cases = [
     ("SGD, across the axes", "across the axes", torch.optim.SGD, 0.2),
     ("Adam, across the axes", "across the axes", torch.optim.Adam, 0.05),

@@ -40,8 +40,8 @@ def train(structure, steps=200):
 
 structures = {
     "Identity()": egop.Identity(),
-    "RandomRotation(0)": egop.extras.RandomRotation(0),
-    "Auxiliary(16)": egop.Auxiliary(16),
+    "RandomRotation": egop.extras.RandomRotation(seed=0),
+    "Auxiliary(rank=16)": egop.Auxiliary(rank=16),
     "Shared()": egop.Shared(),
     "Kronecker()": egop.Kronecker(),
     "Full()": egop.Full(),

@@ -114,7 +114,7 @@ def squared_moments_as_soap():
     """Sorted along with the vectors, never rotated."""
     with (
         mock.patch("egop.refresh.eigenbases.power_iteration", power_iteration_in_place),
-        mock.patch("egop.optimizer.moments.squares_rotated", lambda squares, new, rotation: squares),
+        mock.patch("egop.optimizer.moments.rotate_squares", lambda squares, new, rotation: squares),
     ):
         yield
 

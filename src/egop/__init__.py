@@ -7,7 +7,7 @@ from egop.basis.basis import Basis
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import Auxiliary, ChangeOfBasis, Full, Identity, Kronecker, Reduced, Shared, Structure
 from egop.diagnostics import diagnose, find_lr
-from egop.estimation.algorithm import estimate
+from egop.estimation.estimator import estimate
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.optimizer.reparameterized import ReparameterizedOptimizer

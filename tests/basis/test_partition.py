@@ -11,7 +11,7 @@ from torch import nn
 import cases
 import egop
 from egop.basis.partition import Block, match, partition_parameters
-from egop.basis.roles import layers_of
+from egop.basis.roles import find_roles
 
 
 def blocks_of(model, partition):
@@ -49,7 +49,7 @@ def test_a_head_with_the_weight_of_the_embedding_is_the_only_head(head_first):
     head.weight = embedding.weight
     hidden = [nn.Linear(4, 4), nn.Linear(4, 4)]
     model = nn.Sequential(*([head, *hidden, embedding] if head_first else [embedding, *hidden, head]))
-    roles = {name: layer.role for name, layer in layers_of(dict(model.named_parameters()), model).items()}
+    roles = {name: layer.kind for name, layer in find_roles(dict(model.named_parameters()), model).items()}
     assert [roles[f"{place}.weight"] for place in (0, 1, 2)] == ["embedding", "weight", "weight"]
 
 
@@ -151,12 +151,12 @@ def test_what_is_no_weight_forms_no_block_with_weights():
     model.mixer = nn.Module()
     model.mixer.A_log, model.mixer.weight = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4, 3))
     parameters = dict(model.named_parameters())
-    blocks = partition_parameters(parameters, layers_of(parameters, model), "layer")
+    blocks = partition_parameters(parameters, find_roles(parameters, model), "layer")
     assert [block.name for block in blocks] == ["mixer.A_log", "mixer.weight"]
 
 
 def test_a_block_knows_its_shapes_and_size():
-    block = Block.of("b", {"w": torch.zeros(3, 2), "s": torch.zeros(()), "v": torch.zeros(4)})
+    block = Block.from_tensors("b", {"w": torch.zeros(3, 2), "s": torch.zeros(()), "v": torch.zeros(4)})
     assert block.parameters == ("w", "s", "v")
     assert block.shapes == (torch.Size([3, 2]), torch.Size([]), torch.Size([4]))
     assert block.size == 11
@@ -172,7 +172,7 @@ def test_a_block_knows_its_shapes_and_size():
     ],
 )
 def test_a_block_has_at_least_single_precision(given_dtype, expected):
-    assert Block.of("b", {"w": torch.zeros(2, dtype=given_dtype)}).dtype == expected
+    assert Block.from_tensors("b", {"w": torch.zeros(2, dtype=given_dtype)}).dtype == expected
 
 
 @given(

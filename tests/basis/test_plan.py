@@ -13,7 +13,7 @@ import egop
 from egop.basis import plan as planning
 from egop.basis.partition import partition_parameters
 from egop.basis.plan import make_plan
-from egop.basis.roles import Layer, layers_of
+from egop.basis.roles import Role, find_roles
 
 GIB = 2**30
 
@@ -33,7 +33,7 @@ class Language(nn.Module):
 
 def parts_of(module, partition="parameter"):
     parameters = dict(module.named_parameters())
-    layers = layers_of(parameters, module)
+    layers = find_roles(parameters, module)
     return partition_parameters(parameters, layers, partition), layers
 
 
@@ -60,7 +60,7 @@ def test_auto_lets_rows_share_a_basis_and_leaves_embeddings_and_heads():
 def test_auto_takes_a_dense_basis_for_what_has_no_rows():
     tensors, layers = (
         {"theta": torch.zeros(9), "column": torch.zeros(9, 1)},
-        dict.fromkeys(("theta", "column"), Layer("weight")),
+        dict.fromkeys(("theta", "column"), Role("weight")),
     )
     plan = make_plan(partition_parameters(tensors, layers, "parameter"), layers, "auto", GIB)
     assert kinds(plan) == {"theta": "Full", "column": "Full"}
@@ -73,13 +73,14 @@ def test_what_is_asked_for_by_name_is_not_left():
     assert kinds(plan)["embedding.weight"] == "Shared"
     assert kinds(plan)["head.weight"] == "Kronecker"
     assert set(kinds(plan).values()) == {"Shared", "Kronecker", "Identity"}
-    assert set(plan.why.values()) == {"its structure was named"}
+    assert plan.why["head.weight"] == "matches 'head*'"
+    assert plan.why["small.weight"] == "matches '*'"
 
 
 def test_blocks_that_no_pattern_names_are_left():
     plan = plan_of(Language(), {"small.weight": egop.Full()})
     assert kinds(plan) == {"small.weight": "Full"}
-    assert set(plan.unrotated.values()) == {"no pattern names it"}
+    assert set(plan.unrotated.values()) == {"no pattern matches it"}
     assert "embedding.weight" in plan.unrotated
 
 
@@ -103,10 +104,10 @@ def test_layers_whose_bases_take_too_long_for_their_size_are_left():
 
 def test_experts_that_were_taken_for_a_convolution_are_left():
     """Four rows of 64 x 112 columns: a basis would take minutes. (As four matrices it takes nothing.)"""
-    experts, layers = {"experts": torch.zeros(4, 64, 112)}, {"experts": Layer("weight")}
+    experts, layers = {"experts": torch.zeros(4, 64, 112)}, {"experts": Role("weight")}
     plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
     assert "too long" in plan.unrotated["experts"]
-    layers = {"experts": Layer("weight", stacked=1)}
+    layers = {"experts": Role("weight", stacked=1)}
     plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
     assert kinds(plan) == {"experts": "Shared"}
 
@@ -122,7 +123,7 @@ def test_what_is_no_weight_is_left_with_the_reason():
 
 @pytest.mark.parametrize(("size", "expected"), [(planning.FULL_LIMIT, ["theta"]), (planning.FULL_LIMIT + 1, [])])
 def test_dense_bases_end_at_a_stated_number_of_entries(size, expected):
-    layers = {"theta": Layer("weight")}
+    layers = {"theta": Role("weight")}
     plan = make_plan(partition_parameters({"theta": torch.zeros(size)}, layers, "parameter"), layers, "auto", GIB)
     assert list(kinds(plan)) == expected
 
@@ -147,7 +148,7 @@ def test_memory_goes_first_to_as_many_blocks_as_possible_then_to_richer_bases():
         assert sum(structure.cost(block).bytes for block, structure in plan.chosen.items()) <= memory
     some = plan_of(model, memory=2 * shared, candidates=RICH)
     assert list(kinds(some).values()) == ["Shared"] * 2
-    assert some.unrotated == {"2.weight": "1.6 KiB at least, and 0 B are left", "3.weight": "the output head"}
+    assert some.unrotated == {"2.weight": "needs at least 1.6 KiB, and 0 B are left", "3.weight": "the output head"}
 
 
 def test_a_budget_in_which_nothing_fits_is_refused_and_nothing_changes():
@@ -174,7 +175,7 @@ def test_the_message_names_the_block_its_size_and_what_would_fit():
         "Use structure=egop.Auxiliary(rank=1000) (299 MiB) or egop.Shared() (2.3 MiB)."
     )
     with pytest.raises(MemoryError, match=f"^{re.escape(message)}$"):
-        make_plan([single], {"fc.weight": Layer("weight")}, egop.Full(), 2 * GIB)
+        make_plan([single], {"fc.weight": Role("weight")}, egop.Full(), 2 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +203,18 @@ def test_bases_that_fit_one_by_one_but_not_together_are_refused():
 
 def test_the_table_has_bytes_cost_and_why():
     lines = str(plan_of(Language())).splitlines()
-    assert re.split(r" {2,}", lines[0]) == ["block", "structure", "bytes", "cost at 1,024 rows", "why"]
+    assert re.split(r" {2,}", lines[0]) == ["block", "structure", "size", "bytes", "cost at 1,024 rows", "why"]
     rows = {line.split()[0]: re.split(r" {2,}", line)[1:] for line in lines[2:-1]}
-    assert rows["large.weight"] == ["Shared", "39.1 KiB", "6.5 %", "rows share a basis"]
+    assert rows["large.weight"] == ["Shared", "80 x 100", "39.1 KiB", "6.5 %", "rows share a basis"]
     assert rows["embedding.weight"] == ["-", "an embedding"]
     assert rows["head.weight"] == ["-", "the output head"]
-    assert len(rows) == 6
+    assert len(rows) == 7  # with the total
+
+
+def test_a_plan_that_nobody_asked_for_does_not_claim_that_it_was_asked_for():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(4, 2))
+    plan = egop.EGOP(model, lr=1e-3).plan
+    assert set(plan.why.values()) == {"the structure for all weights"}
 
 
 def test_the_plan_is_printed_while_a_basis_is_estimated(capsys):

@@ -10,10 +10,10 @@ from torch import nn
 
 import cases
 import egop
-from egop.basis.roles import Layer, layers_of
+from egop.basis.roles import Role, find_roles
 
 VECTOR = "a vector: it has one row or column"
-MATRIX, STACK = Layer("weight"), Layer("weight", stacked=1)
+MATRIX, STACK = Role("weight"), Role("weight", stacked=1)
 
 
 class Conv1D(nn.Module):
@@ -45,35 +45,35 @@ def raw(**shapes):
 
 
 PARTS = {
-    "Linear": (nn.Linear(3, 4), {"weight": MATRIX, "bias": Layer("bias")}),
-    "a linear layer of one output": (nn.Linear(3, 1), {"weight": MATRIX, "bias": Layer("bias")}),
-    "Embedding": (nn.Embedding(5, 3), {"weight": Layer("embedding")}),
-    "EmbeddingBag": (nn.EmbeddingBag(5, 3), {"weight": Layer("embedding")}),
+    "Linear": (nn.Linear(3, 4), {"weight": MATRIX, "bias": Role("bias")}),
+    "a linear layer of one output": (nn.Linear(3, 1), {"weight": MATRIX, "bias": Role("bias")}),
+    "Embedding": (nn.Embedding(5, 3), {"weight": Role("embedding")}),
+    "EmbeddingBag": (nn.EmbeddingBag(5, 3), {"weight": Role("embedding")}),
     "Conv2d": (nn.Conv2d(2, 3, 2, bias=False), {"weight": MATRIX}),
-    "ConvTranspose1d": (nn.ConvTranspose1d(4, 6, 3, groups=2, bias=False), {"weight": Layer("weight", 2)}),
-    "Conv1D": (Conv1D(6, 4), {"weight": Layer("weight", 1)}),
+    "ConvTranspose1d": (nn.ConvTranspose1d(4, 6, 3, groups=2, bias=False), {"weight": Role("weight", 2)}),
+    "Conv1D": (Conv1D(6, 4), {"weight": Role("weight", 1)}),
     "Bilinear": (nn.Bilinear(2, 3, 4, bias=False), {"weight": STACK}),
-    "RMSNorm": (nn.RMSNorm([2, 3]), {"weight": Layer("norm")}),
+    "RMSNorm": (nn.RMSNorm([2, 3]), {"weight": Role("norm")}),
     "experts, outputs first": (
         Experts(transposed=False),
-        {"gate_up_proj": STACK, "down_proj": STACK, "gate_up_proj_bias": Layer("bias")},
+        {"gate_up_proj": STACK, "down_proj": STACK, "gate_up_proj_bias": Role("bias")},
     ),
     "experts, inputs first": (
         Experts(transposed=True),
-        {"gate_up_proj": Layer("weight", 1, 1), "down_proj": Layer("weight", 1, 1), "gate_up_proj_bias": Layer("bias")},
+        {"gate_up_proj": Role("weight", 1, 1), "down_proj": Role("weight", 1, 1), "gate_up_proj_bias": Role("bias")},
     ),
-    "other stacks": (raw(w1=(4, 10, 6), many=(2, 3, 4, 5)), {"w1": STACK, "many": Layer("weight", stacked=2)}),
+    "other stacks": (raw(w1=(4, 10, 6), many=(2, 3, 4, 5)), {"w1": STACK, "many": Role("weight", stacked=2)}),
     "a class token and a position table": (
         raw(cls_token=(1, 1, 6), pos_embed=(1, 5, 6)),
-        {"cls_token": Layer("other", stacked=1, why=VECTOR), "pos_embed": STACK},
+        {"cls_token": Role("other", stacked=1, why=VECTOR), "pos_embed": STACK},
     ),
     "Mamba's": (
         raw(A_log=(6, 3), D=(6,)),
-        {"A_log": Layer("other", why="logarithms, which are used entry by entry"), "D": Layer("bias")},
+        {"A_log": Role("other", why="logarithms, which are used entry by entry"), "D": Role("bias")},
     ),
     "MultiheadAttention": (
         nn.MultiheadAttention(4, 2, bias=False, add_bias_kv=True),
-        {"in_proj_weight": MATRIX, "bias_k": Layer("bias"), "bias_v": Layer("bias"), "out_proj.weight": MATRIX},
+        {"in_proj_weight": MATRIX, "bias_k": Role("bias"), "bias_v": Role("bias"), "out_proj.weight": MATRIX},
     ),
 }
 
@@ -82,12 +82,12 @@ PARTS = {
 def test_a_parameter_is_what_its_module_says(part):
     module, expected = PARTS[part]
     model = nn.Sequential(module, nn.Linear(2, 2), nn.Linear(2, 2))  # the last one is the head
-    found = layers_of(dict(model.named_parameters()), model)
+    found = find_roles(dict(model.named_parameters()), model)
     assert {name.removeprefix("0."): layer for name, layer in found.items() if name.startswith("0.")} == expected
 
 
 def head_of(model):
-    return [name for name, layer in layers_of(dict(model.named_parameters()), model).items() if layer.role == "head"]
+    return [name for name, layer in find_roles(dict(model.named_parameters()), model).items() if layer.kind == "head"]
 
 
 def body(**heads):
@@ -132,13 +132,13 @@ def test_a_frozen_teacher_has_no_head_of_the_model_that_is_trained():
 def test_a_head_is_one_also_where_nothing_else_is_given_or_trained():
     model = cases.mlp()
     model[0].requires_grad_(False)
-    assert layers_of({"2.weight": model[2].weight}, model)["2.weight"].role == "head"
+    assert find_roles({"2.weight": model[2].weight}, model)["2.weight"].kind == "head"
 
 
 def test_the_order_in_which_parameters_are_given_does_not_matter():
     model = cases.mlp()
     backwards = dict(reversed(list(model.named_parameters())))
-    assert layers_of(backwards, model) == layers_of(dict(model.named_parameters()), model)
+    assert find_roles(backwards, model) == find_roles(dict(model.named_parameters()), model)
 
 
 # --- parametrised weights are looked at without touching ---
@@ -183,40 +183,40 @@ def test_constructing_and_estimating_change_nothing_of_a_parametrised_weight(kin
 def test_a_parametrised_weight_is_the_layers_weight(kind):
     model = parametrised_model(kind)
     _, weight, magnitude = PARAMETRISED[kind]
-    found = layers_of(dict(model.named_parameters()), model)
+    found = find_roles(dict(model.named_parameters()), model)
     assert found[f"0.{weight}"] == MATRIX
     assert head_of(model) == ["4.weight"]
     if magnitude:
-        assert found[f"0.{magnitude}"] == Layer("other", why=VECTOR)
+        assert found[f"0.{magnitude}"] == Role("other", why=VECTOR)
 
 
 def test_a_parametrised_transposed_convolution_is_still_one():
     model = nn.utils.parametrizations.spectral_norm(nn.ConvTranspose1d(4, 6, 3, groups=2))
-    assert layers_of(dict(model.named_parameters()), model)["parametrizations.weight.original"] == Layer("weight", 2)
+    assert find_roles(dict(model.named_parameters()), model)["parametrizations.weight.original"] == Role("weight", 2)
 
 
 # --- without a module ---
 
 GUESSES = {
-    "transformer.wte.weight": ((9, 4), Layer("embedding", guessed=True)),
-    "model.embed_tokens.weight": ((9, 4), Layer("embedding", guessed=True)),
-    "lm_head.weight": ((9, 4), Layer("head", guessed=True)),
-    "h.0.attn.weight": ((4, 4), Layer("weight", guessed=True)),
-    "h.0.attn.bias": ((4,), Layer("bias")),
-    "experts.bias": ((4, 5), Layer("bias")),
-    "patch_embed.proj.weight": ((8, 3, 4, 4), Layer("weight", guessed=True)),
-    "conv.weight": ((3, 8, 5), Layer("weight", guessed=True)),
-    "features.0.weight": ((8, 4, 3), Layer("weight", guessed=True)),
-    "mlp.experts.down_proj": ((8, 4, 3), Layer("weight", stacked=1, guessed=True)),
-    "moe.w1": ((2, 8, 6), Layer("weight", stacked=1, guessed=True)),
-    "cls_token": ((1, 1, 8), Layer("other", stacked=1, why=VECTOR, guessed=True)),
+    "transformer.wte.weight": ((9, 4), Role("embedding", is_guess=True)),
+    "model.embed_tokens.weight": ((9, 4), Role("embedding", is_guess=True)),
+    "lm_head.weight": ((9, 4), Role("head", is_guess=True)),
+    "h.0.attn.weight": ((4, 4), Role("weight", is_guess=True)),
+    "h.0.attn.bias": ((4,), Role("bias")),
+    "experts.bias": ((4, 5), Role("bias")),
+    "patch_embed.proj.weight": ((8, 3, 4, 4), Role("weight", is_guess=True)),
+    "conv.weight": ((3, 8, 5), Role("weight", is_guess=True)),
+    "features.0.weight": ((8, 4, 3), Role("weight", is_guess=True)),
+    "mlp.experts.down_proj": ((8, 4, 3), Role("weight", stacked=1, is_guess=True)),
+    "moe.w1": ((2, 8, 6), Role("weight", stacked=1, is_guess=True)),
+    "cls_token": ((1, 1, 8), Role("other", stacked=1, why=VECTOR, is_guess=True)),
 }
 
 
 @pytest.mark.parametrize("name", GUESSES)
 def test_without_a_module_names_and_shapes_are_all_there_is(name):
     shape, expected = GUESSES[name]
-    assert layers_of({name: torch.zeros(shape)}, None) == {name: expected}
+    assert find_roles({name: torch.zeros(shape)}, None) == {name: expected}
 
 
 def made(refresh, given=lambda model: model.named_parameters(), basis=None, **options):
@@ -309,7 +309,7 @@ def mamba(transformers):
 
 # For each the weights that are not to be rotated, and of the others those that are no plain matrix.
 REAL = {
-    gpt2: ({"transformer.wte.weight", "transformer.wpe.weight"}, {Layer("weight", 1): 4}),
+    gpt2: ({"transformer.wte.weight", "transformer.wpe.weight"}, {Role("weight", 1): 4}),
     llama: ({"model.embed_tokens.weight", "lm_head.weight"}, {}),
     mixtral: ({"model.embed_tokens.weight", "lm_head.weight"}, {STACK: 2}),
     bert: (
@@ -331,10 +331,10 @@ def test_the_models_of_transformers_are_known(build):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = build(transformers)
-    layers = layers_of(dict(model.named_parameters()), model)
+    layers = find_roles(dict(model.named_parameters()), model)
     left, special = REAL[build]
-    assert {name for name, layer in layers.items() if layer.unrotated} == left
-    found = [layer for layer in layers.values() if layer.role == "weight" and layer != MATRIX]
+    assert {name for name, layer in layers.items() if layer.skip_reason} == left
+    found = [layer for layer in layers.values() if layer.kind == "weight" and layer != MATRIX]
     assert {layer: found.count(layer) for layer in found} == special
 
 

@@ -65,7 +65,7 @@ def test_a_step_takes_what_is_predicted_within_a_quarter(network):
 def test_blocks_of_one_shape_are_one_stack():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 2))
     objective = egop.Objective(model, lambda model, batch: model(batch).sum(), [torch.ones(1, 6)])
-    blocks = egop.estimation.blocks_of(objective, "parameter")[0][:-1]
+    blocks = egop.estimation.partition_objective(objective, "parameter")[0][:-1]
     assert costs._stacks(dict.fromkeys(blocks, egop.Shared())) == [(2, 6, 6), (1, 4, 6)]
     both = costs._stacks(dict.fromkeys(blocks, egop.Kronecker()))
     assert sorted(both) == [(1, 4, 6), (1, 6, 4), (2, 6, 6), (2, 6, 6)]

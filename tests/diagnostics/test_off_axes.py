@@ -12,7 +12,7 @@ import egop
 from egop.basis import Block
 from egop.diagnostics import off_axes
 from egop.diagnostics.curvature import curvature
-from egop.estimation import blocks_of
+from egop.estimation import partition_objective
 from egop.numerics import random_orthonormal
 
 
@@ -45,7 +45,7 @@ def linear(inputs, outputs):
 @pytest.mark.parametrize("shape", [(24, 16), (6, 40), (40, 3)])
 def test_white_noise_is_never_seen(draws, shape):
     objective = linear(*shape)
-    found = off_axes.here(objective, blocks_of(objective, "parameter")[0], draws, 0, nothing)
+    found = off_axes.here(objective, partition_objective(objective, "parameter")[0], draws, 0, nothing)
     assert found.draws == draws
     assert not found.is_seen, found
 
@@ -53,14 +53,14 @@ def test_white_noise_is_never_seen(draws, shape):
 def test_batches_that_come_again_are_counted_once():
     objective = linear(8, 4)
     objective = egop.Objective(objective.module, lambda model, batch: (model.weight * batch).sum(), [torch.ones(4, 8)])
-    found = off_axes.here(objective, blocks_of(objective, "parameter")[0], 32, 0, nothing)
+    found = off_axes.here(objective, partition_objective(objective, "parameter")[0], 32, 0, nothing)
     assert found.draws == 1
 
 
 def test_sides_that_are_too_wide_are_left_out_and_weights_with_no_other_too(monkeypatch):
     monkeypatch.setattr(off_axes, "_WIDEST", 10)
     objective = linear(24, 6)
-    blocks = blocks_of(objective, "parameter")[0]
+    blocks = partition_objective(objective, "parameter")[0]
     (gram,) = off_axes._grams_of(blocks).values()
     gram.add(torch.ones(6, 24).double())
     assert [len(side) for side in gram.sides] == [6]

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import egop
 from egop.basis.structures import low_rank
 from egop.distributed import processes
-from egop.estimation import sampling
-from egop.estimation.algorithm import Gathering
+from egop.estimation import partition_objective, sampling
 from processes import run
 from training import batch, loss_of, network, sharded, steps, weights
 
@@ -45,7 +44,7 @@ def values(basis):
     found = {f"{name}/{key}": tensor for name, change in basis.items() for key, tensor in change.tensors.items()}
     for name, spectrum in basis.spectrum.items():
         found |= {f"{name}/values": spectrum.eigenvalues, f"{name}/density": spectrum.density}
-        found[f"{name}/counts"] = torch.tensor([spectrum.samples, spectrum.stability or 0.0], dtype=torch.float64)
+        found[f"{name}/counts"] = torch.tensor(spectrum.samples, dtype=torch.float64)
     return found
 
 
@@ -88,14 +87,13 @@ class Zigzag(egop.Distribution):
 STRUCTURES = {
     "Full": (egop.Full(), 150),
     "Full of few": (egop.Full(), 21),
-    "Full, eigh": (egop.Full(route="eigh"), 150),
     "Shared": (egop.Shared(), 40),
     "Shared of few": (egop.Shared(), 1),
     "Kronecker": (egop.Kronecker(), 40),
-    "Auxiliary": (egop.Auxiliary(4), 30),
-    "Reduced": (egop.Reduced(4), 30),
+    "Auxiliary": (egop.Auxiliary(rank=4), 30),
+    "Reduced": (egop.Reduced(rank=4), 30),
     "mixed": (
-        {"0.*": egop.extras.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(2)},
+        {"0.*": egop.extras.RandomRotation(), "2.*": egop.Identity(), "4.*": egop.Shared(), "*": egop.Reduced(rank=2)},
         9,
     ),
 }
@@ -108,9 +106,8 @@ def all_cases(rank, world):
     found = {name: values(estimated(objective(), *case)) for name, case in STRUCTURES.items()}
     found |= {f"from {name}": values(estimated(objective(), egop.Shared(), 93, rho)) for name, rho in RHOS.items()}
     found["loop"] = values(estimated(objective(), egop.Shared(), 10, sampling="loop"))
-    found["stability"] = values(estimated(objective(), egop.Kronecker(), 31, stability=True))
-    found["three draws"] = values(estimated(objective(), egop.Full(), 3, stability=True))
-    found["one draw"] = values(estimated(objective(), egop.Full(), 1, stability=True))
+    found["three draws"] = values(estimated(objective(), egop.Full(), 3))
+    found["one draw"] = values(estimated(objective(), egop.Full(), 1))
     # Another state, and another generator, on every process: the first one's count.
     generator = torch.Generator().manual_seed(5 + rank)
     model = normed(rank)
@@ -123,7 +120,7 @@ def all_cases(rank, world):
     source = Shuffled(8, torch.Generator().manual_seed(1))
     found |= {f"batches, {k}": values(estimated(objective(batches=source), egop.Shared(), 37)) for k in range(2)}
     low_rank._ROWS_BYTES = 0  # the smallest sketches: of 20 rows
-    found["sketched"] = values(estimated(quadratic(), egop.Reduced(5), 90))
+    found["sketched"] = values(estimated(quadratic(), egop.Reduced(rank=5), 90))
     low_rank._ROWS_BYTES = 512 * 2**20
     found["every"], found["every, bases"] = periodic(rank, world)
     return found
@@ -139,14 +136,10 @@ def periodic(rank, world):
     return weights(model), values(optimizer.basis)
 
 
-def all_of_two(rank, world):
-    return {"kept": kept(rank, world), "errors": errors(rank, world)}
-
-
 @pytest.fixture(scope="module")
 def two():
-    """Return the results of two processes, within a minute so that a hang is noticed."""
-    return run(all_of_two, 2, timeout=60)
+    """Return the errors of two processes, within a minute so that a hang is noticed."""
+    return run(errors, 2, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -166,35 +159,6 @@ def test_basis_equals_that_of_one_process_and_is_the_same_everywhere(alone):
             for found in ranks:
                 assert torch.equal(found[case][name], ranks[0][case][name]), f"{case}: {name} differs between processes"
             torch.testing.assert_close(ranks[0][case][name], value, rtol=1e-10, atol=1e-10, msg=f"{case}: {name}")
-
-
-def kept(rank, world):
-    """Return the blocks that a process keeps and what it reports about the others."""
-    basis = estimated(objective(), egop.Full(), 20, shard_bases=True)
-    everything = estimated(objective(), egop.Full(), 20)
-    assert all(change.equal(everything[name]) for name, change in basis.items())
-    assert set(basis.spectrum) == set(basis)
-    assert "kept by process" in str(basis)
-    # What would train the processes apart is refused; brought together it is as if it had never been in parts.
-    with pytest.raises(ValueError, match=r"only some of its blocks\. Bring it together first.*basis\.gathered"):
-        egop.ReparameterizedOptimizer(network(), torch.optim.SGD, basis)
-    with pytest.raises(ValueError, match="only some blocks"):
-        basis.save("basis.safetensors")
-    together = basis.gathered()
-    assert list(together) == list(everything)
-    assert all(change.equal(everything[name]) for name, change in together.items())
-    spectra = [(each.spectrum[name].eigenvalues for name in each) for each in (together, everything)]
-    assert all(torch.equal(one, other) for one, other in zip(*spectra, strict=True))
-    assert together.unrotated == everything.unrotated
-    egop.ReparameterizedOptimizer(network(), torch.optim.SGD, together)
-    return {"names": list(basis), "left": basis.unrotated}
-
-
-def test_bases_can_stay_on_the_process_that_found_them(two):
-    ranks = [found["kept"] for found in two]
-    assert [found["names"] for found in ranks] == [["0.weight", "2.weight"], ["4.weight", "6.weight"]]
-    for found, other in zip(ranks, (1, 0), strict=True):
-        assert found["left"] == dict.fromkeys(ranks[other]["names"], f"kept by process {other}")
 
 
 class OddError(Exception):
@@ -231,6 +195,7 @@ def refused(function):
 def errors(rank, world):
     """Return what each process reports when one of them fails."""
     shared = egop.Shared()
+    block = partition_objective(objective(), "parameter")[0][0]
     found = {
         "not finite": refused(lambda: estimated(failing(1), shared, 16, sampling="loop")),
         "loss": refused(lambda: estimated(failing(0, ValueError("of mine")), shared, 16, sampling="loop")),
@@ -244,13 +209,13 @@ def errors(rank, world):
     }
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Gathering, "finish", not_converged)
+            patch.setattr(type(shared.accumulator(block)), "finish", not_converged)
         found["decomposition"] = refused(lambda: estimated(objective(), shared, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(low_rank, "_ROWS_BYTES", 0)  # sketches of 20 rows: full only when they are merged
         if rank == 0:
             patch.setattr("egop.numerics.sketch.RowSketch._compress", not_converged)
-        found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(5), 36))
+        found["merge"] = refused(lambda: estimated(quadratic(), egop.Reduced(rank=5), 36))
     model = DistributedDataParallel(network())
     every = egop.Every(3, failing(1, model=model), samples=6, structure=shared)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=every, lr=0.02)
@@ -266,7 +231,7 @@ def errors(rank, world):
 
 
 def test_error_in_one_process_is_raised_in_all(two):
-    first, second = (found["errors"] for found in two)
+    first, second = two
     finite = "FloatingPointError: {}The loss is not finite at draw 9. The points may lie too far out"
     assert second["not finite"].startswith(finite.format(""))
     assert first["not finite"].startswith(finite.format("Process 1 failed. FloatingPointError: "))
@@ -275,13 +240,13 @@ def test_error_in_one_process_is_raised_in_all(two):
     assert second["odd"] == "OddError: strange"
     assert first["odd"] == "RuntimeError: Process 1 failed. OddError: strange"
     for name, text in {
-        "samples": "samples is 8 in process 0, and 9 in process 1",
+        "samples": "samples is 8 in process 0 and 9 in process 1",
         "structure": "the structures is [('0.weight', Shared(side='input')",
-        "rho": "rho is 'Gaussian' in process 0, and 'Zigzag' in process 1",
+        "rho": "rho is 'Gaussian' in process 0 and 'Zigzag' in process 1",
         "model": "the model is [('0.weight', (7, 5), torch.float64)",
     }.items():
         assert first[name] == second[name]
-        assert f"The processes do not want the same estimate: {text}" in first[name]
+        assert f"The processes want different estimates: {text}" in first[name]
     assert second["argument"].startswith("TypeError: Invalid structure value: 'fast'")
     assert first["argument"].startswith("TypeError: Process 1 failed. TypeError: Invalid structure value: 'fast'")
     assert second["batches"].startswith("ValueError: The batches are empty")
@@ -306,7 +271,7 @@ def group_of_one(tmp_path):
 def test_process_group_of_one_changes_nothing(request):
     alone = values(estimated(objective(), egop.Full(), 20))
     request.getfixturevalue("group_of_one")
-    found = values(estimated(objective(), egop.Full(), 20, shard_bases=True))
+    found = values(estimated(objective(), egop.Full(), 20))
     assert set(found) == set(alone)
     assert all(torch.equal(value, alone[name]) for name, value in found.items())
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import egop
 from egop.basis.structures.views import matrix_shape
-from egop.estimation import blocks_of
+from egop.estimation import partition_objective
 from processes import run
 
 ELEMENTWISE = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "Adagrad": torch.optim.Adagrad}
@@ -88,7 +88,7 @@ def draw_basis(structure, refresh):
     objective = egop.Objective(build(), lambda model, samples: model(samples).mean(), [draw_samples(0)])
     generator = torch.Generator().manual_seed(1)
     changes = []
-    for block in blocks_of(objective, "parameter")[0]:
+    for block in partition_objective(objective, "parameter")[0]:
         shapes = structure.basis_shapes(block)
         narrow, wide = sorted(matrix_shape(block))
         spanned = wide // 2 if refresh.startswith("Aligned") else narrow  # signs of a square matrix may be singular

@@ -16,9 +16,9 @@ STRUCTURES = {"Shared": egop.Shared(), "Kronecker": egop.Kronecker()}
 
 def written(rank, world):
     """Return the weights after a write before the first step and between two steps, and the number of comparisons."""
-    binding._look = lambda parameter, owner: binding._mark(owner)  # in this process alone
-    follow, looks = binding.BoundBlock.follow, []
-    binding.BoundBlock.follow = lambda self, decoded: (looks.append(self.name), follow(self, decoded))[1]
+    binding.compares_values = lambda device: False  # in this process alone
+    follow, looks = binding.BoundBlock.follow_parameters, []
+    binding.BoundBlock.follow_parameters = lambda self, decoded: (looks.append(self.name), follow(self, decoded))[1]
     found = {}
     for name, structure in STRUCTURES.items():
         model = sharded(network())

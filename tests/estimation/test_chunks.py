@@ -1,4 +1,4 @@
-"""Points in chunks that fit memory, many at once where that is right and faster."""
+"""Sampling in chunks that fit into memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cases
 import egop
-from egop.estimation import chunks, gradients, sampling
+from egop.estimation import gradients, sampling
 from egop.estimation.sampling import sample_gradients
 from sampled import GAUSSIAN, METHODS, Recorder, assert_same, dropping, sample_both
 
@@ -25,7 +25,7 @@ def chunk_lengths(objective, samples, **options):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rho", [GAUSSIAN, egop.Initialization(), egop.Recentered(0.1)])
-def test_the_draws_do_not_depend_on_the_chunks(method, rho):
+def test_draws_do_not_depend_on_chunks(method, rho):
     data = TensorDataset(*(torch.cat(each) for each in zip(*cases.MLP.batches(), strict=True)))
     loader = DataLoader(data, batch_size=16, shuffle=True)  # reshuffles three times
     objective = egop.Objective(cases.MLP.build(), cases.cross_entropy, loader)
@@ -36,23 +36,22 @@ def test_the_draws_do_not_depend_on_the_chunks(method, rho):
     assert_same(some, all_at_once)
 
 
-def test_in_the_loop_dropout_does_not_depend_on_the_chunks_either():
+def test_looped_dropout_does_not_depend_on_chunks():
     objective = egop.Objective(dropping(), cases.cross_entropy, cases.MLP.batches())
     one, many = (cases.sample(objective, GAUSSIAN, 13, method="loop", chunk_bytes=size) for size in (1, 2**30))
     assert_same(one, many)
 
 
 @pytest.mark.parametrize("rho", [GAUSSIAN, egop.Ball(1.0), egop.Initialization(), egop.Recentered(0.1)])
-def test_the_draws_do_not_depend_on_the_chunks_over_several_blocks_either(rho):
-    """Blocks have 1024 points."""
-    objective, points = cases.MLP.objective(), 2100
+def test_draws_over_several_blocks_do_not_depend_on_chunks(rho):
+    objective, points = cases.MLP.objective(), 2100  # blocks have 1024 points
     some, all_at_once = (cases.sample(objective, rho, points, chunk_bytes=size) for size in (300_000, 2**30))
     assert_same(some, all_at_once)
     assert len({row[0, 0].item() for row in some["0.weight"]}) == points
 
 
 def batches_seen(rho, loss, count=20, **options):
-    """The first entries of the batches that a shuffling loader gives."""
+    """Return the first entries of the batches that a shuffling loader yields."""
     data = TensorDataset(torch.arange(60.0, dtype=torch.float64).reshape(60, 1).expand(60, 6), torch.zeros(60).long())
     seen = []
 
@@ -70,7 +69,7 @@ def restless(model, batch):
     return cases.cross_entropy(model, batch)
 
 
-def test_what_rho_and_the_loss_draw_does_not_change_the_batches():
+def test_random_numbers_of_rho_and_loss_do_not_change_the_batches():
     expected = batches_seen(GAUSSIAN, cases.cross_entropy)
     assert len(set(expected)) > 6  # a pass has three
     assert batches_seen(GAUSSIAN, restless) == expected
@@ -79,23 +78,23 @@ def test_what_rho_and_the_loss_draw_does_not_change_the_batches():
 
 
 def full_above(points, monkeypatch):
-    """A device whose memory is enough for so many points at once; the numbers that were tried."""
+    """Simulate a device with memory for this many points; return the list of the sizes that were tried."""
     tried = []
-    real = sampling.vmapped
+    real = sampling.vmap_gradients
 
-    def vmapped(objective, names, taken):
+    def vmap_gradients(objective, names, taken):
         tried.append(len(taken))
         if len(taken) > points:
             raise torch.OutOfMemoryError
         return real(objective, names, taken)
 
-    for module in (chunks, sampling):  # where it is tried, and where it is used
-        monkeypatch.setattr(module, "vmapped", vmapped)
+    for module in (gradients, sampling):  # where it is tried, and where it is used
+        monkeypatch.setattr(module, "vmap_gradients", vmap_gradients)
     return tried
 
 
 @pytest.mark.parametrize("method", ["auto", "vmap"])
-def test_a_chunk_that_does_not_fit_is_halved_until_it_does(method, monkeypatch, lines):
+def test_chunk_is_halved_until_it_fits_into_memory(method, monkeypatch, lines):
     objective = cases.MLP.objective()
     expected = cases.sample(objective, GAUSSIAN, 50, method="vmap")
     tried = full_above(15, monkeypatch)
@@ -104,7 +103,7 @@ def test_a_chunk_that_does_not_fit_is_halved_until_it_does(method, monkeypatch, 
     assert lines() == []
 
 
-def test_one_point_that_does_not_fit_is_an_error_and_the_model_stays(monkeypatch):
+def test_single_point_that_does_not_fit_raises_and_restores_the_model(monkeypatch):
     objective = cases.MLP.objective()
     before = cases.state_of(objective.module)
     chunks = sample_gradients(objective, GAUSSIAN, 50, generator=torch.Generator(), method="vmap", chunk_bytes=5000)
@@ -115,7 +114,7 @@ def test_one_point_that_does_not_fit_is_an_error_and_the_model_stays(monkeypatch
     assert cases.state_of(objective.module) == before
 
 
-def test_a_batch_that_is_a_part_of_a_large_tensor_counts_by_its_own_size():
+def test_batch_that_is_a_view_counts_by_its_own_size():
     def longest(batches):
         objective = egop.Objective(cases.MLP.build(), cases.cross_entropy, batches)
         return max(chunk_lengths(objective, 200, method="vmap", chunk_bytes=2**20))
@@ -127,7 +126,7 @@ def test_a_batch_that_is_a_part_of_a_large_tensor_counts_by_its_own_size():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("rho", [GAUSSIAN, egop.Initialization(), egop.Recentered(0.1)])
-def test_loop_and_vmap_agree_on_a_gpu_too(rho):
+def test_loop_and_vmap_agree_on_a_gpu(rho):
     batches = [tuple(tensor.cuda() for tensor in batch) for batch in cases.MLP.batches()]
     objective = egop.Objective(cases.MLP.build().cuda(), cases.cross_entropy, batches)
     looped, vmapped = sample_both(objective, 70, rho)
@@ -136,11 +135,10 @@ def test_loop_and_vmap_agree_on_a_gpu_too(rho):
 
 
 @pytest.mark.parametrize(("images", "expected"), [(2, True), (256, False)])
-def test_large_convolutions_go_one_at_a_time_on_the_cpu(images, expected, monkeypatch):
-    """Where that is faster; unless the caller says otherwise."""
+def test_large_convolutions_are_looped_on_the_cpu(images, expected, monkeypatch):
     used = []
-    monkeypatch.setattr(chunks, "vmapped", lambda *args: used.append(args) or vmapped(*args))
-    vmapped = gradients.vmapped
+    vmap_gradients = gradients.vmap_gradients
+    monkeypatch.setattr(gradients, "vmap_gradients", lambda *args: used.append(args) or vmap_gradients(*args))
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 10 * 10, 3))
     batch = torch.randn(images, 1, 12, 12), torch.randint(3, (images,))
     objective = egop.Objective(model, cases.cross_entropy, [batch])
@@ -154,8 +152,8 @@ def test_large_convolutions_go_one_at_a_time_on_the_cpu(images, expected, monkey
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_products_of_few_digits_are_not_taken_for_an_error_of_vmap(precision):
-    """By default cuDNN convolves in TF32, and a program may choose it for products too."""
+def test_tf32_is_not_mistaken_for_an_error_of_vmap(precision):
+    """cuDNN uses TF32 for convolutions by default, and a program may choose it for matrix products."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 64, 10)]
     model = nn.Sequential(*layers).cuda()
@@ -171,17 +169,17 @@ def test_products_of_few_digits_are_not_taken_for_an_error_of_vmap(precision):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_chunks_are_as_small_as_the_memory_asks(method):
+def test_chunks_fit_into_the_given_memory(method):
     objective = cases.MLP.objective()
     held = sum(p.numel() * 8 for p in objective.parameters.values())
     assert chunk_lengths(objective, 5, method=method, chunk_bytes=1) == [1] * 5
     limited = chunk_lengths(objective, 50, method=method, chunk_bytes=50 * held)
     assert sum(limited) == 50
     assert 1 < max(limited) <= 25  # values and gradients are both held
-    assert max(chunk_lengths(objective, 600, method=method)) <= chunks.CHUNK_POINTS
+    assert max(chunk_lengths(objective, 600, method=method)) <= sampling.CHUNK_POINTS
 
 
-def test_chunks_make_room_for_what_the_backward_pass_keeps():
+def test_chunks_allow_for_activations():
     def lengths(size):
         objective = egop.Objective(cases.MLP.build(), cases.cross_entropy, cases.MLP.batches(1, size))
         return max(chunk_lengths(objective, 200, method="vmap", chunk_bytes=2**20))
@@ -189,7 +187,7 @@ def test_chunks_make_room_for_what_the_backward_pass_keeps():
     assert lengths(16) > 10 * lengths(4096) > 0
 
 
-def test_points_are_drawn_no_further_ahead_than_one_chunk():
+def test_points_are_drawn_at_most_one_chunk_ahead():
     rho = Recorder(GAUSSIAN)
     objective = cases.MLP.objective()
     held = sum(p.numel() * 8 for p in objective.parameters.values())
@@ -199,7 +197,7 @@ def test_points_are_drawn_no_further_ahead_than_one_chunk():
     assert len(rho.points) <= taken + 1
 
 
-def test_a_progress_bar_shows_the_samples_and_the_time_left(capsys):
+def test_progress_bar_shows_samples_and_remaining_time(capsys):
     cases.sample(cases.MLP.objective(), GAUSSIAN, 300, progress=True)
     shown = capsys.readouterr().err
     assert "Sampling gradients: 100%" in shown

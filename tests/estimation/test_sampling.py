@@ -1,4 +1,4 @@
-"""Gradients at drawn points, one at a time and many at once: the same, and random as they should be."""
+"""Gradients at drawn points: loop and vmap agree, and random numbers are independent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sampled import GAUSSIAN, METHODS, Recorder, assert_same, dropping, sample_b
 
 
 @pytest.mark.parametrize("case", cases.MODELS, ids=str)
-def test_the_loop_gives_the_gradient_at_each_drawn_point_on_the_batch_whose_turn_it_is(case):
+def test_loop_gives_the_gradient_at_each_point_and_batch(case):
     objective, rho = case.objective(), Recorder(GAUSSIAN)
     gradients = cases.sample(objective, rho, 6, method="loop")
     batches = case.batches()
@@ -67,7 +67,7 @@ BATCH_KINDS = {
 
 
 @pytest.mark.parametrize("kind", BATCH_KINDS)
-def test_loop_and_vmap_agree_on_batches_of_every_kind(kind, lines):
+def test_loop_and_vmap_agree_on_all_kinds_of_batches(kind, lines):
     pack, unpack = BATCH_KINDS[kind]
     batches = [pack(x, y, i) for i, (x, y) in enumerate(cases.MLP.batches(), start=1)]
     objective = egop.Objective(cases.mlp().double(), lambda m, b: cases.cross_entropy(m, unpack(b)), batches)
@@ -77,7 +77,7 @@ def test_loop_and_vmap_agree_on_batches_of_every_kind(kind, lines):
     assert lines() == []
 
 
-def test_loop_and_vmap_agree_when_the_last_batch_of_a_pass_is_smaller(lines):
+def test_loop_and_vmap_agree_with_a_smaller_last_batch(lines):
     x, y = torch.randn(40, 6, dtype=torch.float64), torch.randint(3, (40,))
     loader = DataLoader(TensorDataset(x, y), batch_size=16)
     assert [len(batch[0]) for batch in loader] == [16, 16, 8]
@@ -89,7 +89,7 @@ def test_loop_and_vmap_agree_when_the_last_batch_of_a_pass_is_smaller(lines):
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
-def test_loop_and_vmap_agree_on_one_batch_shared_by_all_points(samples, lines):
+def test_loop_and_vmap_agree_on_one_shared_batch(samples, lines):
     objective = egop.Objective(cases.MLP.build(), cases.cross_entropy, cases.MLP.batches()[:1])
     looped, vmapped = sample_both(objective, samples)
     assert_same(vmapped, looped)
@@ -105,7 +105,7 @@ def test_loop_and_vmap_agree_on_a_function():
     assert_same(vmapped, looped)
 
 
-def test_loop_and_vmap_agree_on_tied_and_frozen_and_unused_parameters(lines):
+def test_loop_and_vmap_agree_on_tied_frozen_and_unused_parameters(lines):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
     net[2].weight = net[0].weight
     net[3].weight.requires_grad_(False)
@@ -119,7 +119,7 @@ def test_loop_and_vmap_agree_on_tied_and_frozen_and_unused_parameters(lines):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_the_named_parameters_are_differentiated_and_all_are_drawn(method):
+def test_names_select_gradients_without_changing_draws(method):
     objective = cases.MLP.objective()
     everything = cases.sample(objective, GAUSSIAN, 5, method=method)
     some = cases.sample(objective, GAUSSIAN, 5, method=method, names=["2.weight", "0.bias"])
@@ -127,7 +127,7 @@ def test_only_the_named_parameters_are_differentiated_and_all_are_drawn(method):
 
 
 class Keyed(nn.Module):
-    """Attention weights that do not change when all keys are shifted: the gradient of that bias is rounding noise."""
+    """Attention weights do not change if all keys are shifted, so the gradient of that bias is rounding noise."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ class Keyed(nn.Module):
         return self.head(((self.query(x) @ self.key(x).mT).softmax(-1) @ x).mean(1))
 
 
-def test_rounding_noise_in_a_gradient_that_is_zero_does_not_rule_out_vmap(lines):
+def test_rounding_noise_in_a_zero_gradient_does_not_rule_out_vmap(lines):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = Keyed(), torch.randn(16, 5, 4)
@@ -151,14 +151,14 @@ def test_rounding_noise_in_a_gradient_that_is_zero_does_not_rule_out_vmap(lines)
 
 
 @pytest.mark.parametrize("method", ["auto", *METHODS])
-def test_models_with_dropout_have_a_mask_of_their_own_at_each_point(method, lines):
+def test_each_point_has_its_own_dropout_mask(method, lines):
     objective = egop.Objective(dropping(), cases.cross_entropy, cases.MLP.batches()[:1])
     gradients = cases.sample(objective, egop.Recentered(), 40, method=method)["2.weight"]
     assert len({row[0, 0].item() for row in gradients}) == 40
     assert lines() == []
 
 
-def test_dropout_has_the_same_gradients_in_the_mean_in_both_ways():
+def test_mean_gradients_with_dropout_agree():
     objective = egop.Objective(dropping(), cases.cross_entropy, cases.MLP.batches()[:1])
     looped, vmapped = sample_both(objective, 2000, egop.Recentered())
     for name, rows in looped.items():
@@ -168,7 +168,7 @@ def test_dropout_has_the_same_gradients_in_the_mean_in_both_ways():
 
 @pytest.mark.parametrize("rho", [egop.Gaussian(), egop.Ball(1.0), egop.Recentered(1.0)])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_points_and_the_random_numbers_of_the_loss_are_independent(rho, method):
+def test_points_and_random_numbers_of_the_loss_are_independent(rho, method):
     theta = torch.zeros(50, dtype=torch.float64)
     objective = egop.Objective.from_function(lambda theta: (theta * torch.randn_like(theta)).sum(), {"theta": theta})
     recorder = Recorder(rho)
@@ -177,9 +177,9 @@ def test_the_points_and_the_random_numbers_of_the_loss_are_independent(rho, meth
     assert torch.corrcoef(torch.stack([noise, points]))[0, 1].abs() < 5 / len(noise) ** 0.5
 
 
-def test_the_batches_and_the_random_numbers_of_the_loss_are_independent():
+def test_batches_and_random_numbers_of_the_loss_are_independent():
     class Noise:
-        """A data set that is drawn anew."""
+        """A data set drawn again on every pass."""
 
         def __iter__(self):
             yield torch.randn(50, dtype=torch.float64)
@@ -193,7 +193,7 @@ def test_the_batches_and_the_random_numbers_of_the_loss_are_independent():
 
 
 @pytest.mark.parametrize("method", ["auto", *METHODS])
-def test_the_same_seed_gives_the_same_gradients_and_another_seed_others(method):
+def test_gradients_depend_on_the_seed_only(method):
     def of(seed):
         torch.rand(seed)  # whatever the global state is
         return cases.sample(egop.Objective(model, cases.cross_entropy, loader), GAUSSIAN, 9, seed=seed, method=method)
@@ -205,7 +205,7 @@ def test_the_same_seed_gives_the_same_gradients_and_another_seed_others(method):
     assert not torch.equal(of(1)["0.weight"], of(2)["0.weight"])
 
 
-def test_a_generator_goes_on_from_draw_to_draw():
+def test_generator_advances_between_calls():
     generator = torch.Generator().manual_seed(0)
     first, second = (next(sample_gradients(cases.MLP.objective(), GAUSSIAN, 2, generator=generator)) for _ in range(2))
     assert not torch.equal(first["0.weight"], second["0.weight"])
@@ -215,18 +215,18 @@ def test_a_generator_goes_on_from_draw_to_draw():
 
 
 @pytest.mark.parametrize("samples", [0, -1, 2.5, "many", None, True])
-def test_the_number_of_samples_must_be_a_positive_whole_number(samples):
+def test_invalid_samples_raise(samples):
     with pytest.raises(ValueError, match=r"Invalid samples value: .*Must be a whole number of at least 1"):
         next(sample_gradients(cases.MLP.objective(), GAUSSIAN, samples, generator=torch.Generator()))
 
 
-def test_an_unknown_method_is_refused():
+def test_unknown_method_raises():
     with pytest.raises(ValueError, match=r"Invalid sampling method: 'fast'. Must be 'auto', 'loop' or 'vmap'"):
         next(sample_gradients(cases.MLP.objective(), GAUSSIAN, 1, generator=torch.Generator(), method="fast"))
 
 
 def broken_at(value):
-    """A loss whose third batch is broken."""
+    """Build a loss whose third batch is broken."""
 
     def loss(model, batch):
         x, y = batch
@@ -240,7 +240,7 @@ def broken_at(value):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("chunk_bytes", [1, 2**30])
-def test_a_loss_that_is_not_finite_names_the_draw(method, value, chunk_bytes):
+def test_nonfinite_loss_names_the_draw(method, value, chunk_bytes):
     objective = broken_at(value)
     before = cases.state_of(objective.module)
     with pytest.raises(FloatingPointError, match=r"The loss is not finite at draw 2. .*rho of smaller scale"):
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_names_the_draw(method, value, chunk_bytes):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chunk_bytes", [1, 2**30])
-def test_a_gradient_that_is_not_finite_names_the_parameter_and_the_draw(method, chunk_bytes):
+def test_nonfinite_gradient_names_the_parameter_and_the_draw(method, chunk_bytes):
     def loss(model, batch):
         # the root has a finite value and no finite gradient at zero
         return cases.cross_entropy(model, batch[:2]) + (batch[2] * model[2].bias).abs().sum().sqrt()
@@ -264,14 +264,14 @@ def test_a_gradient_that_is_not_finite_names_the_parameter_and_the_draw(method, 
 
 
 @pytest.mark.parametrize("method", ["auto", *METHODS])
-def test_a_first_draw_that_is_not_finite_is_named_too(method):
+def test_nonfinite_first_draw_is_named(method):
     objective = egop.Objective.from_function(lambda theta: theta.log().sum(), {"theta": -torch.ones(2)})
     with pytest.raises(FloatingPointError, match="The loss is not finite at draw 0"):
         cases.sample(objective, egop.Recentered(), 5, method=method)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_finite_gradients_whose_sum_is_not_are_fine(method):
+def test_finite_gradients_with_infinite_sum_are_allowed(method):
     scale = torch.tensor([3e38, 3e38, 1.0])
     objective = egop.Objective.from_function(lambda theta: (scale * theta).sum() * 0.9, {"theta": torch.zeros(3)})
     gradients = cases.sample(objective, egop.Recentered(), 3, method=method)["theta"]
@@ -282,7 +282,7 @@ def test_finite_gradients_whose_sum_is_not_are_fine(method):
 # --- threads ---
 
 
-def test_estimates_in_two_threads_give_what_one_gives():
+def test_estimates_in_several_threads_match_one_thread():
     def objective(width):
         with torch.random.fork_rng():
             torch.manual_seed(width)
@@ -305,18 +305,18 @@ def test_estimates_in_two_threads_give_what_one_gives():
     assert [cases.state_of(each.module) for each in objectives] == before
 
 
-def test_a_thread_that_looks_at_a_model_waits_until_its_own_parameters_are_back():
-    looks = []
+def test_another_thread_waits_while_vmap_has_swapped_the_parameters():
+    checks = []
 
     class Watched(nn.Linear):
-        def reset_parameters(self):
-            super().reset_parameters()
-            if not looks and not isinstance(self.weight, nn.Parameter):  # vmap has put values in its place
-                looks.append(pool.submit(egop.Initialization().check, objective))
-                wait(looks, timeout=0.3)
+        def forward(self, x):
+            if not checks and not isinstance(self.weight, nn.Parameter):
+                checks.append(pool.submit(egop.Initialization().check, objective))
+                wait(checks, timeout=0.3)
+            return super().forward(x)
 
     with ThreadPoolExecutor(1) as pool:
         model = Watched(3, 2)
         objective = egop.Objective(model, cases.cross_entropy, [(torch.randn(8, 3), torch.arange(8) % 2)])
         egop.estimate(objective, samples=40, progress=False)
-    assert looks[0].result() is None
+    assert checks[0].result() is None

@@ -25,10 +25,10 @@ OPTIMIZERS = [
     OptimizerCase("Adagrad", torch.optim.Adagrad, {"lr": 0.05, "eps": EPS}),
     OptimizerCase("SGD-momentum", torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
 ]
-# The routes of Full, and random bases, differ in how the basis is found, not in what is done with it.
-SAME = (egop.Full(route="eigh"), egop.Full(route="svd"), egop.extras.RandomRotation(seed=1, like=egop.Kronecker()))
+# A random basis differs in how it is found, not in what is done with it.
+SAME = (egop.extras.RandomRotation(seed=1, like=egop.Kronecker()),)
 STRUCTURES = [each for each in cases.STRUCTURES if each not in SAME]
-DROPPING = egop.Reduced(3, keep_rest=False)
+DROPPING = egop.Reduced(rank=3, keep_rest=False)
 JOINT = [structure for structure in STRUCTURES if structure.joint]
 
 # Model, partition and structure: each layer's tensors together, and all weights of the model in one block.

@@ -77,7 +77,7 @@ def test_streaming_basis_recovers_the_leading_subspace(spectrum, order, chunk):
     torch.testing.assert_close(values, SPECTRA[spectrum][:RANK].square() / COUNT, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize("structure", [egop.Auxiliary(RANK), egop.Reduced(RANK)], ids=str)
+@pytest.mark.parametrize("structure", [egop.Auxiliary(rank=RANK), egop.Reduced(rank=RANK)], ids=str)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_structures_recover_the_leading_subspace(spectrum, structure):
     rows, right = rows_with(SPECTRA[spectrum])

@@ -125,7 +125,7 @@ def test_steps_equal_the_reference(case, side):
     basis, bases = None, {}
     if side == "both":  # where the first gradient alone is diagonal in both of its bases, and all else in it rounding
         pair = [descending_eigenvectors(gram @ gram.mT) for gram in torch.randn(2, 5, 5, dtype=torch.float64)]
-        blocks = [Block.of(name, {name: weight}) for name, weight in plain.named_parameters()]
+        blocks = [Block.from_tensors(name, {name: weight}) for name, weight in plain.named_parameters()]
         tensors = dict(zip(("left", "right"), pair, strict=True))
         basis = egop.Basis([structure.change(block, tensors) for block in blocks])
         bases = {"bases": pair}

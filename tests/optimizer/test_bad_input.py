@@ -36,7 +36,7 @@ def block(name="0.weight", shape=(5, 6), parameters=None):
     """A block of one tensor with an identity matrix for a basis."""
     members = parameters or {name: torch.zeros(shape, dtype=torch.float64)}
     size = sum(tensor.numel() for tensor in members.values())
-    return FullChange(Block.of(name, members), {"basis": torch.eye(size, dtype=torch.float64)})
+    return FullChange(Block.from_tensors(name, members), {"basis": torch.eye(size, dtype=torch.float64)})
 
 
 def split(model, at):
@@ -122,7 +122,7 @@ REFUSED = {
         in_basis(egop.Shared()),
         TypeError,
         (
-            r"got Shared, which says how one is built\. Estimate it: basis = egop\.estimate\(objective, "
+            r"got Shared, which says how a basis is built\. Estimate one: basis = egop\.estimate\(objective, "
             r"structure=egop\.Shared\(\.\.\.\)\)\."
         ),
     ),
@@ -164,8 +164,8 @@ REFUSED = {
         (
             "Muon does not work coordinate by coordinate: the same numbers, arranged as another matrix, got other "
             "steps. The coordinates of a block need not be a matrix, nor have rows and columns that mean the same. Use "
-            "an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop, or pass "
-            "any_class=True to run Muon on the coordinates nonetheless"
+            "an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop. If Muon is "
+            "meant for coordinates that are matrices, set works_on_matrices = True on the class"
         ),
     ),
     # The inner optimizer's own words.
@@ -216,7 +216,7 @@ REFUSED_GROUPS = {
     "a block name that is taken": (
         lambda m: group(m, basis=egop.Basis([block("0.weight", parameters={"extra": torch.zeros(3, 5).double()})])),
         ValueError,
-        r"Two blocks have one name among \['0\.weight', '0\.weight'\]",
+        r"Two blocks have the same name among \['0\.weight', '0\.weight'\]",
     ),
     "a basis that is none": (
         lambda m: group(m, basis={}),

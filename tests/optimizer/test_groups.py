@@ -12,7 +12,7 @@ from torch import nn
 import cases
 import egop
 from egop.optimizer import stacks
-from egop.optimizer.groups import named_groups
+from egop.optimizer.groups import name_groups
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -51,7 +51,7 @@ GIVEN = {
 @pytest.mark.parametrize("given", GIVEN)
 def test_parameters_have_the_names_of_the_model(given, wrapper):
     model = cases.mlp()
-    groups = named_groups(GIVEN[given](model), model=WRAPPERS[wrapper](model))
+    groups = name_groups(GIVEN[given](model), model=WRAPPERS[wrapper](model))
     assert [name for group in groups for name in group["param_names"]] == NAMES
     found = [parameter for group in groups for parameter in group["params"]]
     assert all(one is other for one, other in zip(found, model.parameters(), strict=True))
@@ -59,7 +59,7 @@ def test_parameters_have_the_names_of_the_model(given, wrapper):
 
 def test_groups_keep_their_options():
     model = cases.mlp()
-    groups = named_groups(GIVEN["groups"](model), model=model)
+    groups = name_groups(GIVEN["groups"](model), model=model)
     assert [group.get("lr") for group in groups] == [0.1, None]
 
 
@@ -67,20 +67,20 @@ def test_names_with_a_wrappers_prefix_are_those_of_the_model():
     model = cases.mlp()
     wrapped = Wrapper(model)
     for outer in (model, wrapped):
-        groups = named_groups(wrapped.named_parameters(), model=outer)
+        groups = name_groups(wrapped.named_parameters(), model=outer)
         assert groups[0]["param_names"] == NAMES
 
 
 def test_a_tied_parameter_may_have_any_of_its_names():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    assert named_groups([model[1].weight], model=model)[0]["param_names"] == ["0.weight"]
-    assert named_groups([("1.weight", model[1].weight)], model=model)[0]["param_names"] == ["1.weight"]
+    assert name_groups([model[1].weight], model=model)[0]["param_names"] == ["0.weight"]
+    assert name_groups([("1.weight", model[1].weight)], model=model)[0]["param_names"] == ["1.weight"]
 
 
 def test_a_parameter_of_a_loss_has_a_name_of_its_own():
     model, temperature = cases.mlp(), nn.Parameter(torch.zeros(()))
-    groups = named_groups([*model.parameters(), ("temperature", temperature)], model=model)
+    groups = name_groups([*model.parameters(), ("temperature", temperature)], model=model)
     assert groups[0]["param_names"] == [*NAMES, "temperature"]
 
 
@@ -89,11 +89,11 @@ def test_a_parameter_of_a_loss_has_a_name_of_its_own():
     [
         (
             lambda m, o: o.parameters(),
-            r"A parameter of shape \(5, 6\) is none of the model's \(Sequential\), so it has no",
+            r"A parameter of shape \(5, 6\) does not belong to the model \(Sequential\), so it has no",
         ),
         (
             lambda m, o: o.named_parameters(),
-            r"given as '0.weight' is another one than the model's parameter of this name",
+            r"given as '0.weight' is not the model's parameter of this name",
         ),
         (
             lambda m, o: [("weight", m[0].weight)],
@@ -106,7 +106,7 @@ def test_a_parameter_of_a_loss_has_a_name_of_its_own():
 def test_what_does_not_fit_the_model_is_refused(given, message):
     model, other = cases.mlp(), cases.mlp()
     with pytest.raises(ValueError, match=message):
-        named_groups(given(model, other), model=model)
+        name_groups(given(model, other), model=model)
 
 
 def test_what_is_no_model_or_no_parameter_is_refused():
@@ -159,14 +159,14 @@ def test_a_group_that_is_added_needs_no_names_where_the_model_is_known(given):
     if given == "model=":
         optimizer = egop.ReparameterizedOptimizer(model[0].parameters(), torch.optim.AdamW, model=model, lr=0.01)
         optimizer.add_param_group({"params": model[2:].parameters()})
-        assert optimizer.layers["6.weight"].role == "head"
+        assert optimizer.layers["6.weight"].kind == "head"
         before = cases.parameters_of(model)
         assert all(not torch.equal(before[name], value) for name, value in trained(model, optimizer).items())
     else:
         optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=0.01)
         model.added = nn.Linear(3, 3)
         optimizer.add_param_group({"params": list(model.added.parameters())})
-    assert not any(layer.guessed for layer in optimizer.layers.values())
+    assert not any(layer.is_guess for layer in optimizer.layers.values())
     assert [name for group in optimizer.param_groups for name in group["param_names"]] == [
         name for name, _ in model.named_parameters()
     ]
@@ -195,7 +195,7 @@ def test_many_groups_that_are_added_are_stacked_once(monkeypatch):
     layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(20))
     optimizer = egop.ReparameterizedOptimizer([layers[0].weight], torch.optim.SGD, model=layers, lr=0.1)
     for index, layer in enumerate(layers[1:], 1):
-        block = egop.basis.partition.Block.of(f"{index}.weight", {f"{index}.weight": layer.weight})
+        block = egop.basis.partition.Block.from_tensors(f"{index}.weight", {f"{index}.weight": layer.weight})
         basis = egop.Basis([egop.Shared().change(block, {"basis": torch.eye(3)})])
         optimizer.add_param_group({"params": [layer.weight], "basis": basis})
     sum(layer.weight.square().sum() for layer in layers).backward()

@@ -100,34 +100,6 @@ def test_global_hooks_run_in_nothing_but_a_step(make):
     assert seen == []
 
 
-def test_global_hooks_do_not_run_for_proposed_updates():
-    class Watcher(egop.refresh.Refresher):
-        def before_step(self, optimizer):
-            pass
-
-        def observe(self, optimizer):
-            self.proposed = [optimizer.proposed(stack) for stack in optimizer.stacks]
-
-        def after_step(self, optimizer):
-            pass
-
-        def renew(self, optimizer):
-            pass
-
-    class Watch(egop.Refresh):
-        def start(self, optimizer):
-            return Watcher()
-
-    model = build()
-    basis = wrap_and_step(model).basis
-    optimizer = wrap(model, torch.optim.AdamW, basis=basis, refresh=Watch())
-    compute_gradients(model)
-    with count_global_hooks() as seen:
-        optimizer.step()
-    assert optimizer.refresher.proposed
-    assert len(seen) == 2
-
-
 def wrap_and_step(model, **options):
     optimizer = wrap(model, torch.optim.AdamW, refresh=egop.Online(structure=egop.Shared()), **options)
     compute_gradients(model)

@@ -27,8 +27,8 @@ def wrapped(kind, structure=egop.Full(), **arguments):  # noqa: B008 - frozen
 @pytest.mark.parametrize("structure", [egop.Full(), egop.Kronecker()], ids=str)
 def test_matrix_methods_are_refused(name, structure):
     message = (
-        rf"{name} does not work coordinate by coordinate: .* Use an optimizer that .* or pass any_class=True to run "
-        rf"{name} on the coordinates nonetheless\."
+        rf"{name} does not work coordinate by coordinate: .* Use an optimizer that .* If {name} is meant for "
+        r"coordinates that are matrices, set works_on_matrices = True on the class\."
     )
     with pytest.raises(TypeError, match=message):
         wrapped(other(name), structure)
@@ -45,20 +45,16 @@ def test_settings_of_a_group_count():
     assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
 
 
-def test_a_class_that_was_found_out_runs_where_it_is_asked_for():
-    adafactor = OptimizerCase("Adafactor", torch.optim.Adafactor, {"lr": 0.01})
-    inside = OptimizerCase("Adafactor", torch.optim.Adafactor, {"lr": 0.01, "any_class": True})
-    basis = basis_of(MLP)
-    found = train(Wrapped(MLP.build(), basis, inside), MLP.batches(), 20)
-    assert distance(found, train(Explicit(MLP.build(), basis, adafactor), MLP.batches(), 20)) < 1e-10
+class Muon(torch.optim.Muon):
+    works_on_matrices = True
 
 
-def test_muon_runs_on_matrices_where_it_is_asked_for():
+def test_muon_runs_on_matrices():
     model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)).double()
     basis = egop.estimate(
         egop.Objective(model, logistic, MLP.batches()), structure=egop.Kronecker(), samples=20, progress=False
     )
-    optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Muon, basis, lr=0.01, any_class=True)
+    optimizer = egop.ReparameterizedOptimizer(model, Muon, basis, lr=0.01)
     twin = copy.deepcopy(model)
     plain = torch.optim.Muon(twin.parameters(), lr=0.01)
     for one, by in ((model, optimizer), (twin, plain)):
@@ -98,7 +94,6 @@ def test_one_that_tells_matrices_from_vectors_runs_where_coordinates_are_matrice
     )
     with pytest.raises(TypeError, match=message):
         wrapped(kind(), lr=0.1)
-    wrapped(kind(), lr=0.1, any_class=True)
 
 
 def test_a_matrix_method_in_a_copy_goes_on():
@@ -113,12 +108,10 @@ def test_what_wraps_another_optimizer_goes_around(name):
         wrapped(other(name))
 
 
-def test_optimizers_that_need_a_closure_are_refused_whatever_is_asked_for():
+def test_optimizers_that_need_a_closure_are_refused():
     message = "SAM evaluates the loss several times within a step, or needs its value, which egop does not support"
     with pytest.raises(TypeError, match=message):
         wrapped(other("SAM"), base_optimizer=torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match=message):
-        wrapped(other("SAM"), base_optimizer=torch.optim.SGD, lr=0.1, any_class=True)
 
 
 def test_a_class_of_another_kind_is_refused_in_words():

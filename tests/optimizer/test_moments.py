@@ -16,7 +16,7 @@ from egop.optimizer import moments
 from explicit import basis_of, distance, identical, logistic
 
 WEIGHT = cases.block("weight", weight=(3, 4))
-STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(5), egop.Reduced(5)]
+STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=5), egop.Reduced(rank=5)]
 
 
 def random_change(structure, seed, block=WEIGHT):
@@ -40,8 +40,8 @@ def stacked(states, key):
 
 def carried(states, old, new, **options):
     """The states after a change of basis: what moves, and what stays as it was."""
-    moved = [moments.movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
-    fresh = moments.rotated(moved, old, new, **options)
+    moved = [moments.select_movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
+    fresh = moments.rotate_states(moved, old, new, **options)
     return [state | own for state, own in zip(states, fresh, strict=True)]
 
 
@@ -82,7 +82,7 @@ def test_magnitudes_are_carried_as_squared_moments_after_squaring(structure):
 
 @pytest.mark.parametrize(
     ("structure", "key"),
-    [(egop.Auxiliary(5), "exp_avg_sq"), (egop.Reduced(5), "exp_avg_sq"), (egop.Full(), "step_size")],
+    [(egop.Auxiliary(rank=5), "exp_avg_sq"), (egop.Reduced(rank=5), "exp_avg_sq"), (egop.Full(), "step_size")],
     ids=str,
 )
 def test_what_cannot_be_rotated_is_kept(structure, key):
@@ -100,7 +100,7 @@ def test_the_given_states_are_not_changed():
 
 
 def test_points_of_an_incomplete_basis_are_rotated_with_the_rest():
-    old, new = (random_change(egop.Reduced(5), seed) for seed in (0, 1))
+    old, new = (random_change(egop.Reduced(rank=5), seed) for seed in (0, 1))
     rest = torch.rand(3, 4, dtype=torch.float64)
     states = states_of(old, "z", "exp_avg")
     found = carried(states, old, new, rest=[rest])
@@ -121,9 +121,9 @@ def test_vectors_in_containers_are_rotated_as_vectors(container):
         "tuple": (one, other, None),
         "dict of lists": {"a": [one], "b": [other, torch.tensor(2.0)]},
     }[container]
-    moved = moments.movable({"momentum_buffer": pair}, one.shape)
+    moved = moments.select_movable({"momentum_buffer": pair}, one.shape)
     assert [id(tensor) for tensor in moved.values()] == [id(one), id(other)]  # to be written where they are
-    found = moments.rotated([moved], old, new)[0]
+    found = moments.rotate_states([moved], old, new)[0]
     for before, after in zip((one, other), found.values(), strict=True):
         torch.testing.assert_close(after, new.dense().mT @ old.dense() @ before, rtol=0, atol=1e-12)
 
@@ -162,22 +162,22 @@ def test_a_state_that_is_not_known_is_an_error_never_a_guess(what):
         r"in the gradients.* say so once: egop.optimizer.moments.LINEAR.add\(name\). Or use moments='reset'"
     )
     with pytest.raises(ValueError, match=message):
-        moments.movable(state, SHAPE)
-    assert moments.movable(state, SHAPE, "reset") == {}
+        moments.select_movable(state, SHAPE)
+    assert moments.select_movable(state, SHAPE, "reset") == {}
 
 
 def test_single_numbers_stay_whatever_their_name():
     numbers = {"step": torch.tensor(3.0), "norm": torch.zeros(1), "k": 4, "name": "x", "none": None, "betas": (0.9, 1)}
-    assert moments.movable(numbers, SHAPE) == {}
+    assert moments.select_movable(numbers, SHAPE) == {}
 
 
 def test_of_what_is_kept_points_alone_are_rotated():
     state = {name: torch.zeros(SHAPE) for name in ("z", "exp_avg", "exp_avg_sq", "secret")}
-    assert list(moments.movable(state, SHAPE, "keep")) == ["z"]
+    assert list(moments.select_movable(state, SHAPE, "keep")) == ["z"]
 
 
 def test_a_state_of_some_coordinates_only_is_an_error():
-    old, new = (random_change(egop.Auxiliary(5), seed) for seed in (0, 1))
+    old, new = (random_change(egop.Auxiliary(rank=5), seed) for seed in (0, 1))
     one, other = states_of(old, "exp_avg")
     del other["exp_avg"]
     with pytest.raises(ValueError, match="'exp_avg' for some of a block's coordinates only"):
@@ -319,9 +319,11 @@ def test_every_optimizer_can_be_rebased(optimizer, policy):
 
 def test_an_optimizer_of_unknown_state_is_refused_before_anything_changes():
     model = MLP.build()
-    wrapped = egop.ReparameterizedOptimizer(
-        model, torch.optim.Adafactor, basis_of(MLP, structure=egop.Shared()), any_class=True
-    )
+
+    class Adafactor(torch.optim.Adafactor):
+        works_on_matrices = True
+
+    wrapped = egop.ReparameterizedOptimizer(model, Adafactor, basis_of(MLP, structure=egop.Shared()))
     steps(model, wrapped, 2)
     kept = [(block.change, [c.clone() for c in block.coordinates]) for block in wrapped.blocks]
     with pytest.raises(ValueError, match="state has 'row_var', and it is not known how"):

@@ -113,7 +113,7 @@ def test_the_plan_says_that_only_columns_are_rotated():
     assert (embedding.name, structure) == ("embedding.weight", egop.Shared())
     assert {structure for _, structure in others} == {egop.Kronecker()}
     assert optimizer.plan.why["embedding.weight"] == COLUMNS_ONLY
-    assert optimizer.plan.why["layers.0.weight"] == "its structure was named"
+    assert optimizer.plan.why["layers.0.weight"] == "the structure for all weights"
 
 
 def test_a_block_of_several_weights_goes_on_without_the_embedding():

@@ -14,7 +14,7 @@ import torch
 import cases
 import egop
 from cases import FEW_OPTIMIZERS, OptimizerCase
-from egop.optimizer.restoring import about_of
+from egop.optimizer.state import read_about
 from explicit import LAYOUTS, Explicit, Wrapped, case_and_basis, distance, identical, over_layouts_and_optimizers, train
 from processes import run
 
@@ -161,7 +161,7 @@ def test_the_state_dict_is_plain_data_and_tensors():
     torch.save(side.optimizer.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    abouts = [about_of(entry) for entry in state["state"].values()]
+    abouts = [read_about(entry) for entry in state["state"].values()]
     assert [about["block"]["name"] for about in abouts if "block" in about] == list(basis)
     assert {about["optimizer"] for about in abouts} == {"AdamW"}
     assert all(isinstance(value, torch.Tensor) for entry in state["state"].values() for value in entry.values())

@@ -51,7 +51,7 @@ class Run:
                 (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
             ]
         )
-        self.structure = dice.choice([egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(2)])
+        self.structure = dice.choice([egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=2)])
         online = egop.Online(every=2, spread=dice.random() < 0.5, structure=self.structure)
         refreshes = [None, online, egop.Online(every=2, tolerance=0.1, structure=self.structure)]
         self.refresh = dice.choice(refreshes[: 1 if isinstance(self.structure, egop.Auxiliary) else 3])

@@ -17,7 +17,14 @@ from recordings import record_on_the_cpu
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(5), egop.Reduced(5), egop.Identity()]
+STRUCTURES = [
+    egop.Full(),
+    egop.Shared(),
+    egop.Kronecker(),
+    egop.Auxiliary(rank=5),
+    egop.Reduced(rank=5),
+    egop.Identity(),
+]
 
 
 def network(seed=0):

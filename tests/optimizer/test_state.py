@@ -22,7 +22,7 @@ import egop
 from cases import MLP
 from explicit import basis_of, identical, logistic
 
-STRUCTURES = {"none": None, "full": egop.Full(), "auxiliary": egop.Auxiliary(4), "reduced": egop.Reduced(3)}
+STRUCTURES = {"none": None, "full": egop.Full(), "auxiliary": egop.Auxiliary(rank=4), "reduced": egop.Reduced(rank=3)}
 CLASSES = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
     "SGD": (torch.optim.SGD, {"lr": 0.02}),

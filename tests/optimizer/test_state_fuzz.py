@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 import egop
 from damage import WRONG
-from egop.optimizer.restoring import about_of
-from egop.optimizer.states import ABOUT, _as_bytes
+from egop.optimizer.state import ABOUT, encode_about, read_about
 
 
 def build_model():
@@ -47,7 +46,7 @@ OPTIMIZERS = {
     "EGOP": lambda model: egop.EGOP(model, lr=0.01, every=2),
     "AdamW": wrap(torch.optim.AdamW, egop.Full(), lr=0.01, amsgrad=True),
     "Adam": wrap(torch.optim.Adam, refresh=egop.Online(every=2, structure=egop.Kronecker())),
-    "SGD": wrap(torch.optim.SGD, egop.Reduced(3), lr=0.01, momentum=0.9),
+    "SGD": wrap(torch.optim.SGD, egop.Reduced(rank=3), lr=0.01, momentum=0.9),
     "Adagrad": wrap(torch.optim.Adagrad, refresh=egop.Online(every=2, tolerance=0.01), lr=0.01),
     "Sinkhorn": wrap(egop.optim.Sinkhorn, refresh=egop.Aligned(), lr=0.01, outside=torch.optim.RMSprop),
 }
@@ -70,10 +69,10 @@ def mutate(state, generator):
         place = place[key]
         key = generator.choice(list(place) if isinstance(place, dict) else range(len(place)))
     if key == ABOUT and generator.random() < 0.8:
-        about = about_of(place)
+        about = read_about(place)
         part = generator.choice([about, about.get("block", about)])
         done = mutate_value(part, generator.choice(sorted(part)), generator)
-        place[ABOUT] = _as_bytes(about)
+        place[ABOUT] = encode_about(about)
         return state, f"{ABOUT}: {done}"
     return state, mutate_value(place, key, generator)
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 import cases
-from egop.optimizer.trial import Findings, tried
+from egop.optimizer.trial import Trial, try_optimizer
 
 TORCH = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
@@ -41,45 +41,45 @@ def other(name):
 
 @pytest.mark.parametrize("name", TORCH)
 def test_torchs_own_optimizers_work_coordinate_by_coordinate(name):
-    assert tried(getattr(torch.optim, name), {}, {}) == Findings()
+    assert try_optimizer(getattr(torch.optim, name), {}, {}) == Trial()
 
 
 @pytest.mark.parametrize("optimizer", cases.OPTIMIZERS, ids=str)
 def test_with_all_arguments_that_the_tests_use(optimizer):
-    assert tried(optimizer.kind, {}, optimizer.arguments) == Findings()
+    assert try_optimizer(optimizer.kind, {}, optimizer.arguments) == Trial()
 
 
 @pytest.mark.parametrize(("name", "settings", "arguments"), COORDINATE_WISE, ids=str)
 def test_others_that_do(name, settings, arguments):
-    assert tried(other(name), settings, arguments) == Findings()
+    assert try_optimizer(other(name), settings, arguments) == Trial()
 
 
 @pytest.mark.parametrize(("name", "settings", "arguments"), WHOLE, ids=str)
 def test_matrix_methods_are_found_out(name, settings, arguments):
-    assert tried(other(name), settings, arguments).whole
+    assert try_optimizer(other(name), settings, arguments).reason
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_torchs_own_matrix_methods_are_found_out(name):
-    found = tried(getattr(torch.optim, name), {}, {})
-    assert found == Findings(whole="the same numbers, arranged as another matrix, got other steps")
+    found = try_optimizer(getattr(torch.optim, name), {}, {})
+    assert found == Trial(reason="the same numbers, arranged as another matrix, got other steps")
 
 
 def test_what_does_not_show_in_few_steps_shows_in_the_state():
     """ScalableShampoo begins with its matrices after 25 steps."""
-    found = tried(other("ScalableShampoo"), {}, {})
-    assert found.whole == "it keeps 'pre_conditioner' (a PreConditioner) for a weight of shape (4, 3)"
+    found = try_optimizer(other("ScalableShampoo"), {}, {})
+    assert found.reason == "it keeps 'pre_conditioner' (a PreConditioner) for a weight of shape (4, 3)"
 
 
 @pytest.mark.parametrize("name", ["LARS", "MARS"])
 def test_optimizers_that_leave_vectors_out_are_found_out(name):
-    assert tried(other(name), {}, {}) == Findings(other_on_vectors=True)
+    assert try_optimizer(other(name), {}, {}) == Trial(differs_on_vectors=True)
 
 
 def test_optimizers_that_need_a_closure_are_found_out():
-    assert tried(torch.optim.LBFGS, {}, {}) == Findings(needs_closure=True)
-    assert tried(other("SAM"), {}, {"base_optimizer": torch.optim.SGD, "lr": 0.1}) == Findings(needs_closure=True)
-    assert tried(other("AliG"), {}, {}) == Findings(needs_closure=True)
+    assert try_optimizer(torch.optim.LBFGS, {}, {}) == Trial(needs_closure=True)
+    assert try_optimizer(other("SAM"), {}, {"base_optimizer": torch.optim.SGD, "lr": 0.1}) == Trial(needs_closure=True)
+    assert try_optimizer(other("AliG"), {}, {}) == Trial(needs_closure=True)
 
 
 class Noisy(torch.optim.SGD):
@@ -101,7 +101,7 @@ def test_a_trial_changes_nothing_and_says_nothing():
     before, used = cases.state_of(torch.nn.Module()), torch.cuda.is_initialized()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tried(Noisy, {}, {"momentum": 0.5}) == Findings()
+        assert try_optimizer(Noisy, {}, {"momentum": 0.5}) == Trial()
     assert cases.state_of(torch.nn.Module()) == before  # the global random states
     assert torch.cuda.is_initialized() == used
 
@@ -121,18 +121,18 @@ def test_nothing_is_compiled_for_a_trial():
             for parameter in self.param_groups[0]["params"]:
                 parameter.copy_(half(parameter))
 
-    assert tried(Compiled, {}, {}) == Findings()
+    assert try_optimizer(Compiled, {}, {}) == Trial()
     assert compiled == []
     half(torch.ones(2))
     assert len(compiled) == 1
 
 
 def test_a_trial_is_made_once_for_the_same_class_and_arguments():
-    tried(Noisy, {}, {"momentum": 0.25})
+    try_optimizer(Noisy, {}, {"momentum": 0.25})
     count = Noisy.made
-    tried(Noisy, {}, {"momentum": 0.25})
+    try_optimizer(Noisy, {}, {"momentum": 0.25})
     assert Noisy.made == count
-    tried(Noisy, {}, {"momentum": 0.125})
+    try_optimizer(Noisy, {}, {"momentum": 0.125})
     assert Noisy.made == count + 5
 
 
@@ -143,7 +143,7 @@ class Odd(Optimizer):
 
 
 def test_where_a_trial_does_not_run_nothing_is_found():
-    assert tried(Odd, {}, {}) == Findings()  # no model
-    assert tried(Odd, {}, {"model": None}) == Findings()  # no step
-    assert tried(torch.optim.SparseAdam, {}, {}) == Findings()  # no sparse gradients
-    assert tried(torch.optim.SGD, {}, {"lr": -1.0}) == Findings()  # said by the constructor
+    assert try_optimizer(Odd, {}, {}) == Trial()  # no model
+    assert try_optimizer(Odd, {}, {"model": None}) == Trial()  # no step
+    assert try_optimizer(torch.optim.SparseAdam, {}, {}) == Trial()  # no sparse gradients
+    assert try_optimizer(torch.optim.SGD, {}, {"lr": -1.0}) == Trial()  # said by the constructor

@@ -83,11 +83,11 @@ def test_aligned_with_sinkhorn_is_aro():
 
 
 def blocks_of(model):
-    from egop.estimation import blocks_of
+    from egop.estimation import partition_objective
 
     batches = [(torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.long))]
     objective = egop.Objective(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batches)
-    return blocks_of(objective, "parameter")[0]
+    return partition_objective(objective, "parameter")[0]
 
 
 @pytest.mark.slow

@@ -156,7 +156,9 @@ def test_renewals_do_not_change_sgd():
 
 def test_reduced_continues_from_its_projection_if_the_rest_is_dropped():
     model = MLP.build()
-    optimizer = make_optimizer(model, basis_of(MLP, structure=egop.Reduced(3, keep_rest=False)), kind=torch.optim.SGD)
+    optimizer = make_optimizer(
+        model, basis_of(MLP, structure=egop.Reduced(rank=3, keep_rest=False)), kind=torch.optim.SGD
+    )
     steps(model, optimizer, 3)
     optimizer.renew_basis()
     for block in optimizer.blocks:

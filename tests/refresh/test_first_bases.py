@@ -10,7 +10,7 @@ from torch import nn
 
 import egop
 from egop.numerics import eigenbasis, orthonormality_error
-from egop.optimizer import rebasing
+from egop.optimizer import moments
 from egop.refresh import eigenbases
 
 
@@ -80,7 +80,7 @@ def test_power_iterations_find_the_directions_that_a_first_basis_lacks(monkeypat
 @pytest.mark.parametrize("structure", [egop.Kronecker(), egop.Shared(), egop.Full()], ids=str)
 def test_a_wide_block_is_rebased_without_an_explicit_rotation(structure, monkeypatch):
     """SGD is the same in every basis."""
-    monkeypatch.setattr(rebasing, "_WIDE", 1)
+    monkeypatch.setattr(moments, "_WIDE", 1)
     model, plain = nn.Linear(7, 4).double(), nn.Linear(7, 4).double()
     plain.load_state_dict(model.state_dict())
     wrapped = egop.ReparameterizedOptimizer(

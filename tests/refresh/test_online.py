@@ -296,7 +296,7 @@ def test_an_invalid_structure_is_refused():
 
 
 @pytest.mark.parametrize("refresh", REFRESHES, ids=["iterated", "drifted"])
-@pytest.mark.parametrize("structure", [egop.Auxiliary(3), egop.Reduced(3), egop.Identity()], ids=str)
+@pytest.mark.parametrize("structure", [egop.Auxiliary(rank=3), egop.Reduced(rank=3), egop.Identity()], ids=str)
 def test_structures_that_cannot_be_renewed_are_refused_and_nothing_changes(structure, refresh):
     message = (
         r"egop\.Online renews bases of structure Full, Shared, Kronecker, not "

@@ -20,7 +20,7 @@ from processes import run
 PERIOD, STEPS = 3, 8
 ADAM = OptimizerCase("Adam", torch.optim.Adam, {"lr": 0.01})
 MOMENTUM = OptimizerCase("SGD-momentum", torch.optim.SGD, {"lr": 0.02, "momentum": 0.9})
-DROPPING = egop.Reduced(3, keep_rest=False)
+DROPPING = egop.Reduced(rank=3, keep_rest=False)
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ WARNED = {
         GO_ON.format("Full", "Online", "Kronecker, Shared"),
     ),
     "a structure that stays": (
-        lambda: saved_by(None, egop.Reduced(3)),
-        lambda: Resume("Online", egop.Reduced(3)).start(given=False)[1],
+        lambda: saved_by(None, egop.Reduced(rank=3)),
+        lambda: Resume("Online", egop.Reduced(rank=3)).start(given=False)[1],
         CANNOT,
     ),
 }

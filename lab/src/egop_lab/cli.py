@@ -217,7 +217,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="sampling, bases, steps, epoch, growth or sweep; may be repeated (default: all).",
+            help="sampling, bases, steps, host, epoch, growth or sweep; may be repeated (default: all).",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if available).")] = None,

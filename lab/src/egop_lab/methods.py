@@ -157,7 +157,7 @@ METHODS: tuple[Method, ...] = (
         {LANGUAGE: "EGOP online, two-sided", RESNET: "EGOP online, two-sided", BENCH: "Kronecker, online"},
         egop.Kronecker(),
     ),
-    _upfront("auxiliary-fixed", {BENCH: f"Auxiliary({RANK}), fixed"}, egop.Auxiliary(RANK)),
+    _upfront("auxiliary-fixed", {BENCH: f"Auxiliary({RANK}), fixed"}, egop.Auxiliary(rank=RANK)),
     _upfront("shared-fixed-compiled", {COMPILED: "Shared, fixed, compiled"}, egop.Shared(), compile=True),
     _online("shared-online-compiled", {COMPILED: "Shared, online, compiled"}, egop.Shared(), compile=True),
     # SOAP's own momentum constants are (0.95, 0.95). On small problems it has Adam's too, as every method there, and no

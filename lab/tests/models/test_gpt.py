@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from egop.basis import make_plan
-from egop.estimation import Objective, blocks_of
+from egop.estimation import Objective, partition_objective
 from egop_lab.models.gpt import GPT, Block, initialize_
 
 SMALL = {"vocabulary": 11, "layers": 2, "width": 12, "heads": 3, "context": 8}
@@ -87,7 +87,7 @@ def test_without_a_generator_the_global_one_is_used():
 
 def test_the_plan_leaves_embeddings_and_head():
     objective = Objective(small(), lambda model, batch: model(batch).mean(), [torch.zeros(1, 8, dtype=torch.long)])
-    plan = make_plan(*blocks_of(objective, "parameter"), "auto", 2**30)
+    plan = make_plan(*partition_objective(objective, "parameter"), "auto", 2**30)
     assert plan.unrotated == {
         "tokens.weight": "an embedding",
         "positions.weight": "an embedding",

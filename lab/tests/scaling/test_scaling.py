@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import egop
-from egop.basis import layers_of
-from egop.estimation import Gathering
+from egop.basis import find_roles
 from egop_lab import cli
 from egop_lab.scaling.models import build_model
 from egop_lab.scaling.parts import (
@@ -37,8 +36,8 @@ STRUCTURES = {
     "Shared": egop.Shared(),
     "Kronecker": egop.Kronecker(),
     "Full": egop.Full(),
-    "Auxiliary": egop.Auxiliary(3),
-    "Reduced": egop.Reduced(3),
+    "Auxiliary": egop.Auxiliary(rank=3),
+    "Reduced": egop.Reduced(rank=3),
 }
 CASES = [(name, False) for name in STRUCTURES] + [(name, True) for name in ("Shared", "Kronecker", "Full")]
 
@@ -74,7 +73,7 @@ def train(model, optimizer, steps=3):
 
 def make_plan(model, structure):
     parameters = dict(model.named_parameters())
-    return plan_structure(parameters, layers_of(parameters, model), structure)
+    return plan_structure(parameters, find_roles(parameters, model), structure)
 
 
 def make_optimizer(model, structure, online):
@@ -149,7 +148,7 @@ def test_memory_of_adamw_and_muon_is_exact():
     train(model, optimizer)
     assert count_bytes(model, optimizer) == add_up(describe_adamw(each).memory for each in model.parameters()).total
     parameters = {f"hidden.{name}": each for name, each in model.hidden.named_parameters()}
-    layers = layers_of(dict(model.named_parameters()), model)
+    layers = find_roles(dict(model.named_parameters()), model)
     matrices = nn.ParameterDict({str(i): each for i, each in enumerate(parameters.values()) if each.dim() == 2})
     optimizer = torch.optim.Muon(matrices.values())
     optimizer.step()
@@ -290,10 +289,12 @@ def test_memory_and_collectives_on_two_devices_are_as_predicted():
 def test_estimation_holds_twice_the_bytes_of_the_bases(name):
     model = Network()
     plan = make_plan(model, STRUCTURES[name])
-    gathered = Gathering(plan, stability=False)
-    gathered.add({each: torch.randn(600, *tensor.shape) for each, tensor in model.named_parameters()})
+    gradients = {each: torch.randn(600, *tensor.shape) for each, tensor in model.named_parameters()}
+    accumulators = {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
+    for block, accumulator in accumulators.items():
+        accumulator.add([gradients[each] for each in block.parameters])
     bases = sum(structure.cost(block).bytes for block, structure in plan.chosen.items())
-    assert sum(storages(gathered, {}).values()) == 2 * bases
+    assert sum(storages(accumulators, {}).values()) == 2 * bases
 
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "scaling.md"

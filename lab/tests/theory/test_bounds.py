@@ -177,7 +177,7 @@ def test_the_averaged_regret_of_constrained_adagrad_is_below_theorem_1_in_both_c
         theta = torch.zeros(setting.problem.dimension, dtype=torch.float64)  # measured from the centre of the ball
         theta[0] = setting.radius
         theta.requires_grad_()
-        block = egop.Full().change(Block.of("theta", {"theta": theta}), {"basis": setting.basis})
+        block = egop.Full().change(Block.from_tensors("theta", {"theta": theta}), {"basis": setting.basis})
         basis = None if coordinates == "original" else egop.Basis([block])
         optimizer = egop.ReparameterizedOptimizer(
             [("theta", theta)], theory.BallConstrainedAdagrad, basis, lr=lr, radius=setting.radius, eps=eps

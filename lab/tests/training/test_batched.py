@@ -112,7 +112,7 @@ def test_every_run_has_its_own_weight_decay():
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD"])
-@pytest.mark.parametrize("structure", [egop.Auxiliary(2), egop.Reduced(2)])
+@pytest.mark.parametrize("structure", [egop.Auxiliary(rank=2), egop.Reduced(rank=2)])
 def test_with_leading_directions_they_are_those_of_the_optimizer(structure, optimizer):
     problem = Quartic(SEEDS)
     bases = [

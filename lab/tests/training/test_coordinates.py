@@ -101,7 +101,7 @@ def test_the_rate_rises_stays_and_falls(name, total):
 
 def test_without_a_decay_the_rate_stays():
     run = run_of("GPT", method="AdamW")
-    assert [run.factor(step) for step in (1, 2, 3, 10)] == [0.5, 1, 1, 1]
+    assert [run.lr_factor(step) for step in (1, 2, 3, 10)] == [0.5, 1, 1, 1]
 
 
 def test_a_basis_from_before_the_training_is_made_once_for_runs_of_one_seed(monkeypatch):

@@ -1,21 +1,35 @@
-"""A basis as a value: blocks of parameters, structures (one file each), the plan that chooses, the file.
+"""A basis as a value: roles of parameters, blocks, structures (one file each), spectra, the plan, and the file.
 
-A new structure is a file in ``structures/``, or one of your own: it is registered by being defined.
+To add a structure, write a file in ``structures/`` or subclass ``Structure`` and ``ChangeOfBasis`` in your own code.
+``__all__`` lists the public names; those imported ``as`` themselves are for the other packages of egop only.
 """
 
 from egop.basis.basis import Basis
-from egop.basis.files import orthonormality_error
-from egop.basis.partition import Block, Partition, check_disjoint, partition_parameters
-from egop.basis.plan import ONLINE, UP_FRONT, Plan, StructureChoice, call_it, check_structure, make_plan
-from egop.basis.roles import WRAPPER, Known, Layer, layers_of, plain_name
-from egop.basis.showing import Shown
-from egop.basis.showing import as_html as blocks_as_html
-from egop.basis.showing import as_text as blocks_as_text
-from egop.basis.showing import of_change as shown_block
-from egop.basis.showing import of_plan as shown_plan
-from egop.basis.spectrum import LEADING, Halves, Spectrum, compare
+from egop.basis.display import BlockInfo as BlockInfo
+from egop.basis.display import format_blocks as format_blocks
+from egop.basis.display import format_blocks_html as format_blocks_html
+from egop.basis.files import build_change as build_change
+from egop.basis.partition import Block
+from egop.basis.partition import Partition as Partition
+from egop.basis.partition import check_disjoint as check_disjoint
+from egop.basis.partition import partition_parameters as partition_parameters
+from egop.basis.plan import ONLINE_CANDIDATES as ONLINE_CANDIDATES
+from egop.basis.plan import Plan
+from egop.basis.plan import StructureChoice as StructureChoice
+from egop.basis.plan import call_hint as call_hint
+from egop.basis.plan import check_structure as check_structure
+from egop.basis.plan import make_plan as make_plan
+from egop.basis.roles import DDP_PREFIX as DDP_PREFIX
+from egop.basis.roles import ModuleIndex as ModuleIndex
+from egop.basis.roles import Role as Role
+from egop.basis.roles import find_roles as find_roles
+from egop.basis.roles import strip_compile_prefix as strip_compile_prefix
+from egop.basis.spectrum import LEADING as LEADING
+from egop.basis.spectrum import HalfComparison as HalfComparison
+from egop.basis.spectrum import Spectrum
+from egop.basis.spectrum import compare_halves as compare_halves
+from egop.basis.structures import CHANGE_TYPES as CHANGE_TYPES
 from egop.basis.structures import (
-    CHANGES,
     Accumulator,
     Auxiliary,
     ChangeOfBasis,
@@ -26,20 +40,13 @@ from egop.basis.structures import (
     RandomRotation,
     Reduced,
     Shared,
-    Side,
     Structure,
-    Summary,
-    rebuild,
 )
-from egop.basis.structures.accumulators import density
-from egop.basis.structures.views import as_matrix
+from egop.basis.structures import Side as Side
+from egop.basis.structures import Statistic as Statistic
+from egop.basis.structures.views import as_matrix as as_matrix
 
 __all__ = [
-    "CHANGES",
-    "LEADING",
-    "ONLINE",
-    "UP_FRONT",
-    "WRAPPER",
     "Accumulator",
     "Auxiliary",
     "Basis",
@@ -47,36 +54,12 @@ __all__ = [
     "ChangeOfBasis",
     "Cost",
     "Full",
-    "Halves",
     "Identity",
-    "Known",
     "Kronecker",
-    "Layer",
-    "Partition",
     "Plan",
     "RandomRotation",
     "Reduced",
     "Shared",
-    "Shown",
-    "Side",
     "Spectrum",
     "Structure",
-    "StructureChoice",
-    "Summary",
-    "as_matrix",
-    "blocks_as_html",
-    "blocks_as_text",
-    "call_it",
-    "check_disjoint",
-    "check_structure",
-    "compare",
-    "density",
-    "layers_of",
-    "make_plan",
-    "orthonormality_error",
-    "partition_parameters",
-    "plain_name",
-    "rebuild",
-    "shown_block",
-    "shown_plan",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from egop.basis import Basis, Block, ChangeOfBasis, Structure
 from egop.diagnostics import forms
 from egop.diagnostics.short_runs import clock
-from egop.estimation import Objective, blocks_of
+from egop.estimation import Objective, partition_objective
 from egop.numerics import identity_matrices, orthonormalize
 from egop.refresh import Online
 
@@ -135,7 +135,7 @@ def _toy(form: str, widths: Sequence[int], device: str, dtype: torch.dtype = tor
     batch = torch.ones(2, widths[0], device=device, dtype=dtype)
     objective = Objective(model, lambda model, batch: model(batch).square().mean(), [batch])
     structure, place = forms.STRUCTURES[form], torch.device(device)
-    blocks, _ = blocks_of(objective, "parameter")
+    blocks, _ = partition_objective(objective, "parameter")
     changes = []
     for block in blocks[:-1]:  # the last one is the head
         shapes = structure.basis_shapes(block).items()

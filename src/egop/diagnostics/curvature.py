@@ -45,7 +45,7 @@ class Curvature:
 
 def curvature(objective: Objective, basis: Basis, seed: int, tick: Callable[[], object] = lambda: None) -> Curvature:
     """Where the training stands, over the first batches; a RuntimeError if the loss has no second derivative."""
-    with objective.preserved(seed=seed):
+    with objective.preserve(seed=seed):
         hessian = _Hessian(objective, basis, seed)
         original = hessian.on_axes(lambda vector: vector, lambda vector: vector, tick)
         return Curvature(original, hessian.on_axes(hessian.decoded, hessian.encoded, tick))

@@ -90,7 +90,7 @@ def parse_structure(text: str) -> StructureChoice:
     if text.lower() in plain:
         return plain[text.lower()]
     if name in ("auxiliary", "reduced") and rank.isdigit() and int(rank) > 0:
-        return (Auxiliary if name == "auxiliary" else Reduced)(int(rank))
+        return (Auxiliary if name == "auxiliary" else Reduced)(rank=int(rank))
     raise FactoryError(
         f"Invalid structure {text!r}. Must be {', '.join(plain)}, auxiliary:RANK or reduced:RANK, such as auxiliary:50."
     )

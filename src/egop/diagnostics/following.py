@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from tqdm.auto import tqdm
 
-from egop.basis import ONLINE, Basis, Block, Layer, make_plan, partition_parameters
+from egop.basis import ONLINE_CANDIDATES, Basis, Block, Role, make_plan, partition_parameters
 from egop.diagnostics import costs, forms, off_axes
 from egop.diagnostics.answer import Diagnosis
 from egop.diagnostics.curvature import PROBES, curvature
@@ -134,13 +134,13 @@ class Following:
         return replace(diagnosis, rate=found)
 
 
-def rotatable(objective: Objective, layers: dict[str, Layer], memory: int) -> list[Block]:
+def rotatable(objective: Objective, layers: dict[str, Role], memory: int) -> list[Block]:
     """What could be rotated: what ``Online`` takes; where that is nothing, all matrices; of a function all tensors."""
     blocks = partition_parameters(objective.parameters, layers, "parameter")
     if objective.module is None:
         return blocks
     try:
-        chosen = list(make_plan(blocks, layers, "auto", memory, ONLINE).chosen)
+        chosen = list(make_plan(blocks, layers, "auto", memory, ONLINE_CANDIDATES).chosen)
     except MemoryError:
         chosen = []
     return chosen or [block for block in blocks if len(block.shapes[0]) > 1]

@@ -90,7 +90,7 @@ class Taken:
 def measured(objective: Objective, form: str, basis: Basis | None, seed: int, tick: Callable[[], object]) -> Taken:
     """Steps of a form and of AdamW in turn, on copies of the model; the fastest turn of each, as others may be busy."""
     (batch,) = held_batches(objective, 1, seed)
-    with objective.preserved(seed=seed):
+    with objective.preserve(seed=seed):
         pair = []
         for make in (maker("", None), maker(form, basis)):
             model, loss_fn = objective.trainable_copy()

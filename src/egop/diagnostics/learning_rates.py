@@ -18,7 +18,7 @@ from egop.diagnostics.short_runs import (
     train,
     trained_parameters,
 )
-from egop.estimation import Objective, checked
+from egop.estimation import Objective, resolve_arguments
 from egop.optimizer import ReparameterizedOptimizer
 
 __all__ = ["RATES", "STEPS", "find_lr", "rate_of"]
@@ -84,7 +84,7 @@ def find_lr(
         True
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=found.lr)
     """
-    _, generator = checked(objective, None, None, generator)
+    _, generator = resolve_arguments(objective, None, None, generator)
     if steps < 1:
         raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
     ladder = _checked_rates(rates)
@@ -128,7 +128,7 @@ class _Runs:
     ) -> None:
         self._objective, self._make, self._steps = objective, make, steps
         self._batches, self._seed, self._progress = batches, seed, progress
-        with objective.preserved(seed=seed):
+        with objective.preserve(seed=seed):
             model, loss_fn = objective.trainable_copy()
             check_gradient(model, loss_fn, batches[0])
             _at_rate(_made(make, model), 1.0)
@@ -145,7 +145,7 @@ class _Runs:
 
     def end(self, rate: float) -> tuple[float, ...] | None:
         """The losses of the batches after a run; None when it diverged."""
-        with self._objective.preserved(seed=self._seed):
+        with self._objective.preserve(seed=self._seed):
             model, loss_fn = self._objective.trainable_copy()
             optimizer = _made(self._make, model)
             _at_rate(optimizer, rate)

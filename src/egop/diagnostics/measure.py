@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from egop.basis import (
@@ -18,11 +19,12 @@ from egop.basis import (
     Basis,
     Block,
     ChangeOfBasis,
-    Halves,
+    HalfComparison,
     Partition,
     Plan,
     Spectrum,
     StructureChoice,
+    compare_halves,
     make_plan,
 )
 from egop.diagnostics import costs, rules
@@ -32,14 +34,14 @@ from egop.diagnostics.short_runs import clock
 from egop.diagnostics.values import BlockDiagnosis
 from egop.estimation import (
     Distribution,
-    Gathering,
     Gaussian,
     Objective,
-    blocks_of,
-    check_reached,
-    checked,
-    gradients_for,
-    samples_wanted,
+    count_draws,
+    partition_objective,
+    require_gradient,
+    resolve_arguments,
+    sample_gradients,
+    warn_if_identical,
 )
 from egop.formatting import parse_bytes
 
@@ -104,17 +106,17 @@ def diagnose(
     """
     if rho is None and isinstance(objective, Objective) and objective.module is None:
         rho = Gaussian()
-    rho, generator = checked(objective, rho, samples, generator)
+    rho, generator = resolve_arguments(objective, rho, samples, generator)
     if not budget >= 0:
         raise ValueError(f"Invalid budget value: {budget!r}. Must be zero seconds or more.")
     if steps is not None and steps < 1:
         raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
     deadline = time.monotonic() + budget if samples is None else math.inf
     show = show or (lambda diagnosis: None)
-    blocks, layers = blocks_of(objective, partition)
+    blocks, layers = partition_objective(objective, partition)
     plan = make_plan(blocks, layers, structure, parse_bytes(memory))
     known = _planned(blocks, plan)
-    wanted = samples_wanted(plan) and (samples or samples_wanted(plan))
+    wanted = count_draws(plan, samples)
     result = Diagnosis(tuple(known.values()), None, 0, wanted, None)
     show(_worded(replace(result, partial="no gradients have been sampled yet")))
     seconds = _pass_seconds(objective)
@@ -146,12 +148,12 @@ def _answered(
 ) -> _State:
     """Draw and measure; twice as many draws for the blocks that need more, while there is time."""
     plan = draws.plan
-    state = _State(Gathering(plan, stability=True), wanted)
+    state = _State(Gathering(plan), wanted)
     unclear = list(plan.chosen)
     while True:
         try:
             draws.take(state.gathered, state.wanted, deadline)
-            check_reached(plan, state.gathered.draws, state.gathered.reached)
+            require_gradient(plan, state.gathered.draws, state.gathered.reached)
         except KeyboardInterrupt:
             if state.gathered.draws == 0:
                 raise
@@ -196,13 +198,53 @@ class _Draws:
         # From the same state and of the same stream: what is drawn does not depend on how often it is gone on with.
         self.generator.set_state(self.state)
         share = range(first, wanted)
-        arguments = self.plan, self.objective, self.rho, self.limit, self.generator, "auto", False, share
-        with closing(gradients_for(*arguments)) as chunks:  # type: ignore[arg-type]
+        names = [name for block in self.plan.chosen for name in block.parameters]
+        chunks = sample_gradients(
+            self.objective, self.rho, self.limit, names=names, generator=self.generator, share=share
+        )
+        with closing(chunks):
             for gradients in chunks:
                 gathered.add(gradients)
                 self.bar.update(gathered.draws - self.bar.n)
                 if gathered.draws == wanted or time.monotonic() > deadline:
                     break  # the batches of the other draws are not gone through
+
+
+class Gathering:
+    """Sampled gradients of a plan's blocks in two halves, which are compared; every other draw goes to each half."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.halves = [
+            {block: structure.accumulator(block) for block, structure in plan.chosen.items()} for _ in range(2)
+        ]
+        self.plan, self.draws, self.reached = plan, 0, False
+
+    def add(self, gradients: dict[str, Tensor]) -> None:
+        """Take in a chunk: for each parameter a stack of gradients."""
+        count = len(next(iter(gradients.values())))
+        self.reached = self.reached or any(bool(gradient.any()) for gradient in gradients.values())
+        if self.draws == 0:
+            warn_if_identical(gradients)
+        for index, accumulators in enumerate(self.halves):
+            rows = slice((index - self.draws) % 2, None, 2)
+            if range(count)[rows]:
+                for block, accumulator in accumulators.items():
+                    accumulator.add([gradients[name][rows] for name in block.parameters])
+        self.draws += count
+
+    def so_far(self, block: Block) -> tuple[Spectrum | None, ChangeOfBasis, HalfComparison | None]:
+        """The spectrum and the basis of a block from all draws so far, and what the halves say of each other."""
+        halves = None
+        if self.draws >= 2:
+            one, other = (accumulators[block].eigenbases() for accumulators in self.halves)
+            halves = compare_halves(one, other)
+        whole = self.plan.chosen[block].accumulator(block)
+        for accumulators in self.halves:
+            whole.merge(accumulators[block])
+        spectrum, change = whole.finish()
+        if spectrum is not None and halves is not None:
+            spectrum = replace(spectrum, stability=halves.stability, chance=halves.chance)
+        return spectrum, change, halves
 
 
 def _worded(diagnosis: Diagnosis) -> Diagnosis:
@@ -231,7 +273,11 @@ def _planned(blocks: list[Block], plan: Plan) -> dict[str, BlockDiagnosis]:
 
 
 def _measured(
-    known: BlockDiagnosis, spectrum: Spectrum | None, change: ChangeOfBasis, halves: Halves | None, pass_seconds: float
+    known: BlockDiagnosis,
+    spectrum: Spectrum | None,
+    change: ChangeOfBasis,
+    halves: HalfComparison | None,
+    pass_seconds: float,
 ) -> BlockDiagnosis:
     """A block with its times, and with all that its spectrum says."""
     seconds = _change_seconds(change)
@@ -272,8 +318,8 @@ def _change_seconds(change: ChangeOfBasis) -> float:
 def _pass_seconds(objective: Objective) -> float:
     """The time of one forward and backward pass at the current parameters, on one batch."""
     names = list(objective.parameters)
-    with objective.preserved(seed=0):
-        batch = objective.placed([next(objective.batches())])[0]
+    with objective.preserve(seed=0):
+        batch = objective.move_batches([next(objective.batches())])[0]
         values = objective.current
         return _median_seconds(lambda: objective.gradients(values, batch, names))
 

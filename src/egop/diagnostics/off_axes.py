@@ -56,10 +56,10 @@ def here(objective: Objective, blocks: Sequence[Block], draws: int, seed: int, t
     if not grams:
         return None
     names = list(grams)
-    with objective.preserved(seed=seed):
+    with objective.preserve(seed=seed):
         values = objective.current
         first: list[Tensor] = []
-        for batch in objective.placed(itertools.islice(objective.batches(), draws)):
+        for batch in objective.move_batches(itertools.islice(objective.batches(), draws)):
             _, gradients = objective.gradients(values, batch, names)
             if first and all(map(torch.equal, first, gradients)):
                 break  # from here on the same again
@@ -78,7 +78,7 @@ def along(
     if not grams:
         return None
     batches = held_batches(objective, steps, seed)
-    with objective.preserved(seed=seed):
+    with objective.preserve(seed=seed):
         model, loss_fn = objective.trainable_copy()
         check_gradient(model, loss_fn, batches[0])
         parameters = dict(model.named_parameters())
@@ -122,7 +122,7 @@ class _Grams:
 def _grams_of(blocks: Sequence[Block]) -> dict[str, _Grams]:
     """For some of each place and shape: the first, the last and one between them."""
     groups: dict[tuple[object, ...], list[Block]] = {}
-    for block in itertools.chain(*(block.divided() if len(block.shapes) > 1 else [block] for block in blocks)):
+    for block in itertools.chain(*(block.per_tensor() if len(block.shapes) > 1 else [block] for block in blocks)):
         if min(_sides(block)) <= _WIDEST:
             groups.setdefault((mask_layer_numbers(block.name), block.shapes), []).append(block)
     chosen = []

@@ -149,7 +149,7 @@ def race(
     batches = held_batches(objective, result.steps, seed)
     compared = batches[:_COMPARED]
     for lr, coordinates in itertools.product(learning_rates, ("original", "EGOP")):
-        with objective.preserved(seed=seed):
+        with objective.preserve(seed=seed):
             model, loss_fn = objective.trainable_copy()
             runner = maker("" if coordinates == "original" else form, basis, optimizer)(model, lr=lr)
             check_gradient(model, loss_fn, batches[0])

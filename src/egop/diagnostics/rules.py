@@ -7,7 +7,6 @@ get such a basis; every number they look at is shown beside it.
 from __future__ import annotations
 
 from egop.diagnostics.values import BlockDiagnosis, Verdict
-from egop.estimation import MORE
 from egop.formatting import format_bytes
 
 # A spectrum that is less than so many standard deviations of white noise away from it, or of fewer draws, is not told
@@ -22,6 +21,8 @@ PLENTY = 10
 UNCHANGED = 0.95
 # A stable rank of at least this share of the dimension is a flat spectrum.
 FLAT = 0.8
+# Where there were too few draws, this many times as many are advised.
+MORE = 4
 # From here on sr/(dβ₁) promises nothing.
 NO_GAIN = 0.9
 

@@ -32,8 +32,8 @@ _BATCHES = 100
 
 def held_batches(objective: Objective, steps: int, seed: int) -> list[Any]:
     """Return the batches for runs of this many steps. They are held, so that every run sees the same ones."""
-    with objective.preserved(seed=seed):
-        return objective.placed(itertools.islice(objective.batches(), min(steps, _BATCHES)))
+    with objective.preserve(seed=seed):
+        return objective.move_batches(itertools.islice(objective.batches(), min(steps, _BATCHES)))
 
 
 @dataclass(frozen=True)

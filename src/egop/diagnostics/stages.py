@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from egop import __version__
-from egop.basis import Structure, blocks_as_text, shown_plan
+from egop.basis import Structure
 from egop.diagnostics.answer import Diagnosis
 from egop.diagnostics.factories import (
     FactoryError,
@@ -152,7 +152,7 @@ def describe_plan(target: str, structure: str | None, memory: str) -> str:
     coordinates = format_bytes(sum(block.size * block.dtype.itemsize for block in plan.chosen))
     return (
         f"{size:,} parameters in {pluralize(len(tensors), 'tensor')}, {rotated / max(1, size):.0%} of them rotated.\n\n"
-        f"{blocks_as_text([shown_plan(*pair) for pair in plan.chosen.items()], plan.unrotated)}\n\n"
+        f"{plan}\n\n"
         f"Memory beyond AdamW's: {bases} for bases, {bases} for Gram matrices, {coordinates} for coordinates."
     )
 

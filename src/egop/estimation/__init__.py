@@ -1,42 +1,28 @@
-"""The paper's Algorithm 1: an objective, points that rho draws, their gradients, and the basis they give.
+"""Estimation of a basis: draw points from rho, sample gradients there and decompose them (the paper's Algorithm 1).
 
-The model is left exactly as it was. A new rho is a subclass of ``Distribution``.
+To add a distribution of points, subclass ``Distribution``. ``__all__`` lists the public names; those imported ``as``
+themselves are for the other packages of egop only.
 """
 
-from egop.estimation.algorithm import (
-    MORE,
-    Gathering,
-    NoGradientError,
-    blocks_of,
-    check_reached,
-    checked,
-    estimate,
-    estimate_plan,
-    gradients_for,
-    samples_wanted,
-)
-from egop.estimation.chunks import Sampling
+from egop.estimation.estimator import NoGradientError as NoGradientError
+from egop.estimation.estimator import count_draws as count_draws
+from egop.estimation.estimator import estimate
+from egop.estimation.estimator import estimate_plan as estimate_plan
+from egop.estimation.estimator import partition_objective as partition_objective
+from egop.estimation.estimator import require_gradient as require_gradient
+from egop.estimation.estimator import resolve_arguments as resolve_arguments
+from egop.estimation.estimator import warn_if_identical as warn_if_identical
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.estimation.sampling import sample_gradients
 
 __all__ = [
-    "MORE",
     "Ball",
     "Distribution",
-    "Gathering",
     "Gaussian",
     "Initialization",
-    "NoGradientError",
     "Objective",
     "Recentered",
-    "Sampling",
-    "blocks_of",
-    "check_reached",
-    "checked",
     "estimate",
-    "estimate_plan",
-    "gradients_for",
     "sample_gradients",
-    "samples_wanted",
 ]

@@ -1,25 +1,25 @@
-"""The gradients of given points: one after the other, or all at once with ``torch.func``."""
+"""Gradients at given points: one point at a time, or many at once with ``torch.func``."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from egop.estimation.nested import mapped
+from egop.estimation.batches import map_leaves
 from egop.estimation.objective import Objective
 from egop.numerics import seed_everything
 
-Gradients = tuple[Tensor, list[Tensor]]  # the losses of the points, and for each name the stacked gradients
+Gradients = tuple[Tensor, list[Tensor]]  # the losses of the points, and the stacked gradients of each parameter
 
 
 @dataclass(frozen=True)
 class Points:
-    """Points of the parameter space, each with the seed of its loss and a batch."""
+    """Points in parameter space, each with a batch and a seed for the loss."""
 
     seeds: list[int]
     values: dict[str, Tensor]  # stacked along a new first dimension
@@ -28,18 +28,18 @@ class Points:
     def __len__(self) -> int:
         return len(self.seeds)
 
-    def some(self, places: Sequence[int]) -> Points:
-        """The points at these places."""
-        index = torch.tensor(places, device=next(iter(self.values.values())).device)
+    def select(self, indices: Sequence[int]) -> Points:
+        """Return the points at these indices."""
+        index = torch.tensor(indices, device=next(iter(self.values.values())).device)
         values = {name: value[index] for name, value in self.values.items()}
-        return Points([self.seeds[i] for i in places], values, [self.batches[i] for i in places])
+        return Points([self.seeds[i] for i in indices], values, [self.batches[i] for i in indices])
 
 
-def looped(objective: Objective, names: Sequence[str], points: Points) -> Gradients:
-    """One point after the other, by plain reverse mode: works for every model."""
+def loop_gradients(objective: Objective, names: Sequence[str], points: Points) -> Gradients:
+    """Compute the gradients at one point after the other by plain reverse mode, which works for every model."""
     losses, gradients = [], []
     for index, (seed, batch) in enumerate(zip(points.seeds, points.batches, strict=True)):
-        seed_everything(seed)  # dropout and the like
+        seed_everything(seed)  # for dropout and the like
         values = {name: value[index] for name, value in points.values.items()}
         loss, tensors = objective.gradients(values, batch, names)
         losses.append(loss)
@@ -47,106 +47,147 @@ def looped(objective: Objective, names: Sequence[str], points: Points) -> Gradie
     return torch.stack(losses), [torch.stack(stack) for stack in zip(*gradients, strict=True)]
 
 
-def vmapped(objective: Objective, names: Sequence[str], points: Points) -> Gradients:
-    """The same as the loop; all points with batches of one shape go through one vmapped call."""
-    groups = _alike(points.batches)
+def vmap_gradients(objective: Objective, names: Sequence[str], points: Points) -> Gradients:
+    """Compute gradients for all points with equally shaped batches in one vmapped call."""
+    groups = _group_batches(points.batches)
     if len(groups) == 1:
-        return _vmapped_alike(objective, names, points, groups[0])
-    parts = [_vmapped_alike(objective, names, points.some(group.places), group) for group in groups]
+        return _vmap_group(objective, names, points, groups[0])
+    parts = [_vmap_group(objective, names, points.select(group.indices), group) for group in groups]
     losses, gradients = zip(*parts, strict=True)
-    order = [torch.tensor(group.places, device=losses[0].device) for group in groups]
-    return _merged(losses, order), [_merged(pieces, order) for pieces in zip(*gradients, strict=True)]
+    order = [torch.tensor(group.indices, device=losses[0].device) for group in groups]
+    return _reorder(losses, order), [_reorder(pieces, order) for pieces in zip(*gradients, strict=True)]
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in a batch, in nested lists, tuples, mappings and dataclasses."""
-    leaves: list[Tensor] = []
-    _skeleton(batch, leaves)
-    return leaves
+def matches_loop(objective: Objective, names: Sequence[str], point: Points) -> bool:
+    """Return True if vmap gives the same gradients as the loop at a point."""
+    looped = loop_gradients(objective, names, point)
+    # Under vmap, a loss that reads parameters other than through its argument sees the model's own values. With zeros
+    # there, the results differ.
+    objective.write({name: torch.zeros_like(value[0]) for name, value in point.values.items()})
+    twice = point.select([0, 0])
+    vmapped = vmap_gradients(objective, names, twice)
+    if _are_close(looped, vmapped):
+        return True
+    if _are_close(looped, loop_gradients(objective, names, replace(point, seeds=[point.seeds[0] + 1]))):
+        return False
+    # The model draws random numbers. Loop and vmap draw different ones, but two vmapped runs with one seed agree. In
+    # this second run the model holds the point's own values, which the loop has just written.
+    return _are_close(vmapped, vmap_gradients(objective, names, twice))
 
 
-class _Group(NamedTuple):
-    """Points whose batches differ in the values of their tensors only."""
+def check_finite(names: Sequence[str], losses: Tensor, gradients: Sequence[Tensor], first_draw: int) -> None:
+    """Raise FloatingPointError that names the first draw with a loss or gradient that is not finite."""
+    # One synchronization with the device. Finite values whose sum overflows are sorted out below.
+    sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).double() for each in (losses, *gradients)]
+    if torch.isfinite(torch.stack(sums)).all():
+        return
+    checks = [("The loss", losses)] + [
+        (f"The gradient of '{name}'", gradient) for name, gradient in zip(names, gradients, strict=True)
+    ]
+    for what, values in checks:
+        finite = torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else torch.isfinite(values)
+        if not finite.all():
+            draw = first_draw + int(finite.logical_not().nonzero()[0])
+            raise FloatingPointError(
+                f"{what} is not finite at draw {draw}. The points may lie too far out: use a rho of smaller scale, "
+                "or check the loss for overflow, log(0) and division by zero."
+            )
 
-    skeleton: Any
-    places: list[int]
-    leaves: list[list[Tensor]]  # of each point
+
+def get_tensors(batch: Any) -> list[Tensor]:
+    """Return all tensors in a batch."""
+    return _split_tensors(batch)[1]
 
 
-class _Slot(NamedTuple):
-    """The place of one tensor in a batch."""
+@dataclass(frozen=True)
+class _Slot:
+    """A placeholder for one tensor of a batch."""
 
-    place: int
+    index: int
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
 
-def _vmapped_alike(objective: Objective, names: Sequence[str], points: Points, group: _Group) -> Gradients:
-    def loss(moving: dict[str, Tensor], still: dict[str, Tensor], leaves: list[Tensor]) -> Tensor:
-        return objective.loss(moving | still, mapped(group.skeleton, _is_slot, lambda slot: leaves[slot.place]))
+class _Group(NamedTuple):
+    """Points whose batches differ only in the values of their tensors."""
 
-    still = dict(points.values)
-    moving = {name: still.pop(name) for name in names}
-    first = group.leaves[0]
-    one_batch = all(leaves is first for leaves in group.leaves)
-    leaves = first if one_batch else [torch.stack(tensors) for tensors in zip(*group.leaves, strict=True)]
+    skeleton: Any
+    indices: list[int]
+    tensors: list[list[Tensor]]  # of each point
+
+
+def _vmap_group(objective: Objective, names: Sequence[str], points: Points, group: _Group) -> Gradients:
+    def loss(wanted: dict[str, Tensor], others: dict[str, Tensor], tensors: list[Tensor]) -> Tensor:
+        batch = map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, group.skeleton)
+        return objective.loss(wanted | others, batch)
+
+    others = dict(points.values)
+    wanted = {name: others.pop(name) for name in names}
+    first = group.tensors[0]
+    is_shared = all(tensors is first for tensors in group.tensors)
+    tensors = first if is_shared else [torch.stack(stack) for stack in zip(*group.tensors, strict=True)]
     seed_everything(points.seeds[0])
-    in_dims = (0, 0, None if one_batch else 0)
+    in_dims = (0, 0, None if is_shared else 0)
     function = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=in_dims, randomness="different")
     with warnings.catch_warnings():
-        # For some operations, such as attention, torch has no batching rule and says that it could be faster.
+        # torch has no batching rule for some operations, such as attention, and warns that they could be faster.
         warnings.filterwarnings("ignore", "There is a performance drop")
-        gradients, losses = function(moving, still, leaves)
+        gradients, losses = function(wanted, others, tensors)
     return losses.detach(), [gradients[name].detach() for name in names]
 
 
-def _merged(parts: Sequence[Tensor], order: Sequence[Tensor]) -> Tensor:
-    """The parts in the order of the points."""
-    whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
-    for part, places in zip(parts, order, strict=True):
-        whole[places] = part
-    return whole
-
-
-def _alike(batches: Sequence[Any]) -> list[_Group]:
+def _group_batches(batches: Sequence[Any]) -> list[_Group]:
     groups: list[_Group] = []
-    seen: dict[int, tuple[_Group, list[Tensor]]] = {}  # a list of batches comes around again and again
-    for place, batch in enumerate(batches):
-        if id(batch) not in seen:
-            leaves: list[Tensor] = []
-            skeleton = _skeleton(batch, leaves)
-            group = next((group for group in groups if _equal(group.skeleton, skeleton)), None)
+    known: dict[int, tuple[_Group, list[Tensor]]] = {}  # a list of batches is repeated many times
+    for index, batch in enumerate(batches):
+        if id(batch) not in known:
+            skeleton, tensors = _split_tensors(batch)
+            group = next((group for group in groups if _is_equal(group.skeleton, skeleton)), None)
             if group is None:
                 group = _Group(skeleton, [], [])
                 groups.append(group)
-            seen[id(batch)] = group, leaves
-        group, leaves = seen[id(batch)]
-        group.places.append(place)
-        group.leaves.append(leaves)
+            known[id(batch)] = group, tensors
+        group, tensors = known[id(batch)]
+        group.indices.append(index)
+        group.tensors.append(tensors)
     return groups
 
 
-def _skeleton(batch: Any, leaves: list[Tensor]) -> Any:
-    """The batch with its tensors replaced by slots; the tensors are appended to ``leaves``."""
+def _split_tensors(batch: Any) -> tuple[Any, list[Tensor]]:
+    """Replace the tensors of a batch by slots; return the result and the tensors."""
+    tensors: list[Tensor] = []
 
-    def take(tensor: Tensor) -> _Slot:
-        leaves.append(tensor)
-        return _Slot(len(leaves) - 1, tensor.shape, tensor.dtype, tensor.device)
+    def replace_tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1, leaf.shape, leaf.dtype, leaf.device)
 
-    return mapped(batch, _is_tensor, take)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, _Slot)
+    return map_leaves(replace_tensor, batch), tensors
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _reorder(parts: Sequence[Tensor], order: Sequence[Tensor]) -> Tensor:
+    """Put the parts back into the order of the points."""
+    result = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    for part, indices in zip(parts, order, strict=True):
+        result[indices] = part
+    return result
+
+
+def _is_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # arrays and the like have no single answer
+    except Exception:  # arrays, for example, have no single truth value
         return False
+
+
+def _are_close(one: Gradients, other: Gradients) -> bool:
+    """Return True if the first point's loss and gradients agree up to rounding."""
+    pairs = [(a[0], b[0]) for a, b in zip([one[0], *one[1]], [other[0], *other[1]], strict=True)]
+    norms = [torch.linalg.vector_norm(a).item() for a, _ in pairs]
+    return all(
+        # Rounding is relative to the whole: a gradient that should be zero is pure rounding error.
+        torch.linalg.vector_norm(a - b).item() <= epsilon**0.5 * norm + 100 * epsilon * max(norms)
+        for (a, b), norm, epsilon in zip(pairs, norms, [torch.finfo(a.dtype).eps for a, _ in pairs], strict=True)
+    )

@@ -1,31 +1,36 @@
-"""Objective: a loss of named parameters, and the batches it sees."""
+"""Objective: a loss of named parameters and the batches it is evaluated on."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from egop.distributed import processes
-from egop.estimation.keeping import one_at_a_time
-from egop.estimation.losses import FunctionLoss, Loss, LossFunction, ModuleLoss, gradients_of, write
-from egop.estimation.nested import moved
+from egop.basis import strip_compile_prefix
+from egop.distributed import is_sharded, processes
+from egop.estimation.batches import move_batches
+from egop.estimation.snapshot import sampling_lock, take_snapshot
 from egop.numerics import get_random_state, seed_everything, set_random_state
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class Objective:
-    """A loss of named parameters, and the batches it sees.
+    """A loss of named parameters and the batches it is evaluated on.
 
     Args:
-        model: the module that is going to be trained; of ``DistributedDataParallel`` the module inside is taken, so
-            that sampling causes no traffic.
-        loss_fn: ``loss_fn(model, batch)``, the scalar loss of one batch.
-        batches: any iterable of batches (a ``DataLoader``, a list). It is gone through again and again; what
-            reshuffles on every pass, as a ``DataLoader`` does, keeps doing so. Batches are brought to the model's
-            device, and floating ones to its precision where all of it is in half precision.
+        model: the module to train. If it is wrapped in ``DistributedDataParallel``, the inner module is used, so that
+            sampling causes no communication.
+        loss_fn: ``loss_fn(model, batch)``, which returns the scalar loss of one batch.
+        batches: any iterable of batches (a ``DataLoader``, a list). It is iterated again whenever it is exhausted, so
+            a ``DataLoader`` reshuffles on every pass. Batches are moved to the model's device, and floating-point
+            tensors are cast if the whole model is in half precision.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -37,128 +42,159 @@ class Objective:
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batches: Iterable[Any]) -> None:
-        if not isinstance(batches, Iterable):
-            raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}.")
-        self._begin(ModuleLoss(model, loss_fn), batches)
-        self.check_whole()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model must be a torch.nn.Module, got {type(model).__name__}. "
+                "For a plain function of tensors use egop.Objective.from_function(f, {'name': tensor})."
+            )
+        _check_loss(loss_fn)
+        self._model = _unwrap(model)
+        self._loss_fn, self._batches = loss_fn, batches
+        self._caller = _Caller(self._model)
+        self._tensors: dict[str, Tensor] | None = None  # the tensors of a function, which are never written
+        # While sampling: the module's own parameters, and their values before sampling.
+        self._sampled: dict[str, Tensor] | None = None
+        self._current: dict[str, Tensor] | None = None
+        _check_parameters(self.parameters)
+        self.check_unsharded()
 
     @classmethod
     def from_function(
         cls, function: Callable[..., Tensor], tensors: Mapping[str, Tensor], batches: Iterable[Any] | None = None
     ) -> Objective:
-        """The objective of any differentiable function of named tensors.
+        """Build the objective of a differentiable function of named tensors.
 
         Args:
             function: called with the tensors as keyword arguments, ``function(theta=...)``; with ``batches``, the batch
                 comes first, ``function(batch, theta=...)``. Returns the scalar loss.
-            tensors: the parameters by name. They are read where a distribution is centred on them, never written.
-            batches: any iterable of batches; none for a function of the parameters alone.
+            tensors: the parameters by name. They are read if a distribution is centered on them, but never written.
+            batches: any iterable of batches; None for a function of the parameters alone.
 
         Example:
             >>> theta = torch.zeros(2)
             >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
         """
-        objective = cls.__new__(cls)
-        loss = FunctionLoss(function, tensors, batched=batches is not None)
-        objective._begin(loss, [None] if batches is None else batches)
+        if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise TypeError("tensors must be a mapping of names to tensors, such as {'theta': torch.zeros(10)}.")
+        _check_parameters(tensors)
+        loss_fn = partial(_call_function, function, batches is not None)
+        objective = cls(_hold_tensors(tensors), loss_fn, [None] if batches is None else batches)
+        objective._tensors = dict(tensors)
         return objective
-
-    def _begin(self, loss: Loss, batches: Iterable[Any]) -> None:
-        self._loss, self._batches = loss, batches
-        self._kept: dict[str, Tensor] | None = None
-        self._sampled: dict[str, Tensor] | None = None
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that has the parameters; None for a function of tensors."""
-        return self._loss.module
+        """The module that owns the parameters; None for a function of tensors."""
+        return self._model if self._tensors is None else None
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What is sampled: those of the module's parameters that require a gradient now, by name."""
-        return self._loss.parameters() if self._sampled is None else self._sampled
-
-    def batches(self) -> Iterator[Any]:
-        """Batches without end: the iterable is started again whenever it is through."""
-        passes = 0
-        while True:
-            batch_seen = False
-            for batch in self._batches:
-                batch_seen = True
-                yield batch
-            if not batch_seen and passes == 0:
-                raise ValueError("The batches are empty: the objective needs at least one batch.")
-            if not batch_seen:
-                raise ValueError(
-                    f"The batches could be gone through only {passes} time(s): an iterator or generator is used up "
-                    "after one pass. Give a list or a DataLoader, which can be iterated again."
-                )
-            passes += 1
-
-    def placed(self, batches: Iterable[Any]) -> list[Any]:
-        """The batches on the device of the parameters; floating tensors in their precision, where all are in half.
-
-        Batches may be tensors in lists, tuples, mappings and dataclasses, and whatever else has a method ``to``. What
-        is in its place already is not copied, and what comes twice is moved once. Where parameters are on several
-        devices, batches stay where they are.
-        """
-        tensors = self._loss.tensors()
-        devices, kinds = {tensor.device for tensor in tensors}, {tensor.dtype for tensor in tensors}
-        device = devices.pop() if len(devices) == 1 else None
-        half = self.module is not None and len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
-        return moved(batches, device, kinds.pop() if half else None)
+        """The parameters to sample, by name: those of the module that currently require a gradient."""
+        return self._sampled or self._tensors or self._trainable_parameters()
 
     @property
     def current(self) -> dict[str, Tensor]:
-        """The parameters' values where training stands, also while sampling has written other ones into the model."""
-        if self._kept is not None:
-            return self._kept
+        """The parameters' values in training, even while sampling has written other values to the model."""
+        if self._current is not None:
+            return self._current
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
-    def loss(self, values: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The loss at ``values``, as a pure function of them: what ``torch.func`` can differentiate and batch."""
-        return self._loss.value(values, batch)
+    def batches(self) -> Iterator[Any]:
+        """Iterate over the batches without end, restarting the iterable whenever it is exhausted."""
+        passes = 0
+        while True:
+            is_empty = True
+            for batch in self._batches:
+                is_empty = False
+                yield batch
+            if is_empty and passes == 0:
+                raise ValueError("The batches are empty: the objective needs at least one batch.")
+            if is_empty:
+                raise ValueError(
+                    f"The batches could be iterated only {passes} time(s): an iterator or generator is used up after "
+                    "one pass. Give a list or a DataLoader, which can be iterated again."
+                )
+            passes += 1
 
-    def at(self, values: Mapping[str, Tensor], function: Callable[..., Any], *arguments: Any) -> Any:
-        """``function(module, *arguments)`` with these values in the place of the module's own parameters."""
-        assert isinstance(self._loss, ModuleLoss)
-        return self._loss.at(values, function, *arguments)
+    def move_batches(self, batches: Iterable[Any]) -> list[Any]:
+        """Move batches to the parameters' device, and cast floating-point tensors if the whole model is in half.
+
+        Batches may be tensors in lists, tuples, mappings and dataclasses, and other objects that have a method ``to``.
+        If the parameters are on several devices, batches stay where they are.
+        """
+        tensors = list(self._model.parameters())
+        devices, dtypes = {tensor.device for tensor in tensors}, {tensor.dtype for tensor in tensors}
+        device = devices.pop() if len(devices) == 1 else None
+        casts = self.module is not None and len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16}
+        return move_batches(batches, device, dtypes.pop() if casts else None)
+
+    def loss(self, values: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """Compute the loss at ``values`` as a pure function of them, for use with ``torch.func``."""
+        names = {name: strip_compile_prefix(name) for name, _ in self._model.named_parameters()}
+        named = {f"model.{name}": values[plain] for name, plain in names.items() if plain in values}
+        return _as_scalar(torch.func.functional_call(self._caller, named, (self._loss_fn, batch)))
 
     def gradients(self, values: Mapping[str, Tensor], batch: Any, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
-        """The loss at ``values`` and its gradients by the named parameters, by plain reverse mode.
+        """Compute the loss at ``values`` and its gradients with respect to the named parameters.
 
-        For a module the values are written into its own parameters; so this is only to be called inside
-        :meth:`preserved`.
+        The values are written to the module's own parameters, which works whatever the model does with them. Call this
+        only inside :meth:`preserve`.
         """
-        return gradients_of(self._loss.graph(values, batch, self.parameters), names)
-
-    def trainable_copy(self) -> tuple[nn.Module, LossFunction]:
-        """A module of its own at the current parameters, and the loss to train it with; the model stays untouched."""
-        return self._loss.trainable_copy(self.current)
-
-    def check_whole(self) -> None:
-        """Raise an error when the module's parameters are sharded over processes."""
-        if isinstance(self._loss, ModuleLoss):
-            self._loss.check_whole()
+        self.write(values)
+        wanted = [self.parameters[name] for name in names]
+        with torch.enable_grad():
+            loss = _as_scalar(self._loss_fn(self._model, batch))
+        if not loss.requires_grad:
+            raise ValueError(
+                "The loss does not depend on the parameters: it has no gradient. "
+                "Check that the loss function uses the model it is given and does not detach or use no_grad."
+            )
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        return loss.detach(), [
+            torch.zeros_like(parameter) if gradient is None else _check_dense(name, gradient)
+            for name, parameter, gradient in zip(names, wanted, gradients, strict=True)
+        ]
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy the values into the module's parameters; only inside :meth:`preserved`."""
-        write(values, self.parameters)
+        """Copy values into the module's parameters. Call this only inside :meth:`preserve`."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
+
+    def trainable_copy(self) -> tuple[nn.Module, LossFunction]:
+        """Return a copy of the module at the current parameters, and the loss function to train it with."""
+        if self._sampled is None:
+            self._load_tensors()
+        return copy.deepcopy(self._model), lambda module, batch: _as_scalar(self._loss_fn(module, batch))
+
+    def check_unsharded(self) -> None:
+        """Raise TypeError if a parameter is sharded over processes."""
+        with sampling_lock:
+            named = list(self._model.named_parameters())
+        for name, parameter in named:
+            if is_sharded(parameter):
+                raise TypeError(
+                    f"Parameter '{strip_compile_prefix(name)}' is sharded over processes by fully_shard, and points "
+                    "cannot be sampled there. Estimate the basis before fully_shard is called, or with an unsharded "
+                    "copy of the model; or use egop.Online(), which learns the basis from the training gradients."
+                )
 
     @contextlib.contextmanager
-    def preserved(self, seed: int | None = None) -> Iterator[None]:
-        """Whatever happens inside, afterwards the model and the random state are exactly as before.
+    def preserve(self, seed: int | None = None) -> Iterator[None]:
+        """Restore the model and the random state on exit, whatever happens inside.
 
         Parameters, buffers, gradients, train/eval modes and the global random states of torch, numpy and ``random`` are
-        put back, also when the loss raises or the user interrupts. Inside, the random states start from ``seed``. Only
-        one thread is inside at a time; others wait.
+        restored, even after an error or an interrupt. If a seed is given, the random states start from it. Only one
+        thread may be inside at a time; others wait.
         """
-        with one_at_a_time:
-            outer, states = (self._kept, self._sampled), get_random_state()
-            restore = self._loss.remember()
-            self._sampled = self.parameters
-            if self._kept is None:
-                self._kept = {name: parameter.detach().clone() for name, parameter in self._sampled.items()}
+        with sampling_lock:
+            outer, states = (self._current, self._sampled), get_random_state()
+            if self._sampled is None:
+                self._load_tensors()
+            restore = take_snapshot(self._model)
+            self._sampled = self._trainable_parameters()
+            if self._current is None:
+                self._current = {name: parameter.detach().clone() for name, parameter in self._sampled.items()}
             try:
                 if seed is not None:
                     seed_everything(seed)
@@ -166,34 +202,123 @@ class Objective:
             finally:
                 set_random_state(states)
                 restore()
-                self._kept, self._sampled = outer
+                self._current, self._sampled = outer
 
     @contextlib.contextmanager
-    def as_in_first(self) -> Iterator[None]:
-        """Inside, all processes stand where the first one does: in its parameters, frozen ones too, and buffers.
+    def synchronize(self) -> Iterator[None]:
+        """Give all processes the first one's parameters and buffers, and restore their own on exit.
 
-        Those of ``DistributedDataParallel`` differ in their buffers at least. To be called by all of them.
+        The processes of ``DistributedDataParallel`` differ at least in their buffers. All processes must call this.
         """
         if processes.world_size() == 1:
             yield
             return
-        others = [] if self.module is None else [*self._loss.tensors(), *self.module.buffers()]
-        drawn = {id(parameter) for parameter in self.parameters.values()}
-        others = [tensor for tensor in others if id(tensor) not in drawn]
-        outer = self._kept
-        kept, values = processes.run_collectively(
+        tensors = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
+        sampled = {id(parameter) for parameter in self.parameters.values()}
+        others = [tensor for tensor in tensors if id(tensor) not in sampled]
+        outer = self._current
+        current, saved = processes.run_collectively(
             lambda: (
                 {name: value.clone() for name, value in self.current.items()},
                 [tensor.detach().clone() for tensor in others],
             )
         )
-        for tensor in [*kept.values(), *others]:
+        for tensor in [*current.values(), *others]:
             processes.broadcast(tensor, 0)
-        self._kept = kept
+        self._current = current
         try:
             yield
         finally:
-            self._kept = outer
+            self._current = outer
             with torch.no_grad():
-                for tensor, value in zip(others, values, strict=True):
+                for tensor, value in zip(others, saved, strict=True):
                     tensor.copy_(value)
+
+    def _trainable_parameters(self) -> dict[str, Tensor]:
+        with sampling_lock:  # while another thread samples, torch.func may have swapped the parameters
+            named = self._model.named_parameters()
+            return {strip_compile_prefix(name): parameter for name, parameter in named if parameter.requires_grad}
+
+    def _load_tensors(self) -> None:
+        """Copy a function's tensors into its module."""
+        for name, tensor in (self._tensors or {}).items():
+            self._model.get_parameter(name).data = tensor.detach().clone()
+
+
+def _hold_tensors(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Build a module whose parameters are copies of the tensors; dots in names become submodules."""
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        owner = module
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(last, nn.Parameter(tensor.detach().clone()))
+    return module
+
+
+def _call_function(function: Callable[..., Tensor], has_batch: bool, module: nn.Module, batch: Any) -> Tensor:
+    values = dict(module.named_parameters(remove_duplicate=False))
+    return function(batch, **values) if has_batch else function(**values)
+
+
+class _Caller(nn.Module):
+    """Calls a function with the model, so that ``functional_call`` reaches every use of the parameters in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.model, *arguments)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``DistributedDataParallel``, even if the wrapper was compiled."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, DistributedDataParallel):
+        model = inner
+    unwrapped: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return unwrapped
+
+
+def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    if not parameters:
+        raise ValueError("The objective has no parameters to sample: none of them requires a gradient.")
+    for name, parameter in parameters.items():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"Parameter '{name}' is not initialized yet (a lazy module). Run one forward pass first.")
+        if not parameter.is_floating_point():
+            raise TypeError(f"Parameter '{name}' is {parameter.dtype}; egop works with real floating-point parameters.")
+
+
+def _check_loss(loss_fn: Callable[..., Any]) -> None:
+    """Raise TypeError for a loss of ``torch.nn`` itself, given as a module or a function."""
+    called = type(loss_fn).forward if isinstance(loss_fn, nn.Module) else loss_fn
+    if getattr(called, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            f"loss_fn is called as loss_fn(model, batch), but {name} takes outputs and targets. "
+            "Wrap it: lambda model, batch: criterion(model(batch[0]), batch[1])."
+        )
+
+
+def _check_dense(name: str, gradient: Tensor) -> Tensor:
+    if gradient.layout is not torch.strided:
+        raise TypeError(
+            f"Parameter '{name}' has a sparse gradient, which cannot be rotated. "
+            "Use sparse=False in the embedding, or leave the parameter out of the partition."
+        )
+    return gradient
+
+
+def _as_scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"The loss function must return a scalar tensor, got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"The loss function must return a scalar, got a tensor of shape {tuple(loss.shape)}. Take its mean or sum."
+        )
+    return loss.reshape(())

@@ -1,4 +1,4 @@
-"""rho: where parameter points are drawn."""
+"""Distributions rho: where parameter points are drawn."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from egop.estimation.initialisers import Drawer, Initialiser, own_initialiser, repeated
-from egop.estimation.keeping import one_at_a_time
+from egop.estimation.initializers import InitializationSampler, find_initializer
 from egop.estimation.objective import Objective
+from egop.estimation.snapshot import sampling_lock
+
+# Draws ``count`` points: each parameter's values, stacked along a new first dimension.
+Sampler = Callable[[torch.Generator, int], dict[str, Tensor]]
 
 
 class Distribution(abc.ABC):
-    """A distribution of parameter points. A subclass writes :meth:`draw`, and :meth:`drawer` where that is faster.
+    """A distribution of parameter points. A subclass implements :meth:`draw`, and :meth:`sampler` if that is faster.
 
     Example:
         >>> class Corners(egop.Distribution):  # of a cube
@@ -30,18 +33,31 @@ class Distribution(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        """One point: a value for each of the objective's parameters, drawn from ``generator`` alone."""
+        """Draw one point: a value for each of the objective's parameters, using only ``generator``."""
 
-    def drawer(self, objective: Objective) -> Drawer | None:
-        """What draws many points at a time, where that is faster than :meth:`draw`."""
+    def sampler(self, objective: Objective) -> Sampler | None:
+        """Return a function that draws many points at once, or None to draw them one by one."""
         return None
 
     def check(self, objective: Objective) -> None:  # noqa: B027 - most distributions fit every objective
-        """Raise an error that says what is wrong when this distribution does not fit the objective."""
+        """Raise an error if this distribution does not fit the objective."""
+
+
+class _BatchedDistribution(Distribution):
+    """A distribution that draws many points at once."""
+
+    def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
+        return {name: value[0] for name, value in self.sampler(objective)(generator, 1).items()}
+
+    def sampler(self, objective: Objective) -> Sampler:
+        return partial(self._draw_many, objective)
+
+    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Gaussian(Distribution):
+class Gaussian(_BatchedDistribution):
     """Independent normal entries, ``N(center, scale**2)``.
 
     Args:
@@ -52,7 +68,7 @@ class Gaussian(Distribution):
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
         >>> rho = egop.Gaussian(0.1, center={"theta": torch.ones(3)})
         >>> basis = egop.estimate(objective, rho=rho, samples=100, progress=False)
-        >>> round(basis.spectrum["theta"].stable_rank, 1)  # near the center all gradients are alike
+        >>> round(basis.spectrum["theta"].stable_rank, 1)  # near the center all gradients are similar
         1.1
     """
 
@@ -66,20 +82,14 @@ class Gaussian(Distribution):
     def check(self, objective: Objective) -> None:
         _check_center(self.center, objective)
 
-    def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        return _first(self.drawer(objective)(generator, 1))
-
-    def drawer(self, objective: Objective) -> Drawer:
-        return partial(self._draw, objective)
-
-    def _draw(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
-        noise = _standard_normal(objective, generator, count)
-        return _around(self.center, {name: value.mul_(self.scale) for name, value in noise.items()})
+    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        noise = _draw_normal(objective, generator, count)
+        return _add_center(self.center, {name: value.mul_(self.scale) for name, value in noise.items()})
 
 
 @dataclass(frozen=True)
-class Ball(Distribution):
-    """Uniform in a ball of the whole parameter space: the bounded, isotropic distribution of the paper's theory.
+class Ball(_BatchedDistribution):
+    """The uniform distribution in a ball of the parameter space, as in the paper's theory.
 
     Args:
         radius: the ball's radius, over all parameters together.
@@ -102,14 +112,8 @@ class Ball(Distribution):
     def check(self, objective: Objective) -> None:
         _check_center(self.center, objective)
 
-    def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        return _first(self.drawer(objective)(generator, 1))
-
-    def drawer(self, objective: Objective) -> Drawer:
-        return partial(self._draw, objective)
-
-    def _draw(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
-        noise = _standard_normal(objective, generator, count)
+    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        noise = _draw_normal(objective, generator, count)
         dimension = sum(value[0].numel() for value in noise.values())
         squares = torch.stack([value.double().square().reshape(count, -1).sum(1) for value in noise.values()])
         uniform = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
@@ -117,19 +121,19 @@ class Ball(Distribution):
         scaled = {
             name: (lengths.reshape(-1, *[1] * (value.dim() - 1)) * value).to(value) for name, value in noise.items()
         }
-        return _around(self.center, scaled)
+        return _add_center(self.center, scaled)
 
 
 @dataclass(frozen=True)
-class Initialization(Distribution):
-    """The distribution in which the network itself is initialised.
+class Initialization(_BatchedDistribution):
+    """The network's own initialization.
 
     Args:
-        init_fn: ``init_fn(model)`` initialises the model in place, drawing from torch's global random state (which is
-            seeded for each draw and put back afterwards). By default the model's own initialisers are called: every
-            layer's ``reset_parameters()``, then what its author wrote, such as transformers' ``_init_weights``. What
-            none of them writes stays where it is; a log line says so, and also where what they draw has another scale
-            than the model has.
+        init_fn: ``init_fn(model)`` initializes the model in place with torch's global random numbers (which are seeded
+            for each draw and restored afterwards). By default the model's own initializers are called: every layer's
+            ``reset_parameters()``, then what its author wrote, such as ``_init_weights`` in transformers. Parameters
+            that none of them writes keep their values; a log line names these, and those drawn at another scale than
+            the model has.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -143,38 +147,32 @@ class Initialization(Distribution):
     def check(self, objective: Objective) -> None:
         if objective.module is None:
             raise TypeError(
-                "egop.Initialization() needs a module to initialise, but the objective was made from a function. "
+                "egop.Initialization() needs a module to initialize, but the objective was built from a function. "
                 "Use rho=egop.Gaussian(scale) or egop.Ball(radius)."
             )
         if self.init_fn is None:
-            self._initialiser(objective).try_out()
+            self.sampler(objective).log_mismatches()
 
-    def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        return _first(self.drawer(objective)(generator, 1))
-
-    def drawer(self, objective: Objective) -> Drawer:
-        return self._initialiser(objective).draw
-
-    def _initialiser(self, objective: Objective) -> Initialiser:
+    def sampler(self, objective: Objective) -> InitializationSampler:
         assert objective.module is not None, "check() was not called"
-        with one_at_a_time:  # while another thread samples, values may stand in the parameters' places
-            function = self.init_fn or own_initialiser(objective.module)
-        if function is None:
+        with sampling_lock:  # while another thread samples, torch.func may have swapped the parameters
+            initializer = self.init_fn or find_initializer(objective.module)
+        if initializer is None:
             raise ValueError(
                 f"No submodule of {type(objective.module).__name__} has a reset_parameters() method, or one like "
-                "_init_weights(), to draw an initialisation with. Give one: egop.Initialization(init_fn=...), or use "
+                "_init_weights(), to draw an initialization with. Pass one: egop.Initialization(init_fn=...), or use "
                 "egop.Gaussian(scale)."
             )
-        return Initialiser(objective, function)
+        return InitializationSampler(objective, initializer)
 
 
 @dataclass(frozen=True)
-class Recentered(Distribution):
-    """Around the current parameters, wherever training has brought them: for renewing a basis.
+class Recentered(_BatchedDistribution):
+    """Normal noise around the current parameters, for refreshing a basis during training.
 
     Args:
-        scale: the standard deviation of the noise added to each entry; 0 stays at the current point, so that the
-            samples differ by their mini-batches (and dropout masks) only.
+        scale: the standard deviation of the noise added to each entry. With 0, all samples are taken at the current
+            point and differ only in their batches and dropout masks.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.ones(3)})
@@ -187,33 +185,23 @@ class Recentered(Distribution):
         if not 0 <= self.scale < math.inf:
             raise ValueError(f"Invalid scale value: {self.scale}. Must be zero or a positive number.")
 
-    def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        return _first(self.drawer(objective)(generator, 1))
-
-    def drawer(self, objective: Objective) -> Drawer:
-        return partial(self._draw, objective)
-
-    def _draw(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         if self.scale == 0:
-            return repeated(objective.current, count)
-        noise = _standard_normal(objective, generator, count)
+            return {name: value.expand(count, *value.shape).clone() for name, value in objective.current.items()}
+        noise = _draw_normal(objective, generator, count)
         return {name: noise[name].mul_(self.scale).add_(value) for name, value in objective.current.items()}
 
 
-def _first(points: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value[0] for name, value in points.items()}
-
-
-def _standard_normal(objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+def _draw_normal(objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
     def draw(parameter: Tensor) -> Tensor:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)  # half precision has too few distinct draws
+        dtype = torch.promote_types(parameter.dtype, torch.float32)  # half precision has too few distinct values
         shape = (count, *parameter.shape)
         return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype).to(parameter)
 
     return {name: draw(parameter) for name, parameter in objective.parameters.items()}
 
 
-def _around(center: Mapping[str, Tensor] | None, offsets: dict[str, Tensor]) -> dict[str, Tensor]:
+def _add_center(center: Mapping[str, Tensor] | None, offsets: dict[str, Tensor]) -> dict[str, Tensor]:
     if center is None:
         return offsets
     return {name: offset + center[name].detach().to(offset) for name, offset in offsets.items()}

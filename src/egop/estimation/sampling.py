@@ -1,26 +1,49 @@
-"""Gradients at drawn points: one at a time (the reference) or many at once with ``torch.func``, in bounded memory."""
+"""Sampling gradients at points drawn from rho, in chunks that fit into memory."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Generator, Sequence
 from numbers import Integral
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from egop.estimation.chunks import Sampling, check_finite, choose, first_line, memory_for_chunks, say_why
-from egop.estimation.gradients import Points, looped, vmapped
-from egop.estimation.initialisers import stacked
+from egop.estimation.gradients import (
+    Points,
+    check_finite,
+    get_tensors,
+    loop_gradients,
+    matches_loop,
+    vmap_gradients,
+)
+from egop.estimation.initializers import stack_points
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution
-from egop.numerics import RandomStream
+from egop.numerics import RandomStream, full_precision, has_drawn_outside_torch
 
-# Points are drawn in blocks of this many, or of so many values. Chunks have no say in it, or they would in the draws.
+logger = logging.getLogger("egop")
+
+SamplingMethod = Literal["auto", "loop", "vmap"]
+
+# Points are drawn in blocks of at most this many points or values. Blocks do not depend on the chunks, so neither do
+# the draws.
 BLOCK_POINTS, BLOCK_VALUES = 1024, 2**22
+# Values, gradients and activations of one chunk on the CPU. Larger chunks are slower there: their tensors are allocated
+# from fresh pages every time and leave the cache.
+CHUNK_BYTES = 128 * 2**20
+# On a GPU, a chunk may take this share of the free memory, up to this many bytes.
+GPU_SHARE, GPU_BYTES = 0.25, 16 * 2**30
+# Larger chunks gain nothing: with this many points at once the products fill any machine, and a loop needs few.
+CHUNK_POINTS, LOOP_POINTS = 4096, 256
+# With more activations than this, convolutions on the CPU are faster one point at a time.
+CONVOLUTION_BYTES = 512 * 2**10
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def sample_gradients(
@@ -30,65 +53,68 @@ def sample_gradients(
     *,
     names: Sequence[str] | None = None,
     generator: torch.Generator,
-    method: Sampling = "auto",
+    method: SamplingMethod = "auto",
     progress: bool = False,
     chunk_bytes: int | None = None,
     share: range | None = None,
-) -> Iterator[dict[str, Tensor]]:
-    """Draw ``samples`` points from rho and yield the gradients there, a chunk of points at a time.
+) -> Generator[dict[str, Tensor], None, None]:
+    """Draw ``samples`` points from rho and yield the gradients there, one chunk of points at a time.
 
-    Each point has a seed and a batch of its own, so the result does not depend on how the points are chunked (except
-    for dropout masks where points are vmapped: torch draws those for a whole chunk at once).
+    Each point has its own seed and batch, so the result does not depend on the chunks. (Dropout masks do if points are
+    vmapped, because torch draws them for a whole chunk at once.) The model is restored when the generator is closed.
 
     Args:
         objective: the loss and its batches.
-        rho: where the points are drawn.
-        samples: how many points.
-        names: the parameters whose gradients are wanted; all by default.
+        rho: the distribution of the points.
+        samples: the number of points.
+        names: the parameters to differentiate with respect to; all by default.
         generator: the source of all randomness.
-        method: ``"loop"`` works for every model, ``"vmap"`` takes many points at once, ``"auto"`` uses the second
-            where it gives the same gradients and falls back to the first elsewhere, with one log line, and for
-            convolutions of some size on the CPU, where the first is faster.
-        progress: show a progress bar with the time left.
+        method: ``"loop"`` works for every model. ``"vmap"`` computes many points at once. ``"auto"`` uses vmap if it
+            gives the same gradients and otherwise falls back to the loop with one log line. It also uses the loop for
+            large convolutions on the CPU, where that is faster.
+        progress: show a progress bar with the remaining time.
         chunk_bytes: the memory one chunk may take; by default what suits the device.
-        share: which of the draws are wanted here, where others take the rest; all by default. The batches of all draws
-            are gone through, so that whoever takes a draw sees the batch that belongs to it.
+        share: the draws to compute here if other processes compute the rest; all by default. The batches of all draws
+            are iterated, so that every draw sees its own batch.
 
     Yields:
-        For each name the gradients stacked along a new first dimension, all checked to be finite.
+        The gradients of each parameter, stacked along a new first dimension and checked to be finite.
     """
     check_samples(samples)
-    _check_method(method)
+    if method not in ("auto", "loop", "vmap"):
+        raise ValueError(f"Invalid sampling method: {method!r}. Must be 'auto', 'loop' or 'vmap'.")
     rho.check(objective)
-    objective.check_whole()
+    objective.check_unsharded()
     share = range(samples) if share is None else share
     wanted = list(objective.parameters) if names is None else list(names)
     base = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(objective.preserved(seed=base))
-        source = _Source(objective, rho, base, samples)
-        # By the first of all draws, also where others take it: so everyone chooses alike.
-        many, size = choose(objective, wanted, source.first(), method, chunk_bytes or memory_for_chunks(objective))
+        stack.enter_context(objective.preserve(seed=base))
+        source = _PointSource(objective, rho, base, samples)
+        # Every process looks at the first of all draws, so all choose the same way.
+        use_vmap, size = _choose_chunks(
+            objective, wanted, source.peek(), method, chunk_bytes or _get_chunk_bytes(objective)
+        )
         size -= size % BLOCK_POINTS if size > BLOCK_POINTS else 0  # whole blocks need no copy
-        # Only now, so that what is said of the choice does not run into it.
+        # Opened only now, so that log lines about the choice do not run into it.
         bar = stack.enter_context(tqdm(total=len(share), desc="Sampling gradients", disable=not progress))
         source.skip(done := share.start)
         while done < share.stop:
             points = source.take(min(size, share.stop - done))
             try:
-                losses, gradients = (vmapped if many else looped)(objective, wanted, points)
+                losses, gradients = (vmap_gradients if use_vmap else loop_gradients)(objective, wanted, points)
             except torch.OutOfMemoryError:
-                if not many or len(points) == 1:
+                if not use_vmap or len(points) == 1:
                     raise
-                source.give_back(points)
+                source.put_back(points)
                 size = len(points) // 2
                 continue
-            except Exception as error:  # as in the choice; other batches may bring what vmap refuses
-                if not many or method == "vmap":
+            except Exception as error:  # a later batch may need something that vmap cannot do
+                if not use_vmap or method == "vmap":
                     raise
-                say_why(first_line(error))
-                source.give_back(points)
-                many = False
+                _log_fallback(_summarize(error))
+                source.put_back(points)
+                use_vmap = False
                 continue
             check_finite(wanted, losses, gradients, first_draw=done)
             yield dict(zip(wanted, gradients, strict=True))
@@ -98,47 +124,42 @@ def sample_gradients(
 
 
 def check_samples(samples: int) -> None:
-    """Raise an error when this is not a number of samples."""
+    """Raise ValueError if this is not a positive whole number."""
     if not isinstance(samples, Integral) or isinstance(samples, bool) or samples < 1:
         raise ValueError(f"Invalid samples value: {samples!r}. Must be a whole number of at least 1.")
 
 
-def _check_method(method: str) -> None:
-    if method not in ("auto", "loop", "vmap"):
-        raise ValueError(f"Invalid sampling method: {method!r}. Must be 'auto', 'loop' or 'vmap'.")
-
-
-class _Source:
-    """The points of one run, in order: values drawn in blocks, batches fetched when their points are taken."""
+class _PointSource:
+    """The points of one run in order. Values are drawn in blocks; batches are fetched when their points are taken."""
 
     def __init__(self, objective: Objective, rho: Distribution, base: int, samples: int) -> None:
         device = next(iter(objective.parameters.values())).device
         dimension = sum(parameter.numel() for parameter in objective.parameters.values())
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
-        self.base, self.remaining, self.drawn = base, samples, 0
-        self.block = max(1, min(BLOCK_POINTS, BLOCK_VALUES // dimension))
-        drawer = rho.drawer(objective)
-        if drawer is None:
-            self.block, drawer = 1, lambda generator, _: stacked([rho.draw(objective, generator)])
-        self.drawer = drawer
-        self.ready: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn and not taken yet
+        self.base, self.undrawn, self.blocks = base, samples, 0
+        self.block_size = max(1, min(BLOCK_POINTS, BLOCK_VALUES // dimension))
+        sampler = rho.sampler(objective)
+        if sampler is None:
+            self.block_size, sampler = 1, lambda generator, _: stack_points([rho.draw(objective, generator)])
+        self.sampler = sampler
+        self.pending: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn but not taken yet
         self.objective, self.batches = objective, objective.batches()
-        # Shuffling and augmentation have random numbers of their own, which neither rho nor the loss disturbs.
-        self.stream = RandomStream(self._seeds(base, 1)[0])
+        # Shuffling and augmentation have their own random numbers, which neither rho nor the loss affects.
+        self.batch_stream = RandomStream(self._draw_seeds(base, 1)[0])
 
-    def first(self) -> Points:
-        """The first point, which is not taken by this."""
+    def peek(self) -> Points:
+        """Return the first point without taking it."""
         points = self.take(1)
-        self.give_back(points)
+        self.put_back(points)
         return points
 
     def take(self, count: int) -> Points:
-        """The next points."""
-        with self.stream:
-            batches = self.objective.placed(itertools.islice(self.batches, count))
+        """Return the next points."""
+        with self.batch_stream:
+            batches = self.objective.move_batches(itertools.islice(self.batches, count))
         taken = []
         while count:
-            taken.append(self._part(count))
+            taken.append(self._take_from_block(count))
             count -= len(taken[-1][0])
         if len(taken) == 1:
             return Points(*taken[0], batches)
@@ -146,38 +167,123 @@ class _Source:
         return Points([seed for seeds, _ in taken for seed in seeds], values, batches)
 
     def skip(self, count: int) -> None:
-        """Go past the next points, whose batches are seen and whose values are not drawn if possible."""
-        with self.stream:
+        """Skip the next points: consume their batches, and draw values only in a block that is needed in part."""
+        with self.batch_stream:
             collections.deque(itertools.islice(self.batches, count), maxlen=0)
         while count:
-            size = min(self.block, self.remaining)
-            if self.ready or size > count:
-                count -= len(self._part(count)[0])
+            size = min(self.block_size, self.undrawn)
+            if self.pending or size > count:
+                count -= len(self._take_from_block(count)[0])
             else:
                 count -= size
-                self.remaining -= size
-                self.drawn += 1
+                self.undrawn -= size
+                self.blocks += 1
 
-    def give_back(self, points: Points) -> None:
+    def put_back(self, points: Points) -> None:
         """Undo :meth:`take`."""
         self.batches = itertools.chain(points.batches, self.batches)
-        self.ready.insert(0, (points.seeds, points.values))
+        self.pending.insert(0, (points.seeds, points.values))
 
-    def _part(self, count: int) -> tuple[list[int], dict[str, Tensor]]:
-        """The next points of one block, at most so many."""
-        seeds, values = self.ready.pop(0) if self.ready else self._draw()
+    def _take_from_block(self, count: int) -> tuple[list[int], dict[str, Tensor]]:
+        seeds, values = self.pending.pop(0) if self.pending else self._draw_block()
         if len(seeds) > count:
-            self.ready.insert(0, (seeds[count:], {name: value[count:] for name, value in values.items()}))
+            self.pending.insert(0, (seeds[count:], {name: value[count:] for name, value in values.items()}))
         return seeds[:count], {name: value[:count] for name, value in values.items()}
 
-    def _draw(self) -> tuple[list[int], dict[str, Tensor]]:
-        count = min(self.block, self.remaining)
-        self.remaining -= count
-        self.drawn += 1
-        # Seeds of their own: with a common one, dropout masks would be made of the numbers that made the points.
-        seeds = self._seeds(self.base + self.drawn, count)
-        return seeds, self.drawer(self.generator, count)
+    def _draw_block(self) -> tuple[list[int], dict[str, Tensor]]:
+        count = min(self.block_size, self.undrawn)
+        self.undrawn -= count
+        self.blocks += 1
+        # With a common seed, dropout masks would be made of the same random numbers as the points.
+        seeds = self._draw_seeds(self.base + self.blocks, count)
+        return seeds, self.sampler(self.generator, count)
 
-    def _seeds(self, seed: int, count: int) -> list[int]:
+    def _draw_seeds(self, seed: int, count: int) -> list[int]:
         self.generator.manual_seed(seed)
         return torch.randint(2**62, (count,), generator=self.generator, device=self.generator.device).tolist()
+
+
+def _get_chunk_bytes(objective: Objective) -> int:
+    device = next(iter(objective.parameters.values())).device
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(GPU_BYTES, int(GPU_SHARE * free))
+
+
+def _choose_chunks(
+    objective: Objective, names: Sequence[str], point: Points, method: SamplingMethod, chunk_bytes: int
+) -> tuple[bool, int]:
+    """Decide from one point whether to use vmap, and how many points to put into a chunk."""
+    saved: dict[int, int] = {}
+
+    def measure(tensor: Tensor) -> Tensor:
+        # An expanded tensor takes less than its size, and a row of a large tensor less than its storage.
+        size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        saved[tensor.data_ptr()] = max(size, saved.get(tensor.data_ptr(), 0))
+        return tensor
+
+    buffers = _get_buffers(objective.module)
+    with torch.autograd.graph.saved_tensors_hooks(measure, lambda tensor: tensor):
+        losses, gradients = loop_gradients(objective, names, point)
+    check_finite(names, losses, gradients, first_draw=0)
+    activations = sum(saved.values())
+    values = sum(value.nbytes for value in point.values.values())
+    batch = sum(tensor.nbytes for tensor in get_tensors(point.batches[0]))
+    loop = False, min(LOOP_POINTS, _count_points(chunk_bytes, 2 * values + batch))
+    if method == "loop" or (method == "auto" and _is_slow_convolution(objective, activations)):
+        return loop
+    reason = None
+    if has_drawn_outside_torch(point.seeds[0]):
+        reason = "the loss draws random numbers from Python or numpy, which all points would share"
+    reason = reason or _find_written_buffer(objective.module, buffers)
+    if reason is None:
+        try:
+            with full_precision():  # TF32 has too few digits to tell rounding from an error
+                is_right = matches_loop(objective, names, point)
+            if is_right:
+                return True, _count_points(chunk_bytes, 3 * values + batch + 2 * activations)
+            reason = "it does not give this model's gradients"
+        except Exception as error:  # vmap can fail in many ways; the loop shows whether the model is at fault
+            if method == "vmap":
+                raise
+            reason = _summarize(error)
+    if method == "vmap":
+        raise RuntimeError(f"Gradients cannot be sampled with torch.func.vmap: {reason}. Use sampling='auto'.")
+    _log_fallback(reason)
+    return loop
+
+
+def _count_points(available: int, per_point: int) -> int:
+    return max(1, min(CHUNK_POINTS, available // (per_point + 1)))
+
+
+def _is_slow_convolution(objective: Objective, activations: int) -> bool:
+    """Return True for large convolutions on the CPU, where torch computes those with many kernels group by group."""
+    parts = () if objective.module is None else objective.module.modules()
+    on_cpu = next(iter(objective.parameters.values())).device.type == "cpu"
+    return on_cpu and activations > CONVOLUTION_BYTES and any(isinstance(part, _CONVOLUTIONS) for part in parts)
+
+
+def _get_buffers(module: nn.Module | None) -> dict[str, tuple[Tensor, int]]:
+    named = module.named_buffers() if module is not None else ()
+    return {name: (buffer, buffer._version) for name, buffer in named}
+
+
+def _find_written_buffer(module: nn.Module | None, before: dict[str, tuple[Tensor, int]]) -> str | None:
+    """Name a buffer that the forward pass writes, as BatchNorm does in training mode; vmap cannot do that."""
+    for name, (buffer, version) in _get_buffers(module).items():
+        if name not in before or before[name][0] is not buffer or before[name][1] != version:
+            assert module is not None
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            return f"the forward pass writes '{name}', a buffer of {kind}"
+    return None
+
+
+def _log_fallback(reason: str) -> None:
+    logger.warning("egop samples gradients one at a time: torch.func.vmap cannot be used here (%s).", reason)
+
+
+def _summarize(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

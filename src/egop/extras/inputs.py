@@ -43,7 +43,7 @@ def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool
     if not isinstance(layer, nn.Linear) or attribute != "weight":
         kind = "not in this model" if layer is None else f"the {attribute} of a {type(layer).__name__}"
         raise ValueError(f"Inputs can be rotated only for the weight of a linear layer; '{name}' is {kind}.")
-    if change.kind != "Shared" or not change.rowwise:
+    if change.kind != "Shared" or not change.is_rowwise:
         side = "" if change.kind != "Shared" else " on the output side"
         raise ValueError(
             f"Block '{name}' has structure {change.kind}{side}. Only a rotation that all rows share can be moved "

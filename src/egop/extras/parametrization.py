@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize as torch_parametrize
 
-from egop.basis import Basis, ChangeOfBasis, plain_name
+from egop.basis import Basis, ChangeOfBasis, strip_compile_prefix
 
 
 def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
@@ -38,7 +38,7 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
         {'bias': (2,), 'parametrizations.weight.original0': (8,)}
     """
     places = {
-        plain_name(f"{prefix}.{name}" if prefix else name): (part, name)
+        strip_compile_prefix(f"{prefix}.{name}" if prefix else name): (part, name)
         for prefix, part in model.named_modules()
         for name, _ in part.named_parameters(recurse=False)
     }
@@ -100,7 +100,7 @@ def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, 
     change = change.to(tensors[0].device, change.block.dtype)
     coordinates = change.encode(exact)
     rest: Sequence[Tensor | None] = [None] * len(places)
-    if not change.complete and change.settings["keep_rest"]:
+    if not change.is_complete and change.settings["keep_rest"]:
         rest = [whole - part for whole, part in zip(exact, change.decode(coordinates), strict=True)]
     home: _Home = []
     for index, (part, name) in enumerate(places):
@@ -141,7 +141,7 @@ class _Decoded(nn.Module):
         if self.index > 0:
             (home,) = self.home
             coordinates = tuple(getattr(home, f"original{i}") for i in range(len(self.change.coordinate_shapes())))
-        change = self.change.replaced({name: getattr(self, f"basis_{name}") for name in self.change.tensors})
+        change = self.change.with_tensors({name: getattr(self, f"basis_{name}") for name in self.change.tensors})
         decoded = change.decode(coordinates)[self.index]
         return (decoded if self.rest is None else decoded + self.rest).to(self.dtype)
 

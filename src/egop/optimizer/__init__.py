@@ -1,10 +1,10 @@
-"""The optimizer: torch's interface in front, the working parts behind it, and what a refresh is given.
+"""The optimizer: torch's interface, the engine behind it, and the base classes of refreshes.
 
-``reparameterized`` is the door, ``engine`` the step, ``states`` and ``restoring`` the way out and back.
+``reparameterized`` is torch's interface, ``engine`` takes a step, ``state`` exports and restores.
 """
 
 from egop.optimizer.binding import BoundBlock
-from egop.optimizer.loaded import level_of_user
+from egop.optimizer.checks import find_user_level
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
@@ -20,5 +20,5 @@ __all__ = [
     "Stack",
     "Stacks",
     "check_moments",
-    "level_of_user",
+    "find_user_level",
 ]

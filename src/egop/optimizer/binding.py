@@ -1,17 +1,19 @@
-"""Blocks bound to live parameters: their coordinates, and how the two are kept in step."""
+"""Blocks bound to live parameters, their coordinates, and how the two are kept in sync."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis, Spectrum
+from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, Structure, strip_compile_prefix
 from egop.distributed import (
     is_sharded,
     is_sharded_by_rows,
@@ -24,41 +26,49 @@ from egop.distributed import (
 )
 from egop.numerics import exact_products
 
+Groups = Sequence[Mapping[str, Any]]
+
+# What is remembered of a parameter: its values, its version counter and address, or a digest of its values.
+Snapshot = Tensor | tuple[int, int] | str
+UNKNOWN = "0" * 32  # the digest of parameters that nobody knows
+_LOADED = "f" * 32  # likewise, for loaded coordinates, whose decoding may have rounded differently
+
 
 class BoundBlock:
-    """One block of an optimizer: the parameters, and the coordinates that the inner optimizer steps.
+    """One block of an optimizer: its parameters, and the coordinates that the inner optimizer steps.
 
-    Where parameters are sharded (FSDP2), a structure that rotates rows one by one works on the rows that are here; for
-    any other the whole tensors are gathered in every step, and for inner optimizers that see whole matrices.
+    Where parameters are sharded (FSDP2), a structure that rotates each row separately works on the local rows. For
+    other structures, and for inner optimizers that need whole matrices, every step gathers the tensors.
     """
 
-    def __init__(self, change: ChangeOfBasis, originals: Sequence[Tensor], *, whole_matrices: bool = False) -> None:
+    def __init__(self, change: ChangeOfBasis, originals: Sequence[Tensor], *, needs_matrices: bool = False) -> None:
         self.originals = list(originals)
-        self.spectrum: Spectrum | None = None  # of the basis it has, if it is known
+        self.spectrum: Spectrum | None = None  # of the current basis, if known
         self.sharded = any(is_sharded(original) for original in originals)
-        self.rowwise = change.rowwise and change.block.has_outputs_first and not whole_matrices
+        self.rowwise = change.is_rowwise and change.block.has_outputs_first and not needs_matrices
         self.by_rows = (
             self.sharded
             and self.rowwise
             and all(is_sharded(original) and is_sharded_by_rows(original) for original in originals)
         )
         self.parameters = [to_local(original) if self.by_rows else to_full(original) for original in originals]
-        # The precision is that of the parameters as they are now; the model may have been cast since the estimation.
+        # The dtype of the parameters now: the model may have been cast since the basis was estimated.
         dtype = functools.reduce(torch.promote_types, [original.dtype for original in originals], torch.float32)
         shapes = tuple(parameter.shape for parameter in self.parameters)
         block = dataclasses.replace(change.block, dtype=dtype, shapes=shapes)
-        # Laid out as after loading, so that a resumed training rounds alike.
+        # In the memory layout that loading gives, so that a resumed run rounds the same way.
         tensors = change.to(self.parameters[0].device, dtype).tensors.items()
         self.change = type(change)(block, {key: tensor.contiguous() for key, tensor in tensors}, change.settings)
         self.coordinates = [
             torch.empty(shape, dtype=dtype, device=self.parameters[0].device)
             for shape in self.change.coordinate_shapes()
         ]
-        # What a basis that is not complete leaves out of the parameters, and the optimizer must not lose.
+        # What an incomplete basis leaves out of the parameters, if the optimizer is to keep it.
         self.rest: list[Tensor] | None = None
-        self._seen: list[_Look] = []
-        self.take(self.parameters)
-        self.note()
+        self.compares_values = compares_values(self.device)
+        self.seen: list[Snapshot] = []  # the parameters that the coordinates stand for
+        self.encode(self.parameters)
+        self.mark_synced()
         for coordinate in self.coordinates:
             coordinate.requires_grad_()
 
@@ -69,56 +79,56 @@ class BoundBlock:
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """The device of its parameters."""
         return self.parameters[0].device
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is not frozen: a block that is keeps its basis, too."""
+        """Whether any parameter is trained; a frozen block keeps its basis."""
         return any(original.requires_grad or original.grad is not None for original in self.originals)
 
     @property
+    def has_gradient(self) -> bool:
+        """Whether any parameter has a gradient; without one there is no step."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    @property
     def signature(self) -> tuple[Any, ...]:
-        """What two blocks must share to be stacked; the same on all processes, also where pieces differ in size."""
+        """What two blocks must share to be stacked; the same in all processes, even if their shards differ in size."""
         return self.change.signature, tuple(
             (original.shape, original.device, sharding_layout(original)) for original in self.originals
         )
 
-    def stepped(self) -> list[Tensor]:
-        """What has gradients for the time of a step: the coordinates, and views or copies of sharded parameters."""
+    def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
+        """Return the change of basis for the whole parameters, even if only some rows are here."""
+        block = dataclasses.replace(self.change.block, shapes=tuple(original.shape for original in self.originals))
+        return type(self.change)(block, self.change.tensors if tensors is None else tensors, self.change.settings)
+
+    def as_sharded(self, place: int, tensor: Tensor) -> Tensor:
+        """Return a tensor like one of the coordinates, sharded as its parameter is, for a state dict."""
+        return shard_like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
+
+    def find_temporaries(self) -> list[Tensor]:
+        """Return what has gradients during a step only: coordinates, and views or copies of sharded parameters."""
         pairs = zip(self.parameters, self.originals, strict=True)
         return self.coordinates + [parameter for parameter, original in pairs if parameter is not original]
 
-    def pull(self) -> None:
-        """Look at sharded parameters and their gradients as they are now."""
+    def gather(self) -> None:
+        """Read sharded parameters and their gradients."""
         view = to_local if self.by_rows else to_full
         for index, original in enumerate(self.originals):
             self.parameters[index] = view(original)
             self.parameters[index].requires_grad_(original.requires_grad)
             self.parameters[index].grad = None if original.grad is None else view(original.grad)
 
-    def _push(self) -> None:
-        """Write what was gathered back to the sharded parameters."""
+    def scatter(self) -> None:
+        """Write gathered parameters back to the sharded ones."""
         for original, parameter in zip(self.originals, self.parameters, strict=True):
             if is_sharded(original) and not self.by_rows:
                 write_shard(original, parameter)
 
-    def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
-        """Its change of basis for the whole parameters, wherever they are."""
-        block = dataclasses.replace(self.change.block, shapes=tuple(original.shape for original in self.originals))
-        return type(self.change)(block, self.change.tensors if tensors is None else tensors, self.change.settings)
-
-    def as_sharded(self, place: int, tensor: Tensor) -> Tensor:
-        """A tensor of the shape of one of the coordinates as all processes together have it, for a state dict."""
-        return shard_like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any of its parameters got a gradient; without one there is no step."""
-        return any(parameter.grad is not None for parameter in self.parameters)
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients in the precision of the basis; zero for a parameter of the block that got none."""
+    def read_gradients(self) -> list[Tensor]:
+        """Return the gradients in the basis's dtype, with zeros for parameters that have none."""
         gradients = []
         for name, parameter in zip(self.change.block.parameters, self.parameters, strict=True):
             if parameter.grad is None and not parameter.requires_grad:
@@ -136,117 +146,110 @@ class BoundBlock:
             gradients.append(gradient.to(self.change.block.dtype))
         return gradients
 
+    # --- between parameters and coordinates ---
+
     @torch.no_grad()
-    def take(self, tensors: Sequence[Tensor]) -> None:
-        """Make the coordinates, and the rest where there is one, stand for these tensors."""
+    def encode(self, tensors: Sequence[Tensor]) -> None:
+        """Set the coordinates, and the rest if there is one, from these tensors."""
         exact = [tensor.to(self.change.block.dtype) for tensor in tensors]
         with exact_products():
-            self._write(self.change.encode(exact))
-        self.keep_rest_of(exact)
+            for coordinate, new in zip(self.coordinates, self.change.encode(exact), strict=True):
+                coordinate.copy_(new)
+        self.keep_rest(exact)
 
-    def keep_rest_of(self, tensors: Sequence[Tensor]) -> None:
-        """Keep what the basis leaves out of these tensors, which the coordinates stand for, if it is to be kept."""
-        if not self.change.complete and self.change.settings["keep_rest"]:
+    def keep_rest(self, tensors: Sequence[Tensor]) -> None:
+        """Keep what an incomplete basis leaves out of these tensors, which have just been encoded."""
+        if not self.change.is_complete and self.change.settings["keep_rest"]:
             with exact_products():
                 inside = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
             self.rest = [whole - part for whole, part in zip(tensors, inside, strict=True)]
 
-    def whole(self, decoded: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Decoded tensors together with what the basis leaves out."""
+    def add_rest(self, decoded: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return decoded tensors plus what the basis leaves out."""
         if self.rest is None:
             return decoded
         return [part + rest for part, rest in zip(decoded, self.rest, strict=True)]
 
     def drop_rest(self) -> None:
-        """Write to the parameters what the coordinates stand for, where the rest is not to be kept."""
-        if not self.change.complete and self.rest is None:
-            self.accept(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
-
-    @property
-    def was_written(self) -> bool:
-        """Whether someone else may have written to a parameter."""
-        places = zip(self.parameters, self.originals, self._seen, strict=True)
-        return any(not _as_seen(parameter, original, seen) for parameter, original, seen in places)
-
-    def follow(self, decoded: Sequence[Tensor]) -> None:
-        """If a parameter is not what the coordinates stand for, take its new value into them.
-
-        Where values are not looked at, written may still mean unchanged. The coordinates hold more than the parameters
-        do (rounding, and the bits below half precision): they are kept when they still stand for them.
-
-        Args:
-            decoded: what the coordinates decode to, by the same product as in a step, since its rounding counts here.
-        """
-        if any(parameter.device != value.device for parameter, value in zip(self.parameters, decoded, strict=True)):
-            return  # moved elsewhere: it is bound anew at the next step
-        pairs = zip(self.parameters, self.whole(decoded), self._seen, strict=True)
-        if not all((_rounds_to if seen == _LOADED else _is)(value, parameter) for parameter, value, seen in pairs):
-            self.take(self.parameters)
-        self.note()
+        """Project the parameters onto an incomplete basis, unless the rest is to be kept."""
+        if not self.change.is_complete and self.rest is None:
+            self.write(self.change.decode([coordinate.detach() for coordinate in self.coordinates]))
 
     @torch.no_grad()
-    def accept(self, tensors: Sequence[Tensor]) -> None:
-        """Write decoded tensors into the parameters."""
-        for parameter, tensor in zip(self.parameters, self.whole(tensors), strict=True):
+    def write(self, decoded: Sequence[Tensor]) -> None:
+        """Write decoded tensors to the parameters."""
+        for parameter, tensor in zip(self.parameters, self.add_rest(decoded), strict=True):
             parameter.copy_(tensor)
-        self.wrote()
-
-    def wrote(self) -> None:
-        """The parameters have been written from the coordinates."""
         if self.sharded:
-            self._push()
-        self.note()
+            self.scatter()
+        self.mark_synced()
 
-    def restore(
-        self, coordinates: Sequence[Tensor], rest: Sequence[Tensor] | None, stand_for: Sequence[str] | None
-    ) -> None:
-        """Take saved coordinates (and rest), which stand for the parameters with these digests, if they are known."""
+    def follow_parameters(self, decoded: Sequence[Tensor]) -> None:
+        """Encode the parameters again if they are no longer what the coordinates stand for.
+
+        A write may have left the values unchanged. The coordinates hold more than the parameters (rounding, and the
+        bits below half precision), so they are kept as long as they still decode to the parameters.
+
+        Args:
+            decoded: the decoded coordinates, computed as in a step, since rounding matters here.
+        """
+        if any(parameter.device != value.device for parameter, value in zip(self.parameters, decoded, strict=True)):
+            return  # moved to another device: the next step binds it again
+        found = zip(self.parameters, self.add_rest(decoded), self.seen, strict=True)
+        if not all((_rounds_to if seen == _LOADED else _equals)(value, parameter) for parameter, value, seen in found):
+            self.encode(self.parameters)
+        self.mark_synced()
+
+    def mark_synced(self, written: Sequence[Tensor] | None = None) -> None:
+        """Record that coordinates and parameters agree.
+
+        Args:
+            written: new tensors that have just been copied to the parameters, which nobody else uses or writes to.
+        """
+        if not self.compares_values:
+            self.seen = [_read_version(original) for original in self.originals]
+        elif written is not None and all(map(_has_dtype, written, self.parameters)):
+            self.seen = list(written)
+        else:
+            self.seen = [parameter.detach().clone() for parameter in self.parameters]
+
+    def mark_saved(self) -> None:
+        """Compare coordinates and parameters at the next step, as a resumed run does after loading."""
+        self.seen = [_LOADED] * len(self.parameters)
+
+    def invalidate(self) -> None:
+        """Mark the coordinates as stale; the next step recomputes them from the parameters."""
+        self.seen = [UNKNOWN] * len(self.parameters)
+
+    def compute_digests(self) -> list[str]:
+        """Return digests of the parameters that the coordinates stand for, with which they can be restored."""
+        return list(map(_compute_digest, self.parameters, self.originals, self.seen))
+
+    def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor], digests: Sequence[str] | None) -> None:
+        """Take saved coordinates (and rest) that stand for the parameters with these digests, if known."""
         for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
             here = take_shard(saved, self.originals[place]) if self.by_rows else to_full(saved)
             if coordinate.shape != here.shape:
                 raise ValueError(
-                    f"Block '{self.change.block.name}' has coordinates of shape {tuple(saved.shape)} in the state dict,"
-                    f" but {tuple(coordinate.shape)} here."
+                    f"Block '{self.name}' has coordinates of shape {tuple(saved.shape)} in the state dict, but "
+                    f"{tuple(coordinate.shape)} here."
                 )
             with torch.no_grad():
                 coordinate.copy_(here)
-        if self.rest is not None and rest is not None:
+        if self.rest is not None and rest:
             for tensor, saved in zip(self.rest, rest, strict=True):
                 if tensor.shape != saved.shape:
                     raise ValueError(
-                        f"Block '{self.change.block.name}' has a rest of shape {tuple(saved.shape)} in the state dict, "
-                        f"but {tuple(tensor.shape)} here."
+                        f"Block '{self.name}' has a rest of shape {tuple(saved.shape)} in the state dict, but "
+                        f"{tuple(tensor.shape)} here."
                     )
             self.rest = [saved.to(tensor, copy=True) for tensor, saved in zip(self.rest, rest, strict=True)]
-        digests = stand_for or [UNKNOWN] * len(self.parameters)
-        self._seen = [_LOADED if digest == UNKNOWN else digest for digest in digests]
-
-    def mark_saved(self) -> None:
-        """Compare the coordinates with the parameters at the next step, as after loading: a resumed run does so too."""
-        self._seen = [_LOADED] * len(self.parameters)
-
-    def distrust(self) -> None:
-        """The coordinates may have changed without the parameters: the parameters are what holds."""
-        self._seen = [UNKNOWN] * len(self.parameters)
-
-    def stand_for(self) -> list[str]:
-        """Digests of the parameters that the coordinates stand for: with them the coordinates can be restored."""
-        places = zip(self.parameters, self.originals, self._seen, strict=True)
-        return [_digest_seen(parameter, original, seen) for parameter, original, seen in places]
+        self.seen = [_LOADED if digest == UNKNOWN else digest for digest in digests or [UNKNOWN] * len(self.originals)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: what was noted is not true of their parameters, and views would take the whole stack along."""
+        """Return what a copy needs: digests instead of addresses, and bases without the stack they are views of."""
         copies = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
-        return self.__dict__ | {"_seen": self.stand_for(), "change": self.change.replaced(copies)}
-
-    def _write(self, coordinates: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for coordinate, new in zip(self.coordinates, coordinates, strict=True):
-                coordinate.copy_(new)
-
-    def note(self) -> None:
-        """The coordinates stand for the parameters as they are now."""
-        self._seen = [_look(*pair) for pair in zip(self.parameters, self.originals, strict=True)]
+        return self.__dict__ | {"seen": self.compute_digests(), "change": self.change.with_tensors(copies)}
 
 
 def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
@@ -254,59 +257,209 @@ def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
     return {id(original): block for block in blocks for original in block.originals}
 
 
-# What a parameter was like: its values, torch's count of writes to it and its place, or a digest of its values.
-_Look = Tensor | tuple[int, int] | str
-UNKNOWN = "0" * 32  # the digest of nothing
-_LOADED = "f" * 32  # likewise; of coordinates that were loaded, which may have been decoded in other pieces
+def compares_values(device: torch.device) -> bool:
+    """Return True if writes to parameters are noticed by their values, not by torch's version counter.
 
-
-def _look(parameter: Tensor, original: Tensor) -> _Look:
-    """What would differ if someone else had written to the parameter, or to the sharded one that it is taken from.
-
-    ``_version`` is torch's counter of in-place writes (a private name; a test notices when it changes). It misses
-    writes through ``.data``; on the CPU a copy of the values costs little and shows those too.
+    The counter ``_version`` (a private name; a test notices when it changes) misses writes through ``.data``. On the
+    CPU a copy of the values costs little and shows those too.
     """
-    return parameter.detach().clone() if parameter.device.type == "cpu" else _mark(original)
+    return device.type == "cpu"
 
 
-def _mark(original: Tensor) -> tuple[int, int]:
+def find_written(blocks: Sequence[BoundBlock]) -> list[BoundBlock]:
+    """Return the blocks whose parameters someone else may have written to."""
+    written = []
+    for block in blocks:
+        for parameter, original, seen in zip(block.parameters, block.originals, block.seen, strict=True):
+            if isinstance(seen, Tensor) and seen.dtype is parameter.dtype:
+                same = torch.equal(parameter, seen)
+            else:
+                same = _matches_snapshot(parameter, original, seen)
+            if not same:
+                written.append(block)
+                break
+    return written
+
+
+def _read_version(original: Tensor) -> tuple[int, int]:
     return original._version, to_local(original).data_ptr()
 
 
-def _as_seen(parameter: Tensor, original: Tensor, seen: _Look) -> bool:
+def _matches_snapshot(parameter: Tensor, original: Tensor, seen: Snapshot) -> bool:
     if isinstance(seen, tuple):
-        return _mark(original) == seen
-    if isinstance(seen, Tensor):
-        return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
-    return _digest(parameter) == seen
+        return _read_version(original) == seen
+    if isinstance(seen, str):
+        return _hash(parameter) == seen
+    return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
 
 
-def _digest_seen(parameter: Tensor, original: Tensor, seen: _Look) -> str:
+def _compute_digest(parameter: Tensor, original: Tensor, seen: Snapshot) -> str:
     if isinstance(seen, str):
         return seen
     if isinstance(seen, Tensor):
-        return _digest(seen)
-    return _digest(parameter) if _as_seen(parameter, original, seen) else UNKNOWN
+        return _hash(seen)
+    return _hash(parameter) if _matches_snapshot(parameter, original, seen) else UNKNOWN
 
 
-def _is(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a parameter is just what was decoded."""
+def _has_dtype(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype is other.dtype
+
+
+def _equals(value: Tensor, parameter: Tensor) -> bool:
     return torch.equal(parameter, value.to(parameter.dtype))
 
 
 def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a parameter of half precision is what was decoded, up to the rounding of another product.
+    """Return True if a half-precision parameter is the decoded value up to rounding.
 
-    Its coordinates are master weights, with bits that the parameter does not have. A parameter of single precision has
-    as many: then it counts itself.
+    Its coordinates are master weights with more bits than the parameter. A float32 parameter has as many bits as they
+    have, so there the parameter must be equal.
     """
     epsilon = torch.finfo(parameter.dtype).eps
     if epsilon <= torch.finfo(torch.float32).eps:
-        return _is(value, parameter)
+        return _equals(value, parameter)
     exact = parameter.to(value.dtype)
     return bool(((value - exact).abs() <= 0.51 * epsilon * torch.maximum(value.abs(), exact.abs())).all())
 
 
-def _digest(tensor: Tensor) -> str:
+def _hash(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+@dataclass
+class BoundParameters:
+    """The parameters of all groups as they were bound."""
+
+    names: list[str] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    kinds: list[tuple[torch.dtype, torch.device]] = field(default_factory=list)
+
+    @classmethod
+    def from_groups(cls, groups: Groups) -> Self:
+        """Record the parameters that the groups have now."""
+        tensors = _list_parameters(groups)
+        names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
+        return cls(names, tensors, [(tensor.dtype, tensor.device) for tensor in tensors])
+
+    def matches(self, groups: Groups) -> bool:
+        """Return True if the groups still hold the same tensors, with the same dtype and device."""
+        tensors: list[Tensor] = []
+        for group in groups:
+            tensors += group["params"]
+            if len(group["params"]) != len(group.get("param_names", ())):
+                return False
+        if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
+            return False
+        return [(tensor.dtype, tensor.device) for tensor in tensors] == self.kinds
+
+    def find_names(self, groups: Groups) -> list[str]:
+        """Return the names of the groups' current parameters: new ones take the name of their position."""
+        tensors = _list_parameters(groups)
+        if len(tensors) != len(self.tensors):
+            raise ValueError("Their number has changed: add parameters by optimizer.add_param_group.")
+        if len({id(tensor) for tensor in tensors}) < len(tensors):
+            raise ValueError("One of them is there twice.")
+        known = {id(tensor): name for tensor, name in zip(self.tensors, self.names, strict=True)}
+        taken = {known[id(tensor)] for tensor in tensors if id(tensor) in known}
+        names = [known.get(id(tensor), place) for tensor, place in zip(tensors, self.names, strict=True)]
+        for tensor, name in zip(tensors, names, strict=True):
+            if id(tensor) not in known and name in taken:
+                raise ValueError(f"A new one takes the position of '{name}', which is still there, so it has no name.")
+            if not tensor.is_leaf:
+                raise ValueError(f"'{name}' is not a leaf: it was computed from others.")
+        return names
+
+    def find_replaced(self, groups: Groups) -> dict[Tensor, Tensor]:
+        """Map each bound parameter to the one that now takes its place in the groups."""
+        tensors = _list_parameters(groups)
+        if len(tensors) != len(self.tensors):
+            return {}
+        known = {id(tensor) for tensor in self.tensors}
+        pairs = zip(self.tensors, tensors, strict=True)
+        return {old: new for old, new in pairs if old is not new and id(new) not in known}
+
+
+def _list_parameters(groups: Groups) -> list[Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def bind_blocks(
+    basis: Basis | None, groups: Groups, first_group: int = 0, *, needs_matrices: bool = False
+) -> list[BoundBlock]:
+    """Bind each block of a basis to the parameters of its names, which must all be in one group."""
+    if basis is None:
+        return []
+    if not isinstance(basis, Basis):
+        raise TypeError(f"basis must be an egop.Basis, got {_describe_wrong_basis(basis)}")
+    given = {
+        strip_compile_prefix(name): (index, parameter)
+        for index, group in enumerate(groups, first_group)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    blocks = []
+    for name, change in basis.items():
+        members: list[tuple[int, Tensor]] = []
+        for key, shape in zip(change.block.parameters, change.block.shapes, strict=True):
+            member = given.get(key) or given.get(f"{DDP_PREFIX}{key}") or given.get(key.removeprefix(DDP_PREFIX))
+            if member is None:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for the parameter '{key}', which the optimizer was not given. "
+                    f"{_suggest_names(key, list(given))}"
+                )
+            if member[1].shape != shape:
+                raise ValueError(
+                    f"Block '{name}' of the basis is for a parameter '{key}' of shape {tuple(shape)}, "
+                    f"but the optimizer's has {tuple(member[1].shape)}."
+                )
+            if member[1].is_complex():
+                raise TypeError(
+                    f"Block '{name}' of the basis is for the parameter '{key}', which is complex ({member[1].dtype}). "
+                    "Only real parameters can be rotated: leave it out of the basis."
+                )
+            members.append(member)
+        if len({index for index, _ in members}) > 1:
+            places = zip(change.block.parameters, members, strict=True)
+            where = ", ".join(f"'{key}' in group {index}" for key, (index, _) in places)
+            raise ValueError(
+                f"Block '{name}' crosses parameter groups ({where}). Put its parameters into one group, or estimate "
+                "the basis with a finer partition."
+            )
+        blocks.append(BoundBlock(change, [parameter for _, parameter in members], needs_matrices=needs_matrices))
+        blocks[-1].spectrum = basis.spectrum.get(name)
+    return blocks
+
+
+def check_padding(blocks: Sequence[BoundBlock], groups: Groups, layers: Mapping[str, Role]) -> None:
+    """Raise ValueError if a block mixes the padding row of an embedding with others, which would move it."""
+    padded = {
+        id(parameter)
+        for group in groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        if strip_compile_prefix(name) in layers and layers[strip_compile_prefix(name)].has_padding_row
+    }
+    for block in blocks:
+        if not block.change.is_rowwise and any(id(original) in padded for original in block.originals):
+            raise ValueError(
+                f"Block '{block.name}' ({block.change.kind}) mixes the rows of an embedding with padding_idx, so "
+                "training would move its padding row. Use egop.Shared() for the embedding, which keeps rows apart, or "
+                "leave it out of the basis."
+            )
+
+
+def _suggest_names(name: str, names: Sequence[str]) -> str:
+    near = [candidate for candidate in names if candidate.endswith(f".{name}") or name.endswith(f".{candidate}")]
+    if near:
+        return f"It has '{near[0]}': was the basis estimated for a part of the model, or for something it is a part of?"
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"It has: {listed}. Was the basis estimated for another model?"
+
+
+def _describe_wrong_basis(basis: object) -> str:
+    kind = basis if isinstance(basis, type) else type(basis)
+    if issubclass(kind, Structure):
+        return (
+            f"{kind.__name__}, which says how a basis is built. Estimate one: "
+            f"basis = egop.estimate(objective, structure=egop.{kind.__name__}(...))."
+        )
+    return f"{kind.__name__}."

@@ -1,4 +1,4 @@
-"""Parameter groups with names, from all that an optimizer may be given."""
+"""Parameter groups with names, from everything that an optimizer may be given."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from egop.basis import WRAPPER, Known, plain_name
+from egop.basis import DDP_PREFIX, ModuleIndex, strip_compile_prefix
 
 
-def named_groups(
-    params: Any, taken: Iterable[str] = (), model: nn.Module | Known | None = None
+def name_groups(
+    params: Any, taken: Iterable[str] = (), model: nn.Module | ModuleIndex | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups with ``params`` and ``param_names``, from all that an optimizer may be given.
+    """Return parameter groups with ``params`` and ``param_names``.
 
     Args:
         params: a module, named parameters, or groups of them; with a model also parameters without names.
         taken: names that are already used.
-        model: the module that has the parameters, wrapped or not: what has no name gets the one it has there, and a
-            name that is given must be that one.
+        model: the module that has the parameters, wrapped or not. Parameters without a name get the one that they have
+            there, and given names must agree with it.
     """
-    if model is not None and not isinstance(model, nn.Module | Known):
+    if model is not None and not isinstance(model, nn.Module | ModuleIndex):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(params, nn.Module):
         params = params.named_parameters() if model is None else params.parameters()
@@ -31,67 +31,67 @@ def named_groups(
             f"ReparameterizedOptimizer(model, {params.__name__}, ...)."
         )
     if isinstance(params, (Tensor, Mapping)):
-        raise TypeError(_names_wanted(params))
+        raise TypeError(_describe_unnamed(params))
     groups = list(params)
     if not groups:
         raise ValueError("The optimizer got an empty parameter list.")
     if not isinstance(groups[0], Mapping):
         groups = [{"params": groups}]
-    known = Known(model) if isinstance(model, nn.Module) else model
-    names = {plain_name(name) for name in taken}
+    known = ModuleIndex(model) if isinstance(model, nn.Module) else model
+    names = {strip_compile_prefix(name) for name in taken}
     checked = []
     for group in groups:
-        members = _members(group, known)
+        members = _read_members(group, known)
         for name, _ in members:
-            if plain_name(name) in names:
+            if strip_compile_prefix(name) in names:
                 raise ValueError(f"The parameter name '{name}' is given twice. Names must be unique.")
-            names.add(plain_name(name))
+            names.add(strip_compile_prefix(name))
         params, param_names = [parameter for _, parameter in members], [name for name, _ in members]
         checked.append({**group, "params": params, "param_names": param_names})
-    return checked if known is not None else _without_wrapper(checked)
+    return checked if known is not None else _strip_wrapper(checked)
 
 
-def _named(member: Any, known: Known) -> Any:
-    """A parameter with the name that the model has for it; what is no parameter as it is."""
+def _add_name(member: Any, known: ModuleIndex) -> Any:
+    """Return a parameter with its name in the model, and anything else unchanged."""
     if isinstance(member, Tensor):
         if not known.names(member):
             kind = type(known.module).__name__
             raise ValueError(
-                f"A parameter of shape {tuple(member.shape)} is none of the model's ({kind}), so it has no name. "
-                "Give the model that has it, or the parameter with its name: (name, parameter)."
+                f"A parameter of shape {tuple(member.shape)} does not belong to the model ({kind}), so it has no name. "
+                "Pass the model that has it, or the parameter with its name: (name, parameter)."
             )
         return known.names(member)[0], member
-    return (_checked(member[0], member[1], known), member[1]) if _is_named(member) else member
+    return (_check_name(member[0], member[1], known), member[1]) if _is_named(member) else member
 
 
-def _checked(given: str, parameter: Any, known: Known) -> str:
-    """A name that was given, as the model has it; one of a parameter that is not the model's stays."""
-    names, name = known.names(parameter), plain_name(given)
+def _check_name(given: str, parameter: Any, known: ModuleIndex) -> str:
+    """Return a given name as the model has it; a parameter that is not the model's keeps its name."""
+    names, name = known.names(parameter), strip_compile_prefix(given)
     if name not in known.parameters:
-        name = name.removeprefix(WRAPPER)
+        name = name.removeprefix(DDP_PREFIX)
     if name in names or (not names and name not in known.parameters):
         return name
-    told = f"is called '{names[0]}' in the model" if names else "is another one than the model's parameter of this name"
+    problem = f"is called '{names[0]}' in the model" if names else "is not the model's parameter of this name"
     raise ValueError(
-        f"The parameter given as '{given}' {told} ({type(known.module).__name__}). Give as model= the module whose "
+        f"The parameter given as '{given}' {problem} ({type(known.module).__name__}). Give as model= the module whose "
         "named_parameters() these are, or give the parameters without names."
     )
 
 
-def _without_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Names as the model has them: ``DistributedDataParallel`` puts ``module.`` before every one."""
-    names = [[plain_name(name) for name in group["param_names"]] for group in groups]
-    if not all(name.startswith(WRAPPER) for members in names for name in members):
+def _strip_wrapper(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Remove the ``module.`` that ``DistributedDataParallel`` puts before every name."""
+    names = [[strip_compile_prefix(name) for name in group["param_names"]] for group in groups]
+    if not all(name.startswith(DDP_PREFIX) for members in names for name in members):
         return groups
     pairs = zip(groups, names, strict=True)
-    return [group | {"param_names": [name.removeprefix(WRAPPER) for name in members]} for group, members in pairs]
+    return [group | {"param_names": [name.removeprefix(DDP_PREFIX) for name in members]} for group, members in pairs]
 
 
 def _is_named(member: Any) -> bool:
     return isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str)
 
 
-def _members(group: Any, known: Known | None) -> list[tuple[str, Any]]:
+def _read_members(group: Any, known: ModuleIndex | None) -> list[tuple[str, Any]]:
     if not isinstance(group, Mapping) or "params" not in group:
         content = list(group) if isinstance(group, Mapping) else type(group).__name__
         raise TypeError(f"A parameter group must be a dict with 'params', got {content}.")
@@ -106,14 +106,14 @@ def _members(group: Any, known: Known | None) -> list[tuple[str, Any]]:
             raise ValueError(f"A group has {len(members)} parameters, but {len(group['param_names'])} param_names.")
         members = list(zip(group["param_names"], members, strict=True))
     if known is not None:
-        members = [_named(member, known) for member in members]
+        members = [_add_name(member, known) for member in members]
     for member in members:
         if not _is_named(member):
-            raise TypeError(_names_wanted(member))
+            raise TypeError(_describe_unnamed(member))
     return members
 
 
-def _names_wanted(given: Any) -> str:
+def _describe_unnamed(given: Any) -> str:
     return (
         f"Parameters must come with their names, got {type(given).__name__}. Pass the model itself, "
         "model.named_parameters() instead of model.parameters(), or groups of named parameters such as "

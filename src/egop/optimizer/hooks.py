@@ -1,4 +1,4 @@
-"""Step hooks: torch's global ones are for the user's optimizer, not for those that run inside it."""
+"""Step an inner optimizer without torch's global step hooks, which are for the user's optimizer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 # torch replaces the ``step`` of each optimizer class by a function that calls the hooks and has the original as its
-# ``__wrapped__``. All these functions share one code object. (Private to torch; tests/optimizer/test_hooks.py notices
-# when this changes.)
+# ``__wrapped__``. These functions share one code object. (Private to torch; tests/optimizer/test_hooks.py notices when
+# this changes.)
 _wrap = getattr(Optimizer, "profile_hook_step", None)
 _WRAPPER = object() if _wrap is None else _wrap(lambda self: None).__code__
 
@@ -17,8 +17,8 @@ _WRAPPER = object() if _wrap is None else _wrap(lambda self: None).__code__
 def step_inner(optimizer: Optimizer, *args: Any) -> Any:
     """Step an inner optimizer without running torch's global step hooks.
 
-    The optimizer's own hooks run, and the profiler sees the step. A ``step`` that someone has replaced, on the class or
-    on the optimizer, is called as it is. If a class calls ``super().step()`` in its step, torch runs the global hooks
+    The optimizer's own hooks run, and the profiler sees the step. If someone has replaced ``step``, on the class or on
+    the optimizer, it is called as it is. If a class calls ``super().step()`` in its step, torch runs the global hooks
     there, as it does outside egop.
 
     Args:
@@ -34,7 +34,7 @@ def step_inner(optimizer: Optimizer, *args: Any) -> Any:
         for before in optimizer._optimizer_step_pre_hooks.values():
             arguments, keywords = before(optimizer, arguments, keywords) or (arguments, keywords)
         result = function.__wrapped__(*arguments, **keywords)
-        optimizer._optimizer_step_code()  # where the profiler looks at the state
+        optimizer._optimizer_step_code()  # where the profiler reads the state
         for after in optimizer._optimizer_step_post_hooks.values():
             after(optimizer, arguments, keywords)
     return result

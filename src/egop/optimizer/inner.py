@@ -1,221 +1,403 @@
-"""The optimizer that runs inside: which classes can, and how it gets its hyper-parameters."""
+"""The optimizers that run inside: one on the coordinates, and perhaps another on everything outside the blocks."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Structure
+from egop.distributed import LocalShards
 from egop.optim import MatrixOptimizer
-from egop.optimizer.binding import BoundBlock
-from egop.optimizer.divided import Divided, Make
+from egop.optimizer.binding import BoundBlock, map_to_blocks
+from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
 from egop.optimizer.hooks import step_inner
-from egop.optimizer.loaded import level_of_user
-from egop.optimizer.moments import momentum_of
-from egop.optimizer.trial import tried
+from egop.optimizer.moments import find_momentum
+from egop.optimizer.trial import try_optimizer
 
-_ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
-_WARNED: set[type[Optimizer]] = set()  # of which it was said that no rotation helps
-_NOT_SETTINGS = ("params", "param_names", "basis")
+# A setting of optimizers for matrices: the matrices are the last two dimensions, which holds for coordinates.
+_LAST = "matrices_last"
+_OWN = ("params", "param_names", _LAST)  # not passed between groups
+# What the outside optimizer takes from the user's groups. Its other settings are there with a prefix, so that they are
+# saved and can be changed; the same name may mean something else to another class.
+SHARED = ("lr", "weight_decay", "maximize")
+_PREFIX = "outside/"
 
-
-def check_optimizer(optimizer_class: Any) -> None:
-    """Raise an error for what is not a class of optimizers."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        given = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
-        raise TypeError(
-            f"optimizer_class must be a torch.optim.Optimizer class, got {given.__name__}. Pass the class and its "
-            "arguments: ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)."
-        )
+Group = dict[str, Any]
 
 
-def is_own_or_torch(optimizer_class: type[Optimizer]) -> bool:
-    """Return True for the classes of torch and egop, of which it is known what they keep and accept."""
-    return optimizer_class.__module__.startswith(("torch.optim", "egop.optim"))
-
-
-def check_class(
-    optimizer_class: type[Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    hyperparameters: Mapping[str, Any],
-    *,
-    any_class: bool,
-) -> bool:
-    """Raise an error for a class of optimizers that works in another way than coordinate by coordinate.
+class BaseOptimizer:
+    """The classes and options of the optimizers that run inside.
 
     Args:
-        optimizer_class: the class.
-        groups: the parameter groups, with settings of their own.
-        hyperparameters: the arguments of the class.
-        any_class: whether one that does not work coordinate by coordinate is to run nonetheless.
-
-    Returns:
-        Whether it is to run on coordinates that are matrices alone, see :func:`check_blocks`.
-    """
-    name = optimizer_class.__name__
-    if next(iter(inspect.signature(optimizer_class).parameters), "params") in ("optimizer", "base_optimizer"):
-        raise TypeError(
-            f"{name} wraps another optimizer. Give egop that other one's class, and wrap what you get: "
-            f"{name}(egop.ReparameterizedOptimizer(...))."
-        )
-    declared = bool(getattr(optimizer_class, "works_on_matrices", False))
-    other_on_vectors = False
-    for settings in [settings_of(group) for group in groups]:
-        if settings.get("maximize") and "maximize" not in defaults_of(optimizer_class, settings, hyperparameters):
-            raise ValueError(f"{name} has no maximize: it would minimise. Give it the negative loss.")
-        trial = tried(optimizer_class, settings, hyperparameters)
-        if trial.needs_closure:
-            raise TypeError(
-                f"{name} evaluates the loss several times within a step, or needs its value, which egop does not "
-                f"support. {_ADVICE}."
-            )
-        if trial.whole is not None and not (any_class or declared):
-            raise TypeError(
-                f"{name} does not work coordinate by coordinate: {trial.whole}. The coordinates of a block need not be "
-                f"a matrix, nor have rows and columns that mean the same. {_ADVICE}, or pass any_class=True to run "
-                f"{name} on the coordinates nonetheless."
-            )
-        other_on_vectors |= trial.other_on_vectors
-    return (declared or other_on_vectors) and not any_class
-
-
-def gains_from_rotation(
-    optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any]
-) -> bool:
-    """Whether a rotation can make a difference to an optimizer, by the settings of any of these groups."""
-    trials = [tried(optimizer_class, settings_of(group), hyperparameters) for group in groups]
-    return not all(trial.same_in_every_rotation for trial in trials)
-
-
-def warn_of_no_gain(optimizer_class: type[Optimizer], blocks: Sequence[BoundBlock], refresh: object) -> None:
-    """Say once for each class that a change of basis makes no difference to it; not where a basis leaves parts out."""
-    if optimizer_class in _WARNED or any(not block.change.complete for block in blocks):
-        return
-    structure = getattr(refresh, "structure", None)
-    wanted = structure.values() if isinstance(structure, Mapping) else [structure]
-    if any(isinstance(each, Structure) and not each.change_type.complete for each in wanted):
-        return
-    if refresh is None and all(block.change.kind == "Identity" for block in blocks):
-        return  # nothing is rotated
-    _WARNED.add(optimizer_class)
-    name = optimizer_class.__name__
-    warnings.warn(
-        f"{name} takes the same steps in every rotation, with these settings: a change of basis costs time and gains "
-        "nothing. Use one that scales each coordinate by itself, such as Adam, AdamW or Adagrad; or egop.EGOP(model); "
-        f"or {name} without a basis.",
-        stacklevel=level_of_user(),  # the line that makes the optimizer
-    )
-
-
-def warn_of_no_basis(optimizer_class: type[Optimizer]) -> None:
-    """Say that an optimizer for which neither a basis nor a refresh was given does nothing of its own."""
-    name = optimizer_class.__name__
-    warnings.warn(
-        f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(); "
-        f"if plain {name} is meant, basis=egop.Basis([]).",
-        stacklevel=level_of_user(),
-    )
-
-
-def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:
-    """Raise an error where an optimizer that tells matrices from vectors would take one for the other."""
-    for block in blocks:
-        matrices = [tuple(parameter.shape) for parameter in block.parameters if parameter.dim() > 1]
-        if matrices and any(coordinate.dim() < 2 for coordinate in block.coordinates):
-            raise TypeError(
-                f"{optimizer_class.__name__} treats matrices and vectors in different ways, and the coordinates of "
-                f"block '{block.name}', a weight of shape {matrices[0]}, are a vector in the structure "
-                f"{block.change.kind}. Use structure=egop.Shared() or egop.Kronecker(), whose coordinates are "
-                "matrices, or pass any_class=True."
-            )
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that a group has of its own."""
-    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-
-
-def defaults_of(
-    optimizer_class: type[Optimizer], group: Mapping[str, Any], hyperparameters: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All hyper-parameters of an optimizer, checked and completed by itself.
-
-    Args:
-        optimizer_class: the class.
-        group: one of its groups: some classes need settings there.
+        optimizer_class: steps the coordinates.
         hyperparameters: its arguments.
+        outside: another class, or a class and its options, for the parameters outside every block.
+        shared: settings that mean the same to both.
     """
-    # Thrown away. It is a matrix because some classes take nothing else.
-    number = torch.zeros(1, 1, requires_grad=True, device="cpu")
-    try:
-        return dict(optimizer_class([{**settings_of(group), "params": [number]}], **hyperparameters).defaults)
-    except (TypeError, ValueError):  # in its own words
-        raise
-    except Exception as error:
-        raise TypeError(
-            f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
-            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is."
-        ) from error
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        hyperparameters: Mapping[str, Any],
+        outside: Any,
+        shared: Sequence[str] = SHARED,
+    ) -> None:
+        self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
+        self.outside_class, self.outside_options = _parse_outside(outside)
+        self._shared = tuple(shared)
+        self.needs_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
+        # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.
+        self.groups_per_group = 2 if self.outside_class is None and self.needs_matrices else 1
+
+    @property
+    def name(self) -> str:
+        """A description that state dicts carry."""
+        name = self.optimizer_class.__name__
+        return name if self.outside_class is None else f"{name} with {self.outside_class.__name__} outside"
+
+    @property
+    def may_keep_gradients(self) -> bool:
+        """Whether the optimizer may keep a gradient until its next step, as third-party classes might."""
+        return not is_own_or_torch(self.optimizer_class)
+
+    def find_setting(self, key: str) -> tuple[type[Optimizer], str]:
+        """Return the class that a key of a user's group is a setting of, and the setting's name there."""
+        if self.outside_class is not None and key.startswith(_PREFIX):
+            return self.outside_class, key.removeprefix(_PREFIX)
+        return self.optimizer_class, key
+
+    def make(self, groups: list[Group], *, outside: bool = False) -> Optimizer:
+        """Build one of the two optimizers."""
+        if outside and self.outside_class is not None:
+            return self.outside_class(groups, **self.outside_options)
+        return self.optimizer_class(groups, **self.hyperparameters)
+
+    def split_group(
+        self, group: Mapping[str, Any], block_of: Mapping[int, BoundBlock], pieces: LocalShards
+    ) -> tuple[list[Group], Group | None]:
+        """Return the inner groups for one of the user's: those of the first optimizer, and that of ``outside``.
+
+        Args:
+            group: the user's group.
+            block_of: the block of each parameter, see :func:`egop.optimizer.binding.map_to_blocks`.
+            pieces: the local parts of sharded parameters outside the blocks.
+        """
+        members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter is
+        others: list[Tensor] = []
+        for parameter in group["params"]:
+            block = block_of.get(id(parameter))
+            if block is not None:
+                members |= {id(tensor): tensor for tensor in block.coordinates}
+            elif self.outside_class is not None or self.groups_per_group == 2:
+                others.append(pieces.get(parameter))
+            else:
+                piece = pieces.get(parameter)
+                members[id(piece)] = piece
+        settings = self.inside_settings(group)
+        last = {_LAST: True} if _LAST in group else {}
+        inside = [settings | last | {"params": list(members.values())}]
+        if self.outside_class is None:
+            return inside + [settings | {"params": others}] * (self.groups_per_group - 1), None
+        outside = complete_hyperparameters(self.outside_class, {}, self.outside_options) | {"params": others}
+        return inside, outside | self.outside_settings(group, outside)
+
+    def inside_settings(self, group: Mapping[str, Any]) -> Group:
+        """Return the settings of a user's group that the first optimizer takes, or the other way round."""
+        return {key: value for key, value in group.items() if key not in _OWN and not key.startswith(_PREFIX)}
+
+    def outside_settings(self, group: Mapping[str, Any], target: Mapping[str, Any]) -> Group:
+        """Return the settings of a user's group that the outside optimizer's group takes."""
+        own = {key.removeprefix(_PREFIX): value for key, value in group.items() if key.startswith(_PREFIX)}
+        return {key: group[key] for key in self._shared if key in group and self._takes_shared(key, target)} | own
+
+    def exposed_settings(self, target: Mapping[str, Any]) -> Group:
+        """Return the outside optimizer's own settings under the names that they have in the user's groups."""
+        return {
+            f"{_PREFIX}{key}": value
+            for key, value in target.items()
+            if key not in _OWN and not (key in self._shared and self._takes_shared(key, target))
+        }
+
+    def _takes_shared(self, key: str, target: Mapping[str, Any]) -> bool:
+        return key in target and key not in self.outside_options
 
 
-def proposed(inner: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor], make: Make) -> list[Tensor]:
-    """What a step of an optimizer would add to some of its tensors: tried on copies of them and of their states.
+class InnerOptimizers:
+    """The optimizer of the coordinates, and that of everything outside the blocks if it is another one.
+
+    Both share one state. Without an outside optimizer the first one steps everything.
 
     Args:
-        inner: the optimizer; it is not touched.
-        tensors: some that it steps.
-        gradients: of these.
-        make: makes another one from groups.
+        base: their classes and options.
+        groups: the user's parameter groups; each has inner groups in the same position.
+        blocks: the blocks whose coordinates are stepped.
+        pieces: the local parts of sharded parameters outside of them.
     """
-    copies: dict[int, Tensor] = {id(tensor): tensor.detach().clone().requires_grad_() for tensor in tensors}
-    groups = [
-        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        | {"params": [copies[id(tensor)] for tensor in group["params"] if id(tensor) in copies]}
-        for group in inner.param_groups
-    ]
-    trial = make([group for group in groups if group["params"]])
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        copies[id(tensor)].grad = gradient.clone()
-        if tensor in inner.state:
-            trial.state[copies[id(tensor)]] = copy.deepcopy(inner.state[tensor])
-    with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.device.type == "cuda"}):
-        step_inner(trial)
-    return [copies[id(tensor)].detach() - tensor.detach() for tensor in tensors]
+
+    def __init__(
+        self, base: BaseOptimizer, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: LocalShards
+    ) -> None:
+        self.base = base
+        block_of = map_to_blocks(blocks)
+        splits = [base.split_group(group, block_of, pieces) for group in groups]
+        self.coordinates = base.make([each for inside, _ in splits for each in inside])
+        outside = [each for _, each in splits if each is not None]
+        self.outside = base.make(outside, outside=True) if outside else None
+        # The groups as they were when settings were last copied, with their keys and values; the user's come first.
+        self._synced: list[tuple[Group, list[str], list[Any]]] = []
+        self._share_state()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Both optimizers, in the order of their steps: the outside one sees raw gradients and may refuse them."""
+        return [self.coordinates] if self.outside is None else [self.outside, self.coordinates]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state of both."""
+        return self.coordinates.state
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that are stepped."""
+        return [tensor for each in self.optimizers for group in each.param_groups for tensor in group["params"]]
+
+    def step(self) -> None:
+        """Step both."""
+        if self.outside is not None:
+            step_inner(self.outside)
+        step_inner(self.coordinates)
+
+    def find_mode(self, name: str) -> list[Any]:
+        """Return the methods ``train`` or ``eval`` of those that have one."""
+        return [method for each in self.optimizers if callable(method := getattr(each, name, None))]
+
+    # --- groups and settings ---
+
+    def find_groups(self, index: int) -> tuple[list[Group], Group | None]:
+        """Return the inner groups of one of the user's."""
+        count = self.base.groups_per_group
+        inside = self.coordinates.param_groups[count * index : count * (index + 1)]
+        return inside, None if self.outside is None else self.outside.param_groups[index]
+
+    def map_to_groups(self) -> dict[int, tuple[Optimizer, Group]]:
+        """Map each stepped tensor, by its ``id``, to its optimizer and group."""
+        return {
+            id(tensor): (optimizer, group)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
+
+    def add_group(self, group: Group, blocks: Sequence[BoundBlock], pieces: LocalShards) -> list[Tensor]:
+        """Add inner groups for one of the user's; return their tensors."""
+        self._synced = []
+        inside, outside = self.base.split_group(group, map_to_blocks(blocks), pieces)
+        for each in inside:
+            self.coordinates.add_param_group(each)
+        if self.outside is not None and outside is not None:
+            self.outside.add_param_group(outside)
+        return [tensor for each in (*inside, *([outside] if outside else [])) for tensor in each["params"]]
+
+    def drop_groups_from(self, index: int) -> None:
+        """Remove the inner groups from this user's group on."""
+        self._synced = []
+        del self.coordinates.param_groups[self.base.groups_per_group * index :]
+        if self.outside is not None:
+            del self.outside.param_groups[index:]
+
+    def replace_parameters(self, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: LocalShards) -> None:
+        """Step the coordinates of these blocks from here on, in the same optimizers: they may keep more than state."""
+        self._synced = []
+        block_of = map_to_blocks(blocks)
+        for index, group in enumerate(groups):
+            inside, outside = self.find_groups(index)
+            wanted, wanted_outside = self.base.split_group(group, block_of, pieces)
+            for target, source in zip(inside, wanted, strict=True):
+                target["params"] = source["params"]
+            if outside is not None and wanted_outside is not None:
+                outside["params"] = wanted_outside["params"]
+
+    def load_settings(self, groups: Sequence[Group]) -> None:
+        """Give the inner groups the hyper-parameters of the user's."""
+        if self._is_synced(groups):
+            return
+        for index, group in enumerate(groups):
+            inside, outside = self.find_groups(index)
+            for target in inside:
+                target.update(self.base.inside_settings(group))
+            if outside is not None:
+                outside.update(self.base.outside_settings(group, outside))
+        self._synced = []
+
+    def store_settings(self, groups: Sequence[Group]) -> None:
+        """Give the user's groups what the inner ones have: some optimizers keep estimates or counters there."""
+        if self._is_synced(groups):
+            return
+        for index, group in enumerate(groups):
+            inside, outside = self.find_groups(index)
+            group.update(self.base.inside_settings(inside[0]))
+            if outside is not None:
+                group.update(self.base.exposed_settings(outside))
+        everyone = [*groups, *(group for each in self.optimizers for group in each.param_groups)]
+        self._synced = [(group, list(group), list(group.values())) for group in everyone]
+
+    def expose_outside_settings(self, groups: Sequence[Group]) -> None:
+        """Let the user's groups have all settings of the outside optimizer, since torch's tools load what is there."""
+        for index, group in enumerate(groups):
+            _, outside = self.find_groups(index)
+            if outside is not None:
+                group.update(self.base.exposed_settings(outside) | group)
+
+    def _is_synced(self, groups: Sequence[Group]) -> bool:
+        """Return True if no group has changed since settings were last copied both ways."""
+        count = len(groups)
+        for group, keys, values in self._synced:
+            if not all(map(operator.is_, group.values(), values)) or list(group) != keys:
+                return False
+            if count > 0 and group is not groups[len(groups) - count]:
+                return False
+            count -= 1
+        return bool(self._synced)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_synced": []}
+
+    # --- state ---
+
+    def reset(self, tensors: Sequence[Tensor]) -> None:
+        """Reset the state of some tensors to that before the first step."""
+        wanted = {id(tensor) for tensor in tensors}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if members := [tensor for tensor in group["params"] if id(tensor) in wanted]:
+                    for tensor, state in zip(members, self.make_fresh_states(members, optimizer, group), strict=True):
+                        self.state.pop(tensor, None)
+                        self.state.update({tensor: state} if state else {})
+
+    def make_fresh_states(
+        self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, stepped: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the states of tensors before their first step, or (``stepped``) what later ones look like.
+
+        Args:
+            tensors: some of the group's tensors.
+            optimizer: the one that steps them.
+            group: the group that they are in.
+            stepped: take a step with zero gradients on copies first.
+        """
+        settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        used = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
+        fresh = self.base.make([{**settings, "params": used}], outside=optimizer is self.outside)
+        if stepped:
+            take_zero_step(fresh, used)
+        states = [dict(fresh.state.get(tensor, {})) for tensor in used]
+        for state in states if stepped else ():
+            if isinstance(state.get("step"), Tensor | int | float):
+                state["step"] = state["step"] * 0  # no step has been taken
+        return states
+
+    def load_state(self, states: Mapping[Tensor, Mapping[Any, Any] | None], *, cast: bool) -> None:
+        """Take the state of each tensor.
+
+        Args:
+            states: a state for each tensor; None before its first step.
+            cast: whether parameters have been cast since the state was saved; torch then casts the state too.
+        """
+        for optimizer in self.optimizers:
+            _load_state(optimizer, states, cast=cast)
+        self._share_state()
+
+    def _share_state(self) -> None:
+        if self.outside is not None:
+            members = [tensor for group in self.outside.param_groups for tensor in group["params"]]
+            state = self.outside.state
+            self.coordinates.state.update({tensor: state[tensor] for tensor in members if tensor in state})
+            self.outside.state = self.coordinates.state
 
 
-def check_lookahead(inner: Optimizer) -> None:
-    """Raise an error for an optimizer of which :func:`lookahead` knows nothing."""
-    inside = inner.inside if isinstance(inner, Divided) else inner
-    if not callable(getattr(inside, "lookahead", None)) and not isinstance(inside, torch.optim.Adam):  # AdamW is one
+def take_zero_step(optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
+    """Step an optimizer with zero gradients, without changing the global random state."""
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    with torch.random.fork_rng(devices=[]):
+        step_inner(optimizer)
+
+
+def _load_state(optimizer: Optimizer, states: Mapping[Tensor, Mapping[Any, Any] | None], *, cast: bool) -> None:
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    here = {index: dict(state) for index, tensor in enumerate(tensors) if (state := states.get(tensor))}
+    if not here:
+        return
+    fresh = dict(optimizer.state)  # some optimizers create states in their constructor
+    optimizer.load_state_dict({"state": here, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.state.update({tensor: state for tensor, state in fresh.items() if tensor not in optimizer.state})
+    for index, saved in here.items():
+        state, tensor = optimizer.state[tensors[index]], tensors[index]
+        for key, value in saved.items():
+            if not isinstance(value, Tensor):
+                state[key] = value  # torch rebuilds containers, and a deque loses its length
+                continue
+            # Torch casts everything to the parameter's dtype, also running products, which have a dtype of their own.
+            if state[key].dtype != value.dtype and not (cast and value.shape == tensor.shape):
+                state[key] = value.to(state[key].device)
+            # Fused kernels expect state in the memory layout of its parameter.
+            if state[key].shape == tensor.shape and state[key].stride() != tensor.stride():
+                state[key] = torch.empty_like(tensor, dtype=state[key].dtype, requires_grad=False).copy_(state[key])
+
+
+def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]]:
+    """Return the class and the options of the outside optimizer."""
+    if outside is None:
+        return None, {}
+    kind, options = outside if isinstance(outside, tuple) and len(outside) == 2 else (outside, {})
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or not isinstance(options, Mapping):
         raise TypeError(
-            f"{type(inside).__name__} does not say what it maps a momentum to, which egop.Aligned() follows. Use "
-            "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which serves every "
+            f"outside must be an optimizer class, or a pair of a class and its options, got {outside!r}. For example "
+            "outside=torch.optim.AdamW, or outside=(torch.optim.AdamW, {'betas': (0.9, 0.95)})."
+        )
+    if "lr" in options:
+        raise ValueError(
+            "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
+            "give those parameters a group of their own."
+        )
+    if try_optimizer(kind, {}, options).needs_closure:
+        raise TypeError(f"{kind.__name__} evaluates the loss within a step, which egop does not support.")
+    return kind, dict(options)
+
+
+# --- the momentum that a step will have, for refreshes that follow it ---
+
+
+def check_lookahead(optimizer: Optimizer) -> None:
+    """Raise TypeError for an optimizer that :func:`look_ahead` does not support."""
+    if not callable(getattr(optimizer, "lookahead", None)) and not isinstance(optimizer, torch.optim.Adam):
+        raise TypeError(
+            f"{type(optimizer).__name__} does not say what it maps a momentum to, which egop.Aligned() follows. Use "
+            "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which works with every "
             "optimizer."
         )
 
 
-def lookahead(inner: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The momenta that a step with these gradients has, and what an optimizer maps them to, both stacked.
+def look_ahead(optimizer: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the momenta after a step with these gradients, and what the optimizer maps them to, both stacked.
 
-    An optimizer offers this by a method ``lookahead(tensors, gradients)``, as those of ``egop.optim`` whose map is of
-    the momentum alone; of Adam the map is a division by the root of its second moment.
+    An optimizer offers this as a method ``lookahead(tensors, gradients)``, as those of ``egop.optim`` whose map depends
+    on the momentum alone. Adam's map is the division by the root of its second moment.
     """
-    check_lookahead(inner)
-    inside = inner.inside if isinstance(inner, Divided) else inner
-    if callable(offered := getattr(inside, "lookahead", None)):
-        pair: tuple[Tensor, Tensor] = offered(tensors, gradients)
+    check_lookahead(optimizer)
+    if callable(method := getattr(optimizer, "lookahead", None)):
+        pair: tuple[Tensor, Tensor] = method(tensors, gradients)
         return pair
-    groups = {id(tensor): group for group in inside.param_groups for tensor in group["params"]}
+    groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     momenta, mapped = [], []
     for tensor, gradient in zip(tensors, gradients, strict=True):
-        group, state = groups[id(tensor)], inside.state.get(tensor, {})
+        group, state = groups[id(tensor)], optimizer.state.get(tensor, {})
         (first, second), eps = group["betas"], group["eps"]
         gradient = -gradient if group["maximize"] else gradient
         if group["weight_decay"] and not group.get("decoupled_weight_decay"):
@@ -230,45 +412,10 @@ def lookahead(inner: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) ->
     return torch.stack(momenta), torch.stack(mapped)
 
 
-def read_by_lookahead(inner: Optimizer, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str] | None:
-    """What :func:`lookahead` reads of an optimizer, and its settings, if it is work on tensors alone; else None."""
-    inside = inner.inside if isinstance(inner, Divided) else inner
-    means = [momentum_of(inside.state.get(tensor, {})) for tensor in tensors]
+def find_lookahead_inputs(optimizer: Optimizer, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str] | None:
+    """Return what :func:`look_ahead` reads of an optimizer, and its settings; None if it works on the host too."""
+    means = [find_momentum(optimizer.state.get(tensor, {})) for tensor in tensors]
     known = [mean for mean in means if mean is not None]
-    if not isinstance(inside, MatrixOptimizer) or not inside.is_recordable or len(known) < len(means):
+    if not isinstance(optimizer, MatrixOptimizer) or not optimizer.is_recordable or len(known) < len(means):
         return None
-    return known, inside.recorded_settings
-
-
-def fresh_states(
-    inner: Optimizer,
-    tensors: Sequence[Tensor],
-    make: Make,
-    *,
-    stepped: bool = False,
-    group: Mapping[str, Any] | None = None,
-) -> list[dict[str, Any]]:
-    """The states that an optimizer has of its tensors before the first step, or (``stepped``) the form of later ones.
-
-    Args:
-        inner: the optimizer; it is not touched.
-        tensors: some that it steps, of one group.
-        make: makes another one from groups.
-        stepped: whether a step without a gradient is taken first, with stand-ins for the tensors.
-        group: the parameter group that has them; searched for if not given.
-    """
-    if group is None:
-        group = next(each for each in inner.param_groups if any(tensor is tensors[0] for tensor in each["params"]))
-    others = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-    stand_ins = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
-    fresh = make([{**others, "params": stand_ins}])
-    if stepped:
-        for tensor in stand_ins:
-            tensor.grad = torch.zeros_like(tensor)
-        with torch.random.fork_rng(devices=[]):
-            step_inner(fresh)
-    states = [dict(fresh.state.get(tensor, {})) for tensor in stand_ins]
-    for state in states if stepped else ():
-        if isinstance(state.get("step"), Tensor | int | float):
-            state["step"] = state["step"] * 0  # none has been taken
-    return states
+    return known, optimizer.recorded_settings

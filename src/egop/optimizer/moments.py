@@ -1,17 +1,17 @@
-"""What becomes of an optimizer's state when the basis changes.
+"""Move coordinates and optimizer state to another basis.
 
-State is known by its name, wherever it is: a tensor inside a list, a dict or a deque goes by the name of that.
+State is recognized by its name. A tensor inside a list, a dict or a deque goes by the name of that container.
 
 ===================  =====================================================================================  ===========
-what it is           how it follows                                                                         names
+kind                 how it follows a change of basis                                                       names
 ===================  =====================================================================================  ===========
 vectors              rotated exactly: means of gradients and updates, linear in them                        LINEAR
-points               as the coordinates do, with what an incomplete basis leaves out; also where moments    POINTS
-                     are kept, since the numbers of a point mean another one in another basis
-squares              by the squared rotation where the structure can afford it (``Full``, ``Shared``,       SQUARED
-                     ``Kronecker``), kept elsewhere
-magnitudes           as squares, after squaring                                                             MAGNITUDES
-step sizes           kept: there is no way to rotate them                                                   STEP_SIZES
+points               moved like the coordinates, with what an incomplete basis leaves out; also if moments  POINTS
+                     are kept, since the same numbers are another point in another basis
+squares              rotated by the squared rotation if the structure has one (``Full``, ``Shared``,        SQUARED
+                     ``Kronecker``), kept otherwise
+magnitudes           squared, rotated like squares, and back                                                MAGNITUDES
+step sizes           kept, since they cannot be rotated                                                     STEP_SIZES
 single numbers       kept: counters, norms                                                                  any
 everything else      an error that names it, never a guess                                                  any
 ===================  =====================================================================================  ===========
@@ -28,14 +28,15 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
+from egop.numerics import copy_all, exact_products, stack_tensors
 
 Moments = Literal["rotate", "keep", "reset"]
 
-# First those of torch.optim, then those of other packages that mean the same thing everywhere.
+# First the names of torch.optim, then those of other packages that mean the same thing everywhere.
 LINEAR = {"exp_avg", "momentum_buffer", "grad_avg", "prev"}
 LINEAR |= {"exp_avg_slow", "exp_avg_diff", "exp_avg_grad", "neg_exp_avg", "grok_exp_avg", "avg_grad", "previous_grad"}
 LINEAR |= {"last_grad", "grad_queue", "momentum", "pos_momentum", "neg_momentum", "slow_momentum"}
-# Running averages of points are not among them if they start at zero: such a one is a point times a number below one.
+# Running averages of points that start at zero are not among them: they are a point times a number below one.
 POINTS = {"ax", "center"}
 POINTS |= {"z", "x0", "x_k", "p0", "prev_param", "slow_buffer", "slow_params"}
 SQUARED = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta"}
@@ -43,18 +44,33 @@ SQUARED |= {"exp_avg_var", "max_exp_avg_var", "grad_sum_sq"}
 MAGNITUDES = {"exp_inf"}
 STEP_SIZES = {"step_size"}
 
-_KINDS = (LINEAR, POINTS, SQUARED, MAGNITUDES, STEP_SIZES)  # which may get further names
+_KINDS = (LINEAR, POINTS, SQUARED, MAGNITUDES, STEP_SIZES)  # users may add names to them
 _PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
+_WIDE = 2048  # from this width on the product of two bases takes seconds on a CPU
+
+# For each coordinate tensor of each block the part of its state that follows a change of basis.
+StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
-def momentum_of(state: Mapping[str, Any]) -> Tensor | None:
-    """The running mean of gradients in the state of a tensor, under any of the names that it goes by."""
+def check_moments(moments: str) -> None:
+    """Raise ValueError for an unknown policy."""
+    if moments not in ("rotate", "keep", "reset"):
+        raise ValueError(f"Invalid moments value: {moments!r}. Must be 'rotate', 'keep' or 'reset'.")
+
+
+def is_known_name(name: str) -> bool:
+    """Return True for a name of the table above."""
+    return any(name in kind for kind in _KINDS)
+
+
+def find_momentum(state: Mapping[str, Any]) -> Tensor | None:
+    """Return the running mean of gradients in a tensor's state, under any of its usual names."""
     names = ("exp_avg", "momentum_buffer", "momentum", "avg_grad", "grad_avg")
     return next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
 
 
-def keeps_only_vectors(state: Mapping[str, Any]) -> bool:
-    """Whether all that is kept of a tensor is linear in its gradients, a point, or a single number."""
+def has_only_vectors(state: Mapping[str, Any]) -> bool:
+    """Return True if a tensor's state consists of vectors, points and single numbers."""
     return all(
         key in LINEAR
         or key in POINTS
@@ -64,118 +80,188 @@ def keeps_only_vectors(state: Mapping[str, Any]) -> bool:
     )
 
 
-def is_known(name: str) -> bool:
-    """Return True for a name of the table above."""
-    return any(name in kind for kind in _KINDS)
+def find_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors inside a value of a state, and objects that cannot be looked into, each with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from find_leaves(f"{path}[{key!r}]", part)
+    elif isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes):  # a deque is a Sequence
+        for index, part in enumerate(value):
+            yield from find_leaves(f"{path}[{index}]", part)
+    elif not isinstance(value, _PLAIN):
+        yield path, value
 
 
-def check_moments(moments: str) -> None:
-    """Raise an error for an unknown policy."""
-    if moments not in ("rotate", "keep", "reset"):
-        raise ValueError(f"Invalid moments value: {moments!r}. Must be 'rotate', 'keep' or 'reset'.")
-
-
-def movable(state: Mapping[str, Any], shape: torch.Size, moments: Moments = "rotate") -> dict[str, Tensor]:
-    """What of the state of one coordinate tensor follows a change of basis, by where it is.
+def select_movable(state: Mapping[str, Any], shape: torch.Size, moments: Moments = "rotate") -> dict[str, Tensor]:
+    """Return the tensors of a state that follow a change of basis, by path.
 
     Args:
-        state: of an optimizer.
-        shape: of the coordinates.
-        moments: ``"rotate"``, and what is not known is an error; ``"keep"`` for points alone; ``"reset"`` for nothing.
+        state: the state of one coordinate tensor.
+        shape: the shape of the coordinates.
+        moments: ``"rotate"`` raises ValueError for unknown state; ``"keep"`` moves points only; ``"reset"`` nothing.
     """
     if moments == "reset":
         return {}
     tensors = {}
     for key, value in state.items():
-        for where, leaf in ((key, value),) if isinstance(value, Tensor) else leaves(key, value):
+        for path, leaf in ((key, value),) if isinstance(value, Tensor) else find_leaves(key, value):
             if isinstance(leaf, Tensor) and (not leaf.dim() or (leaf.shape != shape and leaf.numel() == 1)):
                 continue  # a single number
             if moments == "keep" and key not in POINTS:
                 continue
-            if not isinstance(leaf, Tensor) or not is_known(key):
-                raise ValueError(_unknown(where))
+            if not isinstance(leaf, Tensor) or not is_known_name(key):
+                raise ValueError(_describe_unknown(path))
             if leaf.shape != shape or not leaf.is_floating_point():
                 kind = str(leaf.dtype).removeprefix("torch.")
-                raise ValueError(_unknown(where, f" of shape {tuple(leaf.shape)} ({kind}) for one of {tuple(shape)}"))
+                details = f" of shape {tuple(leaf.shape)} ({kind}) for one of {tuple(shape)}"
+                raise ValueError(_describe_unknown(path, details))
             if key not in STEP_SIZES:
-                tensors[where] = leaf
+                tensors[path] = leaf
     return tensors
 
 
-def leaves(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors inside a value of a state, and objects that nobody can look into, each with where it is."""
-    if isinstance(value, Tensor):
-        yield where, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from leaves(f"{where}[{key!r}]", part)
-    elif isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes):  # a deque is a Sequence
-        for index, part in enumerate(value):
-            yield from leaves(f"{where}[{index}]", part)
-    elif not isinstance(value, _PLAIN):
-        yield where, value
+def rebase_stack(old: ChangeOfBasis, new: ChangeOfBasis, coordinates: Sequence[Tensor], states: StackedStates) -> None:
+    """Move coordinates and states of stacked blocks to new bases, in place, and write the new bases over the old ones.
+
+    Nothing is written before everything is computed, and no value is read by the host. A block whose basis is the same
+    as before, because its renewal failed, keeps its numbers bit for bit: its rotation is only nearly the identity.
+    """
+    changed = _find_changed(old, new)
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    with exact_products():  # points must not lose digits with every change
+        if _is_wide(new) and not any(state for block in states for state in block):
+            # For points alone the rotation, a product of two bases, costs more than decoding and encoding.
+            moved = new.encode(old.decode(coordinates))
+        else:
+            rotation = new.rotation_from(old)
+            assert rotation is not None
+            moved = new.rotate(tuple(coordinates), rotation)
+            targets, sources = move_states(old, new, states, rotation, changed=changed)
+        encoded = [_select(changed, *pair) for pair in zip(moved, coordinates, strict=True)]
+    copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
 
 
-def rotated(
+def move_states(
+    old: ChangeOfBasis,
+    new: ChangeOfBasis,
+    states: StackedStates,
+    rotation: Mapping[str, Tensor] | None,
+    rest: Sequence[Tensor] | None = None,
+    changed: Tensor | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the state tensors, and their values in the new bases.
+
+    Args:
+        old: the current bases.
+        new: the bases to move to.
+        states: the state tensors.
+        rotation: the rotation between the bases, if there is one.
+        rest: what the old bases leave out of the blocks' tensors.
+        changed: which blocks have another basis; the states of the others keep their values.
+    """
+    kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
+    for index, entry in enumerate(states):
+        kinds.setdefault(tuple(tuple(state) for state in entry), []).append(index)
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for kind, places in kinds.items():
+        stacked = [
+            {key: stack_tensors([states[i][place][key] for i in places]) for key in keys}
+            for place, keys in enumerate(kind)
+        ]
+        whole = len(kinds) == 1
+        sides = (
+            (old, new, rotation, rest)
+            if whole
+            else (old.part(places), new.part(places), None, rest and [part[places] for part in rest])
+        )
+        for k, fresh in enumerate(rotate_states(stacked, *sides)):
+            for key, value in fresh.items():
+                targets += [states[index][k][key] for index in places]
+                if changed is not None:
+                    value = _select(changed if whole else changed[places], value, stacked[k][key])
+                sources += value.unbind()
+    return targets, sources
+
+
+def rotate_states(
     states: Sequence[Mapping[str, Tensor]],
     old: ChangeOfBasis,
     new: ChangeOfBasis,
     rotation: Mapping[str, Tensor] | None = None,
     rest: Sequence[Tensor] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The state of a block's coordinates after a change of basis.
+    """Return the state of a block's coordinates after a change of basis.
 
     Args:
-        states: what of the state of each coordinate tensor of the block is :func:`movable`.
-        old: the basis that the states are in.
-        new: the basis that they are wanted in.
-        rotation: from one to the other, if it is known already.
-        rest: what the old basis leaves out of the block's tensors and the optimizer keeps: part of every point.
+        states: the movable state of each coordinate tensor, see :func:`select_movable`.
+        old: the current basis.
+        new: the basis to move to.
+        rotation: the rotation between them, if known already.
+        rest: what the old basis leaves out of the block's tensors: part of every point.
     """
     rotation = new.rotation_from(old) if rotation is None else rotation
     fresh: list[dict[str, Tensor]] = [{} for _ in states]
-    for where in dict.fromkeys(where for state in states for where in state):
-        if not all(where in state for state in states):
-            raise ValueError(_unknown(where, " for some of a block's coordinates only"))
-        values = tuple(state[where].to(new.block.dtype) for state in states)
-        kind = where.partition("[")[0]
+    for path in dict.fromkeys(path for state in states for path in state):
+        if not all(path in state for state in states):
+            raise ValueError(_describe_unknown(path, " for some of a block's coordinates only"))
+        values = tuple(state[path].to(new.block.dtype) for state in states)
+        kind = path.partition("[")[0]
         if kind in SQUARED:
-            moved = squares_rotated(values, new, rotation)
+            moved = rotate_squares(values, new, rotation)
         elif kind in MAGNITUDES:
-            # In float64: the square of a magnitude that is finite must not overflow.
-            squares = squares_rotated(tuple(value.double().square() for value in values), new, rotation)
+            # In float64: the square of a finite magnitude must not overflow.
+            squares = rotate_squares(tuple(value.double().square() for value in values), new, rotation)
             moved = tuple(value.sqrt().to(values[0].dtype) for value in squares)
         elif rotation is not None:
-            moved = new.rotated(values, rotation)
+            moved = new.rotate(values, rotation)
         else:
             decoded = old.decode(values)
             if kind in POINTS and rest is not None:
                 decoded = tuple(part + kept for part, kept in zip(decoded, rest, strict=True))
             moved = new.encode(decoded)
         for state, value in zip(fresh, moved, strict=True):
-            state[where] = value
+            state[path] = value
     return fresh
 
 
-def squares_rotated(
+def rotate_squares(
     squares: tuple[Tensor, ...], new: ChangeOfBasis, rotation: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, ...]:
-    """Squared moments, carried by the squared rotation; as they are where there is none.
+    """Return squared moments carried by the squared rotation, or unchanged if there is no rotation.
 
-    One that has overflowed makes infinite all that it is mixed with, though infinity times zero is not a number: like
-    the coordinate it stood for, these get no more steps. Less would not be safe, as the huge first moment beside it is
-    mixed with theirs, too.
+    A square that has overflowed makes everything infinite that it is mixed with, although infinity times zero is not a
+    number: those coordinates get no more steps, like the one that overflowed. Anything less would not be safe, since
+    the huge first moment is mixed with theirs, too.
     """
     if rotation is None:
         return squares
-    moved = new.rotated(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
+    moved = new.rotate(squares, {name: matrix.to(squares[0].dtype).square() for name, matrix in rotation.items()})
     return tuple(square.nan_to_num(nan=torch.inf, posinf=torch.inf) for square in moved)
 
 
-def _unknown(where: str, details: str = "") -> str:
+def _is_wide(change: ChangeOfBasis) -> bool:
+    return any(tensor.shape[-1] > _WIDE for tensor in change.tensors.values())
+
+
+def _find_changed(old: ChangeOfBasis, new: ChangeOfBasis) -> Tensor:
+    """Return which of several stacked bases differ from before in any bit, expert by expert."""
+    leading = 1 + (old.block.stacked[0] if len(old.block.stacked) == 1 else 0)
+    pairs = [(tensor, new.tensors[name]) for name, tensor in old.tensors.items()]
+    return torch.stack([(before != after).flatten(leading).any(-1) for before, after in pairs]).any(0)
+
+
+def _select(changed: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
+    return torch.where(changed.reshape(changed.shape + (1,) * (kept.dim() - changed.dim())), fresh, kept)
+
+
+def _describe_unknown(path: str, details: str = "") -> str:
     return (
-        f"The optimizer's state has '{where}'{details}, and it is not known how that follows a change of basis. "
+        f"The optimizer's state has '{path}'{details}, and it is not known how that follows a change of basis. "
         "If it is linear in the gradients, as a momentum is, say so once: egop.optimizer.moments.LINEAR.add(name). Or "
-        "use moments='reset', as in egop.Online(moments='reset'), which starts the state anew; moments='keep' is right "
-        "only for what does not depend on the basis."
+        "use moments='reset', as in egop.Online(moments='reset'), which resets the state; moments='keep' is right "
+        "only for state that does not depend on the basis."
     )

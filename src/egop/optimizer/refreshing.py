@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ChangeOfBasis, Layer, Plan, call_it
+from egop.basis import Basis, ChangeOfBasis, Plan, Role, call_hint
 from egop.formatting import pluralize
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
@@ -25,7 +25,7 @@ class Rebasable(Protocol):
     """The part of an optimizer that a refresh works with."""
 
     param_groups: list[dict[str, Any]]
-    layers: dict[str, Layer]
+    layers: dict[str, Role]
 
     @property
     def outside(self) -> type[Optimizer] | None:
@@ -238,5 +238,5 @@ def check_refresh(refresh: object, basis: object) -> None:
     if refresh is not None and not isinstance(refresh, Refresh):
         raise TypeError(
             "refresh must be egop.Every(...), egop.Online(...), egop.Aligned(...) or your own egop.Refresh, "
-            f"got {refresh!r}.{call_it(refresh, Refresh)}"
+            f"got {refresh!r}.{call_hint(refresh, Refresh)}"
         )

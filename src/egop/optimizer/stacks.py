@@ -1,4 +1,4 @@
-"""Blocks of one kind and shape as one stack: their products, and a change of their basis, are single calls."""
+"""Blocks of one kind and shape as one stack, so that their products and changes of basis are single calls."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from egop.numerics import (
     run_in_branches,
     stack_tensors,
 )
-from egop.optimizer.binding import BoundBlock
-from egop.optimizer.moments import Moments, movable
-from egop.optimizer.rebasing import StackedStates, moved_states, rebase
+from egop.optimizer.binding import BoundBlock, find_written
+from egop.optimizer.moments import Moments, StackedStates, move_states, rebase_stack, select_movable
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
+Part = tuple[ChangeOfBasis, list[Tensor], list[Tensor]]  # what to apply, to what, and memory to use
+Products = list[Sequence[Tensor]]  # for each tensor of a block, those of all blocks
 
 
 class Stack:
-    """Blocks whose bases and coordinates lie side by side in memory, each block's own being views.
+    """Blocks whose bases and coordinates lie side by side in memory; each block holds views.
 
     Args:
-        blocks: of one signature.
-        recorder: makes recordings of what is done in one place again and again.
+        blocks: blocks of one signature.
+        recorder: records GPU work that is repeated in the same memory.
     """
 
     def __init__(self, blocks: list[BoundBlock], recorder: Recorder) -> None:
@@ -43,10 +44,13 @@ class Stack:
             for group in zip(*(block.coordinates for block in blocks), strict=True)
         ]
         self.active: list[int] = []  # which blocks have a gradient in this step
-        self.gradients: list[Tensor] = []  # theirs, stacked, one tensor for each parameter of a block
-        self.slots: list[Tensor] = []  # where they are stacked, if always in the same place
+        self.gradients: list[Tensor] = []  # their gradients, stacked, one tensor for each parameter of a block
+        self.slots: list[Tensor] = []  # where gradients are stacked, if always in the same memory
+        self._everyone = list(range(len(blocks)))
+        self._is_sharded = any(block.sharded for block in blocks)
+        self._parameters = self._find_parameters()
         self._owns_basis = len(blocks) > 1
-        self._incoming: dict[str, Tensor] = {}  # where new bases come to, if always to the same place
+        self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if always in the same memory
         self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
         self._share_basis()
         for index, block in enumerate(blocks):
@@ -55,129 +59,147 @@ class Stack:
 
     @property
     def by_rows(self) -> bool:
-        """Whether this process has some rows of each block, and others the rest."""
+        """Whether this process has some rows of each block, and other processes the rest."""
         return self.blocks[0].by_rows
 
     @property
     def is_first(self) -> bool:
-        """Whether it is this process that has the first rows."""
+        """Whether this process has the first rows."""
         return not self.by_rows or has_first_shard(self.blocks[0].originals[0])
 
     def summed(self, tensor: Tensor) -> Tensor:
-        """The sum of what each process has for its rows."""
+        """Return the sum over the processes that hold the rows."""
         return sum_over_shards(tensor, self.blocks[0].originals[0]) if self.by_rows else tensor
 
-    def collect(self, *, still: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    # --- a step ---
+
+    def collect(self, *, in_place: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Stack the gradients of all blocks that have one.
 
         Args:
-            still: whether to stack them in the same place in every step.
+            in_place: stack them in the same memory in every step.
 
-        Yields:
-            For the caller to copy: where to, and what.
+        Returns:
+            Copies that the caller has to make, targets and sources.
         """
-        for block in self.blocks:
-            if block.sharded:
-                block.pull()
+        if self._is_sharded:
+            for block in self.blocks:
+                if block.sharded:
+                    block.gather()
+            self._parameters = self._find_parameters()
         dtype = self.change.block.dtype
-        grads = list(zip(*([parameter.grad for parameter in block.parameters] for block in self.blocks), strict=True))
-        if all(
-            grad is not None and grad.layout is torch.strided and (still or grad.dtype is dtype)
-            for group in grads
-            for grad in group
-        ):
-            self.active = list(range(len(self.blocks)))  # the common case, with nothing done block by block
-            if not still:
-                self.gradients = [stack_tensors(group) for group in grads]
-                return
-            self.gradients = self.slots = self.slots or [_room_for(group, dtype) for group in grads]
-            for slot, group in zip(self.slots, grads, strict=True):
-                yield from zip(slot.unbind(), group, strict=True)
-            return
-        self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
-        apart = [self.blocks[index].gradients() for index in self.active]
-        self.gradients = [stack_tensors(group) for group in zip(*apart, strict=True)]
+        columns: list[list[Any]] = []
+        for parameters in self._parameters:
+            column = [parameter.grad for parameter in parameters]
+            for grad in column:
+                if grad is None or grad.layout is not torch.strided or not (in_place or grad.dtype is dtype):
+                    self._collect_some()
+                    return []
+            columns.append(column)
+        self.active = self._everyone
+        if not in_place:
+            self.gradients = [stack_tensors(column) for column in columns]
+            return []
+        self.gradients = self.slots = self.slots or [_allocate_stack(column, dtype) for column in columns]
+        pairs = zip(self.slots, columns, strict=True)
+        return [copy for slot, column in pairs for copy in zip(slot.unbind(), column, strict=True)]
 
-    def drop_gradients(self) -> None:
-        """Leave no gradient that a later step without one could take for its own."""
-        for index in self.active:
-            for tensor in self.blocks[index].stepped():
-                tensor.grad = None
-        self.active, self.gradients = [], []
+    def _collect_some(self) -> None:
+        self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
+        gradients = [self.blocks[index].read_gradients() for index in self.active]
+        self.gradients = [stack_tensors(column) for column in zip(*gradients, strict=True)]
+
+    def _find_parameters(self) -> list[tuple[Tensor, ...]]:
+        return list(zip(*(block.parameters for block in self.blocks), strict=True))
 
     def active_part(self) -> tuple[ChangeOfBasis, list[Tensor]]:
-        """The bases and the coordinates of the blocks that have a gradient."""
+        """Return the bases and coordinates of the blocks that have a gradient."""
         if len(self.active) == len(self.blocks):
             return self.change, self.coordinates
         return self.change.part(self.active), [stacked[self.active] for stacked in self.coordinates]
 
-    def active_slots(self) -> list[Tensor]:
-        """Memory in the layout of the parameters, if there is some and all blocks have a gradient."""
-        return self.slots if len(self.active) == len(self.blocks) else []
+    def set_gradients(self, encoded: Products) -> None:
+        """Give the coordinates of the active blocks their gradients."""
+        self.gradients = []
+        for place, gradients in enumerate(encoded):
+            for index, gradient in zip(self.active, gradients, strict=True):
+                self.blocks[index].coordinates[place].grad = gradient
 
-    def follow(self, blocks: Sequence[BoundBlock]) -> None:
-        """Take what someone else has written to the blocks' parameters into the coordinates."""
-        written = [block for block in blocks if block.was_written]
+    def drop_gradients(self) -> None:
+        """Remove the gradients of coordinates, which a later step without gradients would take for its own."""
+        for index in self.active:
+            block = self.blocks[index]
+            for tensor in block.find_temporaries() if block.sharded else block.coordinates:
+                tensor.grad = None
+        self.active, self.gradients = [], []
+
+    def follow_parameters(self, blocks: Sequence[BoundBlock]) -> None:
+        """Take into the coordinates what someone else has written to the parameters of these blocks."""
+        written = find_written(blocks)
         if written:
             decoded = zip(*self.change.decode(self.coordinates), strict=True)
             for block, tensors in zip(self.blocks, decoded, strict=True):
                 if block in written:
-                    block.follow(tensors)
+                    block.follow_parameters(tensors)
 
-    def pull(self) -> None:
-        """Take in what is new in the parameters of all blocks, outside a step."""
+    # --- outside a step ---
+
+    def read_parameters(self) -> None:
+        """Bring the coordinates of all blocks up to date."""
         for block in self.blocks:
             if block.sharded:
-                block.pull()
-                for tensor in block.stepped():
+                block.gather()
+                for tensor in block.find_temporaries():
                     tensor.grad = None
-        self.follow(self.blocks)
+        self.follow_parameters(self.blocks)
 
-    def push(self, before: Sequence[Tensor]) -> None:
-        """Write to the parameters of the blocks whose coordinates, stacked, are not what they were before."""
+    def write_changed(self, before: Sequence[Tensor]) -> None:
+        """Write the parameters of the blocks whose coordinates differ from what they were before."""
         pairs = list(zip(self.coordinates, before, strict=True))
-        changed = [i for i in range(len(self.blocks)) if any(not torch.equal(now[i], was[i]) for now, was in pairs)]
+        changed = [i for i in self._everyone if any(not torch.equal(now[i], was[i]) for now, was in pairs)]
         if changed:
             decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
             for index in changed:
-                self.blocks[index].accept(decoded[index])
+                self.blocks[index].write(decoded[index])
 
     def rebase(
-        self, members: slice, tensors: Mapping[str, Tensor], states: States, moments: Moments, *, still: bool = False
+        self, members: slice, tensors: Mapping[str, Tensor], states: States, moments: Moments, *, in_place: bool = False
     ) -> None:
-        """Express some blocks' points in other bases.
+        """Express some blocks in other bases.
 
         Args:
             members: which blocks.
             tensors: their new bases, stacked.
             states: the inner optimizer's state.
-            moments: what becomes of that, see :func:`egop.optimizer.moments.movable`.
-            still: whether to do so in the same memory every time.
+            moments: what happens to it, see :func:`egop.optimizer.moments.select_movable`.
+            in_place: work in the same memory every time.
         """
         blocks = self.blocks[members]
-        self.follow(blocks)
+        self.follow_parameters(blocks)
         self._own_basis()
         old = self.change.part(members)
-        new = old.replaced({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
+        new = old.with_tensors({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
         coordinates = [stacked[members] for stacked in self.coordinates]
         moved = [
-            [movable(states.get(coordinate, {}), coordinate.shape, moments) for coordinate in block.coordinates]
+            [select_movable(states.get(coordinate, {}), coordinate.shape, moments) for coordinate in block.coordinates]
             for block in blocks
         ]
         try:
             if not old.has_rotation:
                 self._rebase_by_decoding(blocks, old, new, coordinates, moved)
-            elif still:
-                new = self._brought_in(new, members)
+            elif in_place:
+                new = self._copy_incoming(new, members)
                 used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
                 used += [tensor for block in moved for state in block for tensor in state.values()]
-                again = self._rebases.setdefault((members.start, members.stop), InPlaceGraph(rebase, self._recorder))
-                again.run(used, old, new, coordinates, moved)
+                recorded = self._rebases.setdefault(
+                    (members.start, members.stop), InPlaceGraph(rebase_stack, self._recorder)
+                )
+                recorded.run(used, old, new, coordinates, moved)
             else:
-                rebase(old, new, coordinates, moved)
+                rebase_stack(old, new, coordinates, moved)
         except BaseException:  # coordinates and basis may not belong together
             for block in blocks:
-                block.distrust()
+                block.invalidate()
             raise
 
     def _rebase_by_decoding(
@@ -188,59 +210,62 @@ class Stack:
         coordinates: list[Tensor],
         moved: StackedStates,
     ) -> None:
-        """For structures that may leave something of the parameters out."""
+        """Rebase a structure that has no rotation, or that leaves part of the parameters out."""
         with exact_products():
             decoded = zip(*old.decode(coordinates), strict=True)
-            values = [block.whole(tensors) for block, tensors in zip(blocks, decoded, strict=True)]
+            values = [block.add_rest(tensors) for block, tensors in zip(blocks, decoded, strict=True)]
             encoded = new.encode([stack_tensors(group) for group in zip(*values, strict=True)])
             rests = [block.rest for block in blocks if block.rest is not None]  # all have one, or none
             rest = [stack_tensors(group) for group in zip(*rests, strict=True)] if rests else None
-            targets, sources = moved_states(old, new, moved, None, rest)
+            targets, sources = move_states(old, new, moved, None, rest)
         copy_all([*old.tensors.values(), *coordinates, *targets], [*new.tensors.values(), *encoded, *sources])
         for block, value in zip(blocks, values, strict=True):
-            block.keep_rest_of(value)
+            block.keep_rest(value)
             block.drop_rest()
 
-    def _brought_in(self, new: ChangeOfBasis, members: slice) -> ChangeOfBasis:
-        """New bases where they always come to."""
+    def _copy_incoming(self, new: ChangeOfBasis, members: slice) -> ChangeOfBasis:
+        """Copy new bases to where they always arrive."""
         if not self._incoming:
             self._incoming = {name: torch.empty_like(tensor) for name, tensor in self.change.tensors.items()}
         places = {name: tensor[members] for name, tensor in self._incoming.items()}
         copy_all(list(places.values()), [new.tensors[name] for name in places])
-        return new.replaced(places)
+        return new.with_tensors(places)
 
     def _own_basis(self) -> None:
-        """Before it is written to: a single block's basis may be someone else's too."""
+        """Copy the basis of a single block before it is written to, since others may use it."""
         if not self._owns_basis:
-            layout = torch.contiguous_format  # always the same, so that a resumed training rounds alike
+            layout = torch.contiguous_format  # always the same, so that a resumed run rounds the same way
             copies = {name: tensor.clone(memory_format=layout) for name, tensor in self.change.tensors.items()}
-            self.change = self.change.replaced(copies)
+            self.change = self.change.with_tensors(copies)
             self._share_basis()
             self._owns_basis = True
 
     def _share_basis(self) -> None:
         for index, block in enumerate(self.blocks):  # views, so that every basis is held once
-            block.change = block.change.replaced({name: tensor[index] for name, tensor in self.change.tensors.items()})
+            block.change = block.change.with_tensors(
+                {name: tensor[index] for name, tensor in self.change.tensors.items()}
+            )
 
 
 class Stacks:
     """All blocks of an optimizer, stacked by kind and shape.
 
     Args:
-        blocks: in any order.
-        compiled: whether the products of a step go through ``torch.compile``, all of them as one graph.
-        reused: whether the gradients that coordinates get may be written over in the next step.
+        blocks: the blocks, in any order.
+        compiled: whether the products of a step go through ``torch.compile``, as one graph.
+        reused: whether the gradients of coordinates may be overwritten in the next step.
     """
 
     def __init__(self, blocks: Iterable[BoundBlock], *, compiled: bool = False, reused: bool = False) -> None:
-        alike: dict[Any, list[BoundBlock]] = {}
+        groups: dict[Any, list[BoundBlock]] = {}
         for block in blocks:
-            alike.setdefault(block.signature, []).append(block)
+            groups.setdefault(block.signature, []).append(block)
         recorder = Recorder(branched=True)
-        self._each = [Stack(members, recorder) for members in alike.values()]
-        self.still = reused and not compiled and _is_small([block for members in alike.values() for block in members])
-        self._apply: _Apply = torch.compile(_all_applied) if compiled else _applied
-        self._again = {method: InPlaceGraph(_applied_in_branches, recorder) for method in ("encode", "decode")}
+        self._each = [Stack(members, recorder) for members in groups.values()]
+        # Whether a step works in the same memory every time, so that its products can be recorded.
+        self.still = reused and not compiled and _is_small([block for members in groups.values() for block in members])
+        self._apply_all = torch.compile(_apply_to_all) if compiled else None
+        self._recorded = {method: InPlaceGraph(_apply_in_branches, recorder) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self._each)
@@ -248,114 +273,117 @@ class Stacks:
     def __len__(self) -> int:
         return len(self._each)
 
-    def moved(self, basis: Mapping[str, ChangeOfBasis]) -> Iterator[tuple[Stack, slice, Mapping[str, Tensor]]]:
-        """The blocks for which a basis has other tensors, and these, stacked: all of a stack, or each alone."""
+    def find_moved(self, basis: Mapping[str, ChangeOfBasis]) -> Iterator[tuple[Stack, slice, Mapping[str, Tensor]]]:
+        """Yield the blocks whose tensors differ in a basis, with the new tensors: a whole stack, or block by block."""
         for stack in self._each:
             fresh = [basis.get(block.name) for block in stack.blocks]
             pairs = enumerate(zip(stack.blocks, fresh, strict=True))
-            moved = [index for index, (block, new) in pairs if new is not None and not block.change.equal(new)]
-            together = len(moved) == len(stack.blocks)
-            for members in [slice(None)] if together else [slice(index, index + 1) for index in moved]:
+            moved = [index for index, (block, new) in pairs if new is not None and not block.change.equals(new)]
+            whole = len(moved) == len(stack.blocks)
+            for members in [slice(None)] if whole else [slice(index, index + 1) for index in moved]:
                 changes = [change for change in fresh[members] if change is not None]
                 yield stack, members, type(changes[0]).stack(changes).tensors
 
     def collect(self) -> None:
-        """Stack the gradients of all blocks that have one, and take in what someone else has written to them."""
-        copies = [copy for stack in self._each for copy in stack.collect(still=self.still)]
-        copy_all([target for target, _ in copies], [source for _, source in copies])
+        """Stack the gradients of all blocks that have one, and follow what someone else has written to them."""
+        copies: list[tuple[Tensor, Tensor]] = []
         for stack in self._each:
-            stack.follow([stack.blocks[index] for index in stack.active])
+            copies += stack.collect(in_place=self.still)
+        copy_all([target for target, _ in copies], [source for _, source in copies]) if copies else None
+        for stack in self._each:
+            stack.follow_parameters([stack.blocks[index] for index in stack.active])
 
     def encode_gradients(self) -> None:
-        """Give the coordinates of every block that has a gradient theirs."""
+        """Rotate the gradients of all active blocks and give them to the coordinates."""
         active = [stack for stack in self._each if stack.active]
-        encoded = self._applied("encode", [(stack.active_part()[0], stack.gradients, []) for stack in active])
-        for stack, parts in zip(active, encoded, strict=True):
-            stack.gradients = []
-            for place, gradients in enumerate(parts):
-                for index, gradient in zip(stack.active, gradients, strict=True):
-                    stack.blocks[index].coordinates[place].grad = gradient
+        parts: list[Part] = [(stack.active_part()[0], stack.gradients, []) for stack in active]
+        products = self._multiply_all("encode", parts)
+        for index, stack in enumerate(active):
+            stack.set_gradients(products[index] if products else _multiply("encode", parts[index]))
 
     def decode_coordinates(self) -> None:
-        """Write the stepped coordinates back to the parameters."""
+        """Rotate the stepped coordinates of all active blocks back and write them to the parameters."""
         active = [stack for stack in self._each if stack.active]
-        decoded = self._applied("decode", [(*stack.active_part(), stack.active_slots()) for stack in active])
+        parts: list[Part] = [
+            (*stack.active_part(), stack.slots if len(stack.active) == len(stack.blocks) else []) for stack in active
+        ]
+        products = self._multiply_all("decode", parts)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for stack, parts in zip(active, decoded, strict=True):
-            for index, tensors in zip(stack.active, zip(*parts, strict=True), strict=True):
-                targets += stack.blocks[index].parameters
-                sources += stack.blocks[index].whole(tensors)
-            if not self.still:  # what was decoded need not all be held at once
+        written: list[tuple[BoundBlock, Sequence[Tensor] | None]] = []
+        for place, stack in enumerate(active):
+            decoded = products[place] if products else _multiply("decode", parts[place])
+            is_fresh = not self.still and bool(stack.change.tensors)  # not the memory of a recording or the coordinates
+            for index, tensors in zip(stack.active, zip(*decoded, strict=True), strict=True):
+                block = stack.blocks[index]
+                values = tensors if block.rest is None else block.add_rest(tensors)
+                targets += block.parameters
+                sources += values
+                written.append((block, values if is_fresh and block.compares_values else None))
+            if not self.still:  # not all decoded tensors need to exist at once
                 copy_all(targets, sources)
                 targets, sources = [], []
-        copy_all(targets, sources)
-        for stack in active:
-            for index in stack.active:
-                stack.blocks[index].wrote()
+        copy_all(targets, sources) if targets else None
+        for block, copied in written:
+            if block.sharded:
+                block.scatter()
+            block.mark_synced(copied)
 
     def rewrite(self, write: Callable[[], object]) -> None:
-        """Let someone write other weights into the coordinates, as the parameters are now, and then into these."""
+        """Let ``write`` change the coordinates, outside a step, and write the parameters accordingly."""
         for stack in self._each:
-            stack.pull()
+            stack.read_parameters()
         before = [[stacked.clone() for stacked in stack.coordinates] for stack in self._each]
         write()
         for stack, coordinates in zip(self._each, before, strict=True):
-            stack.push(coordinates)
-
-    def _applied(self, method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
-        if not self.still:
-            return self._apply(method, parts)
-        tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
-        return self._again[method].run(tensors, method, parts)
+            stack.write_changed(coordinates)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step."""
         for stack in self._each:
             stack.drop_gradients()
 
+    def _multiply_all(self, method: str, parts: Sequence[Part]) -> list[Products]:
+        """Encode or decode all stacks at once if that is compiled or recorded; otherwise return nothing."""
+        if self._apply_all is not None:
+            return self._apply_all(method, parts)
+        if not self.still:
+            return []
+        tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
+        return self._recorded[method].run(tensors, method, parts)
 
-Part = tuple[ChangeOfBasis, list[Tensor], list[Tensor]]  # what to apply to what, and memory to use
-Parts = Sequence[Part]
-_Apply = Callable[[str, Parts], Iterable[list[Sequence[Tensor]]]]
 
-
-def _applied_to(method: str, part: Part) -> list[Sequence[Tensor]]:
+def _multiply(method: str, part: Part) -> Products:
     """Encode or decode one stack."""
     change, tensors, slots = part
     results = getattr(change, method)(tensors)
-    return [_in_layout(*pair).unbind() for pair in zip(results, slots or results, strict=True)]
+    if slots:
+        results = [_match_layout(*pair) for pair in zip(results, slots, strict=True)]
+    return [result.unbind() for result in results]
 
 
-def _applied(method: str, parts: Parts) -> Iterator[list[Sequence[Tensor]]]:
-    """One stack after the other, so that what comes out need not all be held at once."""
-    return (_applied_to(method, part) for part in parts)
+def _apply_to_all(method: str, parts: Sequence[Part]) -> list[Products]:
+    return [_multiply(method, part) for part in parts]
 
 
-def _all_applied(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
-    """The same as one graph, for ``torch.compile``."""
-    return [_applied_to(method, part) for part in parts]
+def _apply_in_branches(method: str, parts: Sequence[Part]) -> list[Products]:
+    return run_in_branches([functools.partial(_multiply, method, part) for part in parts])
 
 
-def _applied_in_branches(method: str, parts: Parts) -> Iterable[list[Sequence[Tensor]]]:
-    """The same for recordings."""
-    return run_in_branches([functools.partial(_applied_to, method, part) for part in parts])
-
-
-def _in_layout(tensor: Tensor, slot: Tensor) -> Tensor:
-    """A tensor in the layout of a slot, which it is copied to if it has another: channels last, mostly."""
+def _match_layout(tensor: Tensor, slot: Tensor) -> Tensor:
+    """Return a tensor in the memory layout of a slot, copied there if it has another one, mostly channels last."""
     return tensor if tensor.stride()[1:] == slot.stride()[1:] else slot.copy_(tensor)
 
 
 def _is_small(blocks: Sequence[BoundBlock]) -> bool:
-    """Whether launching the products of a step takes longer than computing them."""
+    """Return True if a GPU computes the products of a step faster than the host launches them."""
     coordinates = [coordinate for block in blocks for coordinate in block.coordinates]
     kinds = {coordinate.device.type for coordinate in coordinates}
-    rotated = any(block.change.tensors for block in blocks)
-    return rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= SMALL_NETWORK_BYTES
+    is_rotated = any(block.change.tensors for block in blocks)
+    return is_rotated and kinds == {"cuda"} and sum(tensor.nbytes for tensor in coordinates) <= SMALL_NETWORK_BYTES
 
 
-def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Memory for these tensors, stacked, each in the layout of the first."""
+def _allocate_stack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Allocate memory for these tensors, stacked, each in the layout of the first."""
     first = torch.empty_like(tensors[0], dtype=dtype)
     return first.new_empty_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))

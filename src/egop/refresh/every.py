@@ -7,8 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, plain_name
-from egop.estimation import Distribution, NoGradientError, Objective, Recentered, blocks_of, estimate, estimate_plan
+from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, strip_compile_prefix
+from egop.estimation import (
+    Distribution,
+    NoGradientError,
+    Objective,
+    Recentered,
+    estimate,
+    estimate_plan,
+    partition_objective,
+)
 from egop.formatting import parse_bytes
 from egop.numerics import check_positive_int
 from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
@@ -87,7 +95,9 @@ class _EveryRefresher(Refresher):
         config = self.config
         if optimizer.blocks:
             return None
-        return make_plan(*blocks_of(self.objective, config.partition), config.structure, parse_bytes(config.memory))
+        return make_plan(
+            *partition_objective(self.objective, config.partition), config.structure, parse_bytes(config.memory)
+        )
 
     def check(self, optimizer: Rebasable) -> None:
         _check_parameters(self.objective, optimizer)
@@ -130,9 +140,9 @@ class _EveryRefresher(Refresher):
 
 def _check_parameters(objective: Objective, optimizer: Rebasable) -> None:
     """Raise an error if the objective has its own copies of parameters that the optimizer trains."""
-    objective.check_whole()
+    objective.check_unsharded()
     trained = {
-        plain_name(name): parameter
+        strip_compile_prefix(name): parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }

@@ -11,21 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from egop.basis import (
-    CHANGES,
-    ONLINE,
+    CHANGE_TYPES,
+    ONLINE_CANDIDATES,
     Basis,
-    Layer,
     Partition,
     Plan,
+    Role,
     Structure,
     StructureChoice,
     make_plan,
     partition_parameters,
-    plain_name,
+    strip_compile_prefix,
 )
 from egop.formatting import parse_bytes
 from egop.numerics import identity_matrices
-from egop.optimizer import Rebasable, Refresher, Stacks, level_of_user
+from egop.optimizer import Rebasable, Refresher, Stacks, find_user_level
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class BlockChoice:
     structure: StructureChoice
     partition: Partition
     memory: int | str
-    candidates: Sequence[Structure] = ONLINE
+    candidates: Sequence[Structure] = ONLINE_CANDIDATES
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)  # so that an invalid size is refused here, not in the first step
@@ -97,22 +97,22 @@ class BlockChoice:
         kinds = sorted({block.change.kind for block in optimizer.blocks})
         if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
             raise ValueError(self._refusal(", ".join(kinds)))
-        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.guessed}
+        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.is_guess}
         by_role = self.structure == "auto" or (isinstance(self.structure, Structure) and optimizer.outside is not None)
         if not by_role or optimizer.blocks or not guessed:
             return
-        rotated = [name for name, layer in guessed.items() if not layer.unrotated]
-        skipped = [f"{name} ({layer.unrotated})" for name, layer in guessed.items() if layer.unrotated]
+        rotated = [name for name, layer in guessed.items() if not layer.skip_reason]
+        skipped = [f"{name} ({layer.skip_reason})" for name, layer in guessed.items() if layer.skip_reason]
         warnings.warn(
             f"egop.{self.refresh} chooses weights by their roles. Without the model, the roles were guessed from names "
             f"and shapes. Weights to rotate: {_join(rotated)}. Skipped weights: {_join(skipped)}. Rotating an "
             "embedding or an output head slows training down. Give the optimizer the model itself, or model=model next "
             "to the parameters; or name the weights: egop.Online(structure={'name pattern': egop.Shared()}).",
-            stacklevel=level_of_user(),  # the line that creates the optimizer
+            stacklevel=find_user_level(),  # the line that creates the optimizer
         )
 
     def _refusal(self, kinds: str) -> str:
-        renewable = ", ".join(kind for kind, change in CHANGES.items() if change.is_renewable())
+        renewable = ", ".join(kind for kind, change in CHANGE_TYPES.items() if change.is_renewable())
         return (
             f"egop.{self.refresh} renews bases of structure {renewable}, not {kinds}. "
             "Use egop.Every(...), which can renew every structure."
@@ -234,7 +234,7 @@ class BlockCreatingRefresher(Refresher):
 
 def _named_parameters(optimizer: Rebasable) -> dict[str, Tensor]:
     return {
-        plain_name(name): parameter
+        strip_compile_prefix(name): parameter
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
@@ -244,9 +244,9 @@ def _trained_names(optimizer: Rebasable) -> set[str]:
     return {name for name, parameter in _named_parameters(optimizer).items() if parameter.requires_grad}
 
 
-def _weights(layers: Mapping[str, Layer]) -> list[str]:
+def _weights(layers: Mapping[str, Role]) -> list[str]:
     """Return the names of the parameters that a partition puts into blocks."""
-    return [name for name, layer in layers.items() if layer.role not in ("bias", "norm")]
+    return [name for name, layer in layers.items() if layer.kind not in ("bias", "norm")]
 
 
 def _partition_for(partition: Partition, everything: Sequence[str], wanted: Sequence[str]) -> Partition:

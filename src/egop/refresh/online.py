@@ -357,7 +357,7 @@ def _renewal_cost(stack: Stack) -> int:
 
 def _refine_first_bases(new: _NewBases) -> _NewBases:
     """Make directions without gradient orthogonal to the gradients, beyond the rounding error of Gram matrices."""
-    change = new.stack.change.part(new.members).replaced(new.tensors)
+    change = new.stack.change.part(new.members).with_tensors(new.tensors)
     places = [new.stack.active.index(index) for index in range(len(new.stack.blocks))[new.members]]
     rows = change.rows([gradient[places] for gradient in new.stack.gradients])
     assert rows is not None

@@ -25,7 +25,7 @@ def randn(*shape, seed=1):
 
 
 def test_auxiliary_is_the_papers_algorithm():
-    V, change = change_of(egop.Auxiliary(3))
+    V, change = change_of(egop.Auxiliary(rank=3))
     eye = torch.eye(WEIGHT.size).double()
     theta_r, theta_d = randn(3), randn(WEIGHT.size, seed=2)
     (theta,) = change.decode([theta_r, theta_d])
@@ -38,7 +38,7 @@ def test_auxiliary_is_the_papers_algorithm():
 
 
 def test_auxiliary_has_more_coordinates_than_entries_and_holds_two_products_with_the_basis_a_map():
-    _, change = change_of(egop.Auxiliary(3))
+    _, change = change_of(egop.Auxiliary(rank=3))
     assert change.coordinate_shapes() == ((3,), (20,))
     assert change.dense().shape == (20, 23)
     assert change.nbytes == 20 * 3 * 8
@@ -46,17 +46,17 @@ def test_auxiliary_has_more_coordinates_than_entries_and_holds_two_products_with
 
 
 def test_reduced_is_the_projection_onto_the_leading_directions():
-    V, change = change_of(egop.Reduced(3))
+    V, change = change_of(egop.Reduced(rank=3))
     x = randn(4, 5)
     torch.testing.assert_close(change.decode(change.encode(x))[0].flatten(), V @ V.mT @ x.flatten())
-    assert not change.complete
+    assert not change.is_complete
     assert change.dense().shape == (20, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_as_large_as_the_dimension_is_the_full_basis(kind):
     gradients = randn(60, 4, 5) * torch.linspace(1, 3, 20).reshape(4, 5)
-    found, full = (structure.accumulator(WEIGHT) for structure in (kind(20), egop.Full()))
+    found, full = (structure.accumulator(WEIGHT) for structure in (kind(rank=20), egop.Full()))
     for accumulator in (found, full):
         accumulator.add([gradients])
     (spectrum, change), (expected, dense) = found.finish(), full.finish()
@@ -67,15 +67,15 @@ def test_a_rank_as_large_as_the_dimension_is_the_full_basis(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_want_a_hundredth_of_the_dimension_but_no_fewer_than_their_rank(kind):
     large = cases.block("large", large=(100, 784))
-    assert kind(200).samples(large) == 784
-    assert kind(1000).samples(large) == 1000
+    assert kind(rank=200).samples(large) == 784
+    assert kind(rank=1000).samples(large) == 1000
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", [0, -1, 2.5, "3", None])
 def test_a_rank_below_one_is_refused(kind, rank):
     with pytest.raises(ValueError, match=rf"Invalid rank value: {rank!r}\. Must be a whole number of at least 1"):
-        kind(rank)
+        kind(rank=rank)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,14 +85,14 @@ def test_a_rank_above_the_dimension_is_refused_and_nothing_changes(kind):
     with pytest.raises(
         ValueError, match=r"Invalid rank value: 16\. Block '2\.weight' has only 15 entries; use egop\.Full\(\) for it"
     ):
-        cases.estimate(MLP.objective(model), structure=kind(16))
+        cases.estimate(MLP.objective(model), structure=kind(rank=16))
     assert cases.state_of(model) == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_negative_power_iterations_are_refused(kind):
     with pytest.raises(ValueError, match=r"Invalid power_iterations value: -1\. Must be zero or more"):
-        kind(2, power_iterations=-1)
+        kind(rank=2, power_iterations=-1)
 
 
 # --- training ---
@@ -117,7 +117,7 @@ def outside(basis, name, tensor):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_reduced_moves_in_the_span_and_keeps_the_rest_of_the_start(optimizer):
-    basis, start, end = trained(egop.Reduced(3), optimizer, lr=0.1)
+    basis, start, end = trained(egop.Reduced(rank=3), optimizer, lr=0.1)
     assert identical(start, cases.parameters_of(MLP.build()))  # making the optimizer changes nothing
     for name in basis:
         moved = end[name] - start[name]
@@ -127,7 +127,7 @@ def test_reduced_moves_in_the_span_and_keeps_the_rest_of_the_start(optimizer):
 
 
 def test_reduced_may_drop_the_rest_as_the_paper_writes_it():
-    basis, start, end = trained(egop.Reduced(3, keep_rest=False), torch.optim.Adam, lr=0.1)
+    basis, start, end = trained(egop.Reduced(rank=3, keep_rest=False), torch.optim.Adam, lr=0.1)
     initial = cases.parameters_of(MLP.build())
     for name in basis:
         V = basis[name].tensors["basis"]
@@ -136,7 +136,7 @@ def test_reduced_may_drop_the_rest_as_the_paper_writes_it():
 
 
 def test_sgd_in_reduced_coordinates_is_low_rank_gradient_descent():
-    basis, _, end = trained(egop.Reduced(3), lr=0.1)
+    basis, _, end = trained(egop.Reduced(rank=3), lr=0.1)
     model = MLP.build()
     for step in range(20):
         model.zero_grad()
@@ -152,7 +152,7 @@ def test_sgd_in_reduced_coordinates_is_low_rank_gradient_descent():
 
 
 def test_sgd_in_auxiliary_coordinates_is_gradient_descent():
-    _, _, end = trained(egop.Auxiliary(3), lr=0.1)
+    _, _, end = trained(egop.Auxiliary(rank=3), lr=0.1)
     model = MLP.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
@@ -165,7 +165,7 @@ def test_sgd_in_auxiliary_coordinates_is_gradient_descent():
 
 def test_what_is_refused_does_not_drop_anything():
     """Dropping the rest changes the model, so it comes last."""
-    good = basis_of(MLP, structure=egop.Reduced(3, keep_rest=False))
+    good = basis_of(MLP, structure=egop.Reduced(rank=3, keep_rest=False))
     foreign = egop.Identity().accumulator(cases.block("foreign", foreign=(2, 2))).finish()[1]
     model = MLP.build()
     before = cases.state_of(model)

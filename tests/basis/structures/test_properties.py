@@ -24,7 +24,7 @@ def blocks(draw):
     """One to three tensors of one precision."""
     dtype = draw(st.sampled_from(list(DTYPES)))
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
-    return dtype, Block.of("block", {name: torch.zeros(draw(shapes), dtype=dtype) for name in names})
+    return dtype, Block.from_tensors("block", {name: torch.zeros(draw(shapes), dtype=dtype) for name in names})
 
 
 @st.composite
@@ -33,11 +33,11 @@ def structures(draw, block):
     rank = draw(st.one_of(st.just(1), st.just(block.size), st.integers(1, block.size)))
     options = [
         egop.Identity(),
-        egop.Full(route=draw(st.sampled_from(["auto", "eigh", "svd"]))),
-        egop.Auxiliary(rank, power_iterations=draw(st.integers(0, 3))),
-        egop.Reduced(rank, keep_rest=draw(st.booleans())),
-        egop.extras.RandomRotation(draw(st.integers(0, 5))),
-        egop.extras.RandomRotation(like=egop.Reduced(rank)),
+        egop.Full(),
+        egop.Auxiliary(rank=rank, power_iterations=draw(st.integers(0, 3))),
+        egop.Reduced(rank=rank, keep_rest=draw(st.booleans())),
+        egop.extras.RandomRotation(seed=draw(st.integers(0, 5))),
+        egop.extras.RandomRotation(like=egop.Reduced(rank=rank)),
     ]
     if len(block.shapes) == 1 and len(block.shapes[0]) > 1:
         options += [egop.Shared(), egop.Kronecker(), egop.extras.RandomRotation(like=egop.Shared())]
@@ -81,16 +81,15 @@ def test_every_change_of_basis_is_orthonormal_and_its_own_adjoint(sample):
     assert {tensor.dtype for tensor in change.tensors.values()} <= {block.dtype}
     S = change.dense()
     assert torch.isfinite(S).all()
-    gram = S @ S.mT if change.complete else S.mT @ S
+    gram = S @ S.mT if change.is_complete else S.mT @ S
     torch.testing.assert_close(gram, torch.eye(len(gram)).double(), rtol=0, atol=tolerance)
     x = vector(block.size, block.dtype)
     encoded = change.encode(unflatten(x, block))
     flat = torch.cat([each.flatten() for each in encoded])
     torch.testing.assert_close(flat.double(), S.mT @ x.double(), rtol=0, atol=10 * tolerance)
     back = flatten(change.decode(encoded), block)
-    expected = x.double() if change.complete else S @ (S.mT @ x.double())
+    expected = x.double() if change.is_complete else S @ (S.mT @ x.double())
     torch.testing.assert_close(back.double(), expected, rtol=0, atol=10 * tolerance)
-    assert change.round_trip_error() < 10 * tolerance
 
 
 @given(samples(), st.integers(2, 3))
@@ -137,7 +136,7 @@ def test_the_cost_announced_is_the_cost_that_comes(sample):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("structure", [egop.Shared(), egop.Kronecker()], ids=str)
 def test_one_row_and_one_sample_are_enough(structure, rows):
-    block = Block.of("w", {"w": torch.zeros(rows, 6, dtype=torch.float64)})
+    block = Block.from_tensors("w", {"w": torch.zeros(rows, 6, dtype=torch.float64)})
     gradient = vector(block.size, torch.float64).reshape(1, rows, 6)
     spectrum, change = finished(structure, block, [gradient], 1)
     S = change.dense()

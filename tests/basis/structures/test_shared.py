@@ -14,7 +14,7 @@ import cases
 import egop
 from egop.basis.partition import partition_parameters
 from egop.basis.plan import make_plan
-from egop.basis.roles import layers_of
+from egop.basis.roles import find_roles
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerCase:
     def block(self):
         module = self.module().double()
         parameters = {self.weight: module.get_parameter(self.weight)}
-        (block,) = partition_parameters(parameters, layers_of(parameters, module), "parameter")
+        (block,) = partition_parameters(parameters, find_roles(parameters, module), "parameter")
         return block
 
     def kernels(self, weight):

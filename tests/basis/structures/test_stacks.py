@@ -106,9 +106,9 @@ def change_of(structure, inputs_first, seed=0):
     """A change of basis of a stack, and one for each of its matrices, stored outputs first."""
     shape = (EXPERTS, INPUTS, OUTPUTS) if inputs_first else (EXPERTS, OUTPUTS, INPUTS)
     tensors = {"w": torch.zeros(shape, dtype=torch.float64)}
-    block = Block.of("w", tensors, (int(inputs_first),), (1,))
-    _, change = egop.extras.RandomRotation(seed, like=structure).accumulator(block).finish()
-    one = Block.of("w", {"w": torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)})
+    block = Block.from_tensors("w", tensors, (int(inputs_first),), (1,))
+    _, change = egop.extras.RandomRotation(seed=seed, like=structure).accumulator(block).finish()
+    one = Block.from_tensors("w", {"w": torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)})
     singles = [structure.change(one, {key: each[i] for key, each in change.tensors.items()}) for i in range(EXPERTS)]
     return change, singles
 
@@ -135,19 +135,19 @@ def test_a_stack_is_saved_and_loaded(structure, tmp_path):
     change, _ = change_of(structure, inputs_first=True)
     egop.Basis([change]).save(tmp_path / "basis")
     loaded = egop.Basis.load(tmp_path / "basis")["w"]
-    assert loaded.equal(change)
+    assert loaded.equals(change)
     assert loaded.block == change.block
 
 
 def test_a_basis_of_another_number_of_experts_is_refused():
     change, _ = change_of(egop.Shared(), inputs_first=False)
     with pytest.raises(ValueError, match=r"needs a basis of shape \(3, 4, 4\), got \(2, 4, 4\)"):
-        change.replaced({"basis": change.tensors["basis"][:2]})
+        type(change)(change.block, {"basis": change.tensors["basis"][:2]})
 
 
 def test_stacks_in_several_dimensions_and_transposed_kernels_come_back():
     shape = (2, 3, 6, 4, 5)
-    block = Block.of("w", {"w": torch.zeros(shape)}, (2,), (2,))
+    block = Block.from_tensors("w", {"w": torch.zeros(shape)}, (2,), (2,))
     tensor = torch.randn(7, *shape)
     matrix = as_matrix(tensor, block)
     assert matrix.shape == (7, 2, 3, 2 * 4, 3 * 5)
@@ -155,20 +155,6 @@ def test_stacks_in_several_dimensions_and_transposed_kernels_come_back():
     assert torch.equal(
         matrix[1, 1, 2, 4 + 1], tensor[1, 1, 2, 3:, 1].flatten()
     )  # the second output of the second group
-
-
-@by_structure
-def test_halves_of_a_stack_are_compared_matrix_by_matrix(structure):
-    each, _ = both(inputs_first=False)
-    found = egop.estimate(
-        each.objective(),
-        structure={"gate*": structure},
-        samples=64,
-        rho=egop.Gaussian(),
-        stability=True,
-        progress=False,
-    )
-    assert 0 < found.spectrum["gate_up_proj"].stability <= 1
 
 
 def test_experts_without_tokens_keep_their_basis_and_the_others_follow():

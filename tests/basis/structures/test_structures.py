@@ -10,7 +10,7 @@ import torch
 
 import cases
 import egop
-from egop.basis.structures import rebuild
+from egop.basis import build_change
 from egop.basis.structures.views import flatten, unflatten
 
 
@@ -99,7 +99,7 @@ def test_encode_is_the_adjoint_of_decode(structure, block):
 def test_what_is_encoded_and_decoded_comes_back(structure, block):
     _, change = build(structure, block)
     matrix = change.dense()
-    if change.complete:
+    if change.is_complete:
         x = vectors_of(block.shapes)
         torch.testing.assert_close(change.decode(change.encode(x)), x, rtol=0, atol=1e-12)
         gram = matrix @ matrix.mT
@@ -108,7 +108,6 @@ def test_what_is_encoded_and_decoded_comes_back(structure, block):
         torch.testing.assert_close(change.encode(change.decode(c)), c, rtol=0, atol=1e-12)
         gram = matrix.mT @ matrix
     torch.testing.assert_close(gram, torch.eye(len(gram)).double(), rtol=0, atol=1e-12)
-    assert change.round_trip_error() < 1e-12
 
 
 @crossed(FITTING)
@@ -130,6 +129,7 @@ def test_a_stack_of_changes_is_each_by_itself(structure, block):
     changes = [build(structure, block, gradients_of(block, seed=seed))[1] for seed in range(3)]
     assert len({change.signature for change in changes}) == 1
     stacked = type(changes[0]).stack(changes)
+    assert stacked.part(slice(None)) is stacked
     x, c = vectors_of(block.shapes, 3), vectors_of(changes[0].coordinate_shapes(), 3)
     encoded, decoded = stacked.encode(x), stacked.decode(c)
     for i, change in enumerate(changes):
@@ -142,7 +142,7 @@ def test_a_stack_of_changes_is_each_by_itself(structure, block):
 @crossed(FITTING)
 def test_a_change_is_rebuilt_from_plain_values_and_its_tensors(structure, block):
     _, change = build(structure, block)
-    again = rebuild(json.loads(json.dumps(change.describe())), change.tensors)
+    again = build_change(json.loads(json.dumps(change.describe())), change.tensors)
     assert type(again) is type(change)
     assert again.block == change.block
     assert again.signature == change.signature
@@ -263,7 +263,7 @@ def test_an_unknown_structure_is_refused_by_name():
     _, change = build(egop.Full(), cases.BLOCKS[1])
     description = change.describe() | {"structure": "Spiral"}
     with pytest.raises(ValueError, match=r"Unknown structure 'Spiral'. This version of egop knows .*Full"):
-        rebuild(description, change.tensors)
+        build_change(description, change.tensors)
 
 
 # --- Identity ---
@@ -283,8 +283,6 @@ def test_identity_gives_back_what_it_is_given(block):
 
 # --- Full ---
 
-ROUTES = ["auto", "eigh", "svd"]
-
 
 def brute_force(block, gradients):
     """P̂, one gradient at a time."""
@@ -295,12 +293,11 @@ def brute_force(block, gradients):
     return P / len(gradients[0])
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("count", [1, 3, 40])
 @pytest.mark.parametrize("block", cases.BLOCKS, ids=lambda block: block.name)
-def test_full_is_the_eigenbasis_of_the_mean_outer_product(block, count, route):
+def test_full_is_the_eigenbasis_of_the_mean_outer_product(block, count):
     gradients = gradients_of(block, count)
-    spectrum, change = build(egop.Full(route=route), block, gradients)
+    spectrum, change = build(egop.Full(), block, gradients)
     P, V = brute_force(block, gradients), change.dense().numpy()
     np.testing.assert_allclose(V * spectrum.eigenvalues.numpy() @ V.T, P, rtol=0, atol=1e-12 * np.trace(P))
     np.testing.assert_allclose(V.T @ V, np.eye(block.size), rtol=0, atol=1e-12)
@@ -311,38 +308,25 @@ def test_full_is_the_eigenbasis_of_the_mean_outer_product(block, count, route):
     assert spectrum.samples == count
 
 
-@pytest.mark.parametrize("count", [3, 12, 60])
-def test_the_routes_of_full_give_the_same_basis(count):
-    (block,) = (each for each in cases.BLOCKS if each.name == "matrix")
-    found = [build(egop.Full(route=route), block, gradients_of(block, count)) for route in ROUTES]
-    rank = min(count, block.size)
-    for spectrum, change in found[1:]:
-        torch.testing.assert_close(spectrum.eigenvalues, found[0][0].eigenvalues, rtol=1e-7, atol=1e-14)
-        leading, expected = change.dense()[:, :rank], found[0][1].dense()[:, :rank]
-        torch.testing.assert_close(leading, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_low_precision_are_summed_in_float64(route, dtype):
+def test_gradients_of_low_precision_are_summed_in_float64(dtype):
     (block,) = (each for each in cases.BLOCKS if each.name == "matrix")
     gradients = gradients_of(block, dtype=dtype)
-    spectrum, _ = build(egop.Full(route=route), block, gradients)
+    spectrum, _ = build(egop.Full(), block, gradients)
     expected = np.linalg.eigvalsh(brute_force(block, gradients))[::-1]
     np.testing.assert_allclose(spectrum.eigenvalues, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_gradients_that_are_all_zero_give_an_orthonormal_basis(route):
+def test_gradients_that_are_all_zero_give_an_orthonormal_basis():
     (block,) = (each for each in cases.BLOCKS if each.name == "matrix")
-    spectrum, change = build(egop.Full(route=route), block, unflatten(torch.zeros(5, block.size).double(), block))
+    spectrum, change = build(egop.Full(), block, unflatten(torch.zeros(5, block.size).double(), block))
     assert spectrum.eigenvalues.tolist() == [0.0] * block.size
     assert spectrum.stable_rank == 0
     torch.testing.assert_close(change.dense().mT @ change.dense(), torch.eye(block.size).double())
 
 
 def test_a_single_precision_block_has_a_single_precision_basis():
-    block = egop.basis.partition.Block.of("b", {"w": torch.zeros(3, 2)})
+    block = egop.basis.partition.Block.from_tensors("b", {"w": torch.zeros(3, 2)})
     _, change = build(egop.Full(), block)
     assert change.tensors["basis"].dtype == torch.float32
     assert change.nbytes == 36 * 4
@@ -360,10 +344,9 @@ def held_bytes(holder):
     return held_bytes(vars(holder)) if type(holder).__module__.startswith("egop.") else 0
 
 
-@pytest.mark.parametrize("route", ["auto", "eigh"])
-def test_the_memory_of_full_does_not_grow_with_the_number_of_gradients(route):
+def test_the_memory_of_full_does_not_grow_with_the_number_of_gradients():
     block = cases.block("wide", w=(8, 8))
-    accumulator = egop.Full(route=route).accumulator(block)
+    accumulator = egop.Full().accumulator(block)
     held = []
     for _ in range(20):
         accumulator.add(gradients_of(block, 16))
@@ -375,11 +358,6 @@ def test_the_memory_of_full_does_not_grow_with_the_number_of_gradients(route):
 
 def test_full_wants_as_many_samples_as_there_are_dimensions():
     assert [egop.Full().samples(block) for block in cases.BLOCKS] == [block.size for block in cases.BLOCKS]
-
-
-def test_an_unknown_route_is_refused():
-    with pytest.raises(ValueError, match=r"Invalid route value: 'qr'. Must be 'auto', 'eigh' or 'svd'"):
-        egop.Full(route="qr")
 
 
 def test_a_basis_of_another_size_is_refused():

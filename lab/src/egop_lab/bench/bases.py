@@ -50,9 +50,9 @@ class Timed(egop.Structure):
         """Return the number of gradients that the inner structure asks for."""
         return self.inner.samples(block)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, block: Block) -> dict[str, Any]:
         """Return the settings of the inner structure's changes."""
-        return self.inner.settings()
+        return self.inner.settings(block)
 
     def check(self, block: Block) -> None:
         """Check that the inner structure supports the tensors."""
@@ -106,20 +106,20 @@ def estimate(
 
 def run(setting: Setting) -> Iterator[Row]:
     """Run the basis part of the benchmark."""
-    every = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(64), egop.Reduced(64)]
+    every = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=64), egop.Reduced(rank=64)]
     lean = [egop.Shared(), egop.Kronecker()]
-    tiny = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(2), egop.Reduced(2)]
+    tiny = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=2), egop.Reduced(rank=2)]
     cases: list[tuple[Network, list[egop.Structure], int | None]] = setting.pick(
         smoke=[(networks.perceptron((6, 4, 3), 4), tiny, 8)],
         cpu=[
             (networks.digits(), every, None),
-            (networks.perceptron((784, 100, 10), 128), [*lean, egop.Auxiliary(64)], None),
+            (networks.perceptron((784, 100, 10), 128), [*lean, egop.Auxiliary(rank=64)], None),
             (networks.convolutions(64, 16), lean, None),
             (networks.gpt(2, 256, 8, 64), lean, None),
         ],
         gpu=[
             (networks.digits(), every, None),
-            (networks.perceptron((784, 100, 10), 128), [*lean, egop.Auxiliary(64)], None),
+            (networks.perceptron((784, 100, 10), 128), [*lean, egop.Auxiliary(rank=64)], None),
             (networks.gpt(6, 384, 16), lean, None),
             (networks.resnet(128, 112), [egop.Shared()], 16),
         ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from egop_lab.bench import bases, epoch, growth, machine, sampling, steps, sweep, tables, targets
+from egop_lab.bench import bases, epoch, growth, host, machine, sampling, steps, sweep, tables, targets
 from egop_lab.bench.timing import describe_error
 from egop_lab.files import write_json
 from egop_lab.formatting import pluralize
@@ -18,6 +18,7 @@ PARTS: dict[str, Callable[[machine.Setting], Iterator[dict[str, Any]]]] = {
     "sampling": sampling.run,
     "bases": bases.run,
     "steps": steps.run,
+    "host": host.run,
     "epoch": epoch.run,
     "growth": growth.run,
     "sweep": sweep.run,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import egop
-from egop.estimation import Sampling, sample_gradients
+from egop.estimation import sample_gradients
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
@@ -17,6 +17,8 @@ from egop_lab.bench.timing import interleave, summary, time_call
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.models.small import xavier_
+
+Method = Literal["loop", "vmap"]
 
 _INITIALIZATION = egop.Initialization(init_fn=xavier_)
 
@@ -49,7 +51,7 @@ def run(setting: Setting) -> Iterator[Row]:
 
 def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting: Setting) -> Row:
     objective = egop.Objective(network.make(setting.device), network.loss, _batches(network, setting.device))
-    counts: dict[Sampling, int] = {"loop": few, "vmap": many}
+    counts: dict[Method, int] = {"loop": few, "vmap": many}
     turns: dict[str, Callable[..., float]] = {
         method: functools.partial(_per_second, objective, rho, count, method, setting.device)
         for method, count in counts.items()
@@ -71,7 +73,11 @@ def _batches(network: Network, device: torch.device) -> Iterable[Any]:
 
 
 def _per_second(
-    objective: egop.Objective, rho: egop.Distribution, samples: int, method: Sampling, device: torch.device
+    objective: egop.Objective,
+    rho: egop.Distribution,
+    samples: int,
+    method: Method,
+    device: torch.device,
 ) -> float:
     def sample() -> None:
         generator = torch.Generator().manual_seed(0)

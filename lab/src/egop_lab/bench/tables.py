@@ -73,6 +73,18 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
             ("/ AdamW", "whole over AdamW", _ratio),
         ],
     ),
+    "host": (
+        "Host time of a step on seven small linear layers, one CPU thread",
+        [
+            *_words("method"),
+            ("step", "step", format_duration),
+            ("/ AdamW", "step over AdamW", _ratio),
+            ("over the rounds", "range", str),
+            ("own calls", "calls", str),
+            ("files", "files", str),
+            ("frames", "frames", str),
+        ],
+    ),
     "epoch": (
         "A whole epoch",
         [

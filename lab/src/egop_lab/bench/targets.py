@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from egop_lab.bench import epoch, setups
+from egop_lab.bench import epoch, host, setups
 
 Parts = Mapping[str, Sequence[Mapping[str, Any]]]  # rows by part of the benchmark
 
@@ -89,7 +89,15 @@ def _soap() -> Iterator[Target]:
             yield Target(f"soap-{structure.lower()}", words, "at least", bound, kind, find)
 
 
+def _host(id: str, words: str, bound: float, method: str, key: str = "step over AdamW") -> Target:
+    return Target(id, f"{words}, seven small linear layers", "at most", bound, None, _value("host", key, method=method))
+
+
 TARGETS: list[Target] = [
+    _host("host-egop", "host time of an EGOP step over AdamW's", 2, host.FULL),
+    _host("host-fixed", "host time of a step in a fixed Shared basis over AdamW's", 1.4, host.FIXED),
+    _host("host-calls", "calls of egop's functions in an EGOP step", 150, host.FULL, "calls"),
+    _host("host-files", "files that an EGOP step goes through", 12, host.FULL, "files"),
     _sampling("cpu", 3, "2 CPU cores"),
     _sampling("cuda", 30, "GPU"),
     _whole("gpt-online", "Shared online", 1.15, setups.SHARED_ONLINE),

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from egop.basis import Block, Layer, Plan, Structure, make_plan, partition_parameters
+from egop.basis import Block, Plan, Role, Structure, make_plan, partition_parameters
 
 # How FSDP2, which shards tensors by rows, steps a part:
 #   "rows"      each device steps its own rows;
@@ -125,7 +125,7 @@ def add_up(held: Iterable[Memory]) -> Memory:
 
 def plan_structure(
     parameters: Mapping[str, Tensor],
-    layers: Mapping[str, Layer],
+    layers: Mapping[str, Role],
     structure: Structure,
     memory: int = sys.maxsize,
 ) -> Plan:
@@ -172,10 +172,10 @@ def _describe_block(
         moments=2 * coordinates,
         bases=cost.bytes,
         grams=item * sum(math.prod(shape[:-1]) * shape[-2] for shape in shapes.values()) if online else 0,
-        rest=0 if change.complete or not change.settings["keep_rest"] else item * block.size,
+        rest=0 if change.is_complete or not change.settings["keep_rest"] else item * block.size,
         copies=nbytes if on_cpu else 0,
     )
-    by_rows = change.rowwise and block.has_outputs_first and not polar  # FSDP2 shards the first dimension
+    by_rows = change.is_rowwise and block.has_outputs_first and not polar  # FSDP2 shards the first dimension
     flops = cost.flops + 2 * block.size * sum(sides)
     if polar:
         flops += sum(math.prod(shape[:-2]) * _count_newton_schulz(*shape[-2:]) for shape in change.coordinate_shapes())
@@ -193,9 +193,9 @@ def describe_adamw(parameter: Tensor) -> Part:
     return Part((parameter.shape,), Memory(parameters=size, gradients=size, moments=2 * size))
 
 
-def describe_muon(parameter: Tensor, layer: Layer) -> Part:
+def describe_muon(parameter: Tensor, layer: Role) -> Part:
     """Describe a parameter under Muon: one moment; AdamW for embeddings, heads, norms and biases."""
-    if layer.role != "weight":
+    if layer.kind != "weight":
         return describe_adamw(parameter)
     size = parameter.nbytes
     flops = _count_newton_schulz(len(parameter), parameter.numel() // len(parameter))

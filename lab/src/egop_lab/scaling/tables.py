@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import egop
-from egop.basis import layers_of
+from egop.basis import find_roles
 from egop_lab.formatting import format_bytes, format_count, format_table, pluralize
 from egop_lab.scaling.parts import (
     Memory,
@@ -25,7 +25,7 @@ from egop_lab.scaling.parts import (
 )
 
 EVERY = egop.Online().every
-STRUCTURES = (egop.Shared(), egop.Kronecker(), egop.Full(), egop.Auxiliary(16), egop.Reduced(16))
+STRUCTURES = (egop.Shared(), egop.Kronecker(), egop.Full(), egop.Auxiliary(rank=16), egop.Reduced(rank=16))
 
 _HEADER = [
     "method",
@@ -145,7 +145,7 @@ def compare_methods(
     """
     tensors = dict(model.named_parameters())
     parameters = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    layers = layers_of(parameters, model)
+    layers = find_roles(parameters, model)
     rest = [describe_frozen(tensor) for tensor in tensors.values() if not tensor.requires_grad]
     limit = sys.maxsize if memory is None else memory
     costs = [

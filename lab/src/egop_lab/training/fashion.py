@@ -112,7 +112,7 @@ class Runs:
                 rho=egop.Initialization(init_fn=normal_),
                 partition="parameter",
                 structure={
-                    name: kind(rank) if rank < sizes[name] else egop.Full() for name in ("0.weight", "2.weight")
+                    name: kind(rank=rank) if rank < sizes[name] else egop.Full() for name in ("0.weight", "2.weight")
                 },
                 samples=max(math.ceil(0.01 * sum(sizes.values())), rank),
                 generator=generator(seed, 2),

@@ -55,19 +55,22 @@ class Start:
         return list(trial.basis) or [name for name, weight in named if weight.requires_grad and weight.dim() > 1]
 
     @functools.cached_property
+    def objective(self) -> egop.Objective:
+        """The objective of a copy of the task's model."""
+        return egop.Objective(copy.deepcopy(self.task.model), self.task.loss, self.task.batches)
+
+    @functools.cached_property
     def basis(self) -> egop.Basis:
-        """From gradients at draws of the task's distribution; two halves of them are compared."""
-        objective = egop.Objective(copy.deepcopy(self.task.model), self.task.loss, self.task.batches)
+        """The basis estimated from gradients at draws of the task's distribution."""
         with _quiet():
             return egop.estimate(
-                objective,
+                self.objective,
                 rho=self.task.rho,
                 partition="parameter",
                 structure=dict.fromkeys(self.weights, egop.Shared()),
                 samples=self.problem.draws,
                 generator=torch.Generator().manual_seed(self.seed),
                 sampling="loop",
-                stability=True,
                 progress=False,
             )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import egop
+from egop.estimation import sample_gradients
 from egop_lab.training.prediction import ORIGINAL, Start, one_step, optimizer
 
 __all__ = ["Grams", "predictors"]
@@ -24,6 +25,7 @@ _PROBES = 16  # random directions for the curvature
 _POWER = 8  # steps of the power iteration
 _RANDOM = 2 / math.pi  # the density of a random direction
 _TINY = 1e-30
+_LEADING = 0.9  # share of the trace that leading directions hold
 
 
 def predictors(start: Start, draws: int, early: int, lr: float) -> dict[str, float]:
@@ -50,7 +52,7 @@ def predictors(start: Start, draws: int, early: int, lr: float) -> dict[str, flo
 
 def _spectral(start: Start) -> dict[str, float]:
     """Of the basis from before the training."""
-    rows = []
+    rows, agreement = [], _compare_halves(start)
     for name, spectrum in start.basis.spectrum.items():
         values, width = spectrum.eigenvalues, len(spectrum.eigenvalues)
         leading = spectrum.effective_dimension()
@@ -60,8 +62,6 @@ def _spectral(start: Start) -> dict[str, float]:
         density = float(spectrum.density[:leading].mean())
         rank = spectrum.stable_rank / width
         corrected = _stable_rank(values / noise.clamp_min(noise[0] * 1e-6)) / width
-        held, chance = spectrum.stability, spectrum.chance
-        agreed = 0.0 if held is None or chance is None or chance == 1 else (held - chance) / (1 - chance)
         entries = start.basis[name].block.size
         rows.append(
             (
@@ -69,13 +69,65 @@ def _spectral(start: Start) -> dict[str, float]:
                 {
                     "decay beyond noise": 1 - rank * width / _stable_rank(noise),
                     "density": density / _RANDOM,
-                    "agreement above chance": agreed,
+                    "agreement above chance": agreement[name],
                     "density by rank": math.log(density / rank),
                     "density by corrected rank": math.log(density / corrected),
                 },
             )
         )
     return _averaged(rows)
+
+
+def _compare_halves(start: Start) -> dict[str, float]:
+    """Return for each weight how well the bases of the even and the odd draws agree: 0 is chance, 1 is perfect."""
+    halves = {name: [egop.Shared().accumulator(change.block) for _ in range(2)] for name, change in start.basis.items()}
+    chunks = sample_gradients(
+        start.objective,
+        start.task.rho,
+        start.problem.draws,
+        names=list(halves),
+        generator=torch.Generator().manual_seed(start.seed),
+        method="loop",
+    )
+    draws = 0
+    for gradients in chunks:
+        for name, pair in halves.items():
+            for index, half in enumerate(pair):
+                rows = gradients[name][(index - draws) % 2 :: 2]
+                if len(rows):
+                    half.add([rows])
+        draws += len(next(iter(gradients.values())))
+    return {name: _agreement(*(half.eigenbases()[0] for half in pair)) for name, pair in halves.items()}
+
+
+def _agreement(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
+    """Compare eigenvalues and eigenvectors of two halves; a stack of matrices is averaged."""
+    shapes = [
+        (values.reshape(-1, values.shape[-1]), vectors.reshape(-1, *vectors.shape[-2:]))
+        for values, vectors in (one, other)
+    ]
+    found = [_agree(pair) for pair in zip(*(zip(*stack, strict=True) for stack in shapes), strict=True)]
+    known = [pair for pair in found if pair is not None]
+    if not known:
+        return 0.0
+    held, chance = (sum(numbers) / len(known) for numbers in zip(*known, strict=True))
+    return 0.0 if chance == 1 else (held - chance) / (1 - chance)
+
+
+def _agree(halves: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float] | None:
+    """Return the share of one half's energy in the leading directions of the other, and what chance would give."""
+    if not all(values.sum() > 0 for values, _ in halves):
+        return None
+    shares, bases = ([tensor.double() for tensor in each] for each in zip(*halves, strict=True))
+    shares = [share / share.sum() for share in shares]
+    cosines = (bases[0].mT @ bases[1]).square()
+    held, chances = [], []
+    for share, others in zip(shares, (cosines @ shares[1], shares[0] @ cosines), strict=True):
+        leading = int((share.cumsum(0) < _LEADING * (1 - 1e-12)).sum()) + 1
+        own = float(share[:leading].sum())
+        held.append(float(others[:leading].sum()) / own)
+        chances.append(leading / len(bases[0]) / own)
+    return min(1.0, sum(held) / 2), min(1.0, sum(chances) / 2)
 
 
 def _noise_spectrum(draws: int, width: int, seed: int) -> Tensor:

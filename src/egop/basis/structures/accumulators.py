@@ -1,4 +1,4 @@
-"""What structures accumulate by: eigenbases of rows, and stacks of matrices."""
+"""Accumulators that structures share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,42 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
 from egop.numerics import OuterProducts
 
 
+class NoAccumulator(Accumulator):
+    """Accumulator of a structure that needs no gradients.
+
+    Args:
+        build: builds the change of basis.
+    """
+
+    def __init__(self, build: Callable[[], ChangeOfBasis]) -> None:
+        self.build = build
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        pass
+
+    def merge(self, other: Self) -> None:
+        pass
+
+    def statistics(self) -> Sequence[Statistic]:
+        return []
+
+    def finish(self) -> tuple[None, ChangeOfBasis]:
+        return None, self.build()
+
+
 class EigenAccumulator(Accumulator):
-    """For structures whose basis is the eigenbasis of rows made from each gradient."""
+    """Accumulator for an eigenbasis of rows taken from each gradient.
+
+    Args:
+        block: the block.
+        build: builds the change of basis from a block and its tensors.
+        rows: returns the rows of stacked gradients of a block.
+        products: the sum of the rows' outer products.
+    """
 
     def __init__(
         self,
@@ -28,59 +58,50 @@ class EigenAccumulator(Accumulator):
         self.block, self.build, self.rows, self.products = block, build, rows, products
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Take in a stack of gradients."""
         self.products.add(self.rows(gradients, self.block).detach().clone(), len(gradients[0]))
 
     def merge(self, other: Self) -> None:
-        """Take in all that another accumulator has seen."""
         self.products.merge(other.products)
 
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        """The spectrum and the change of basis."""
-        if self.products.count == 0:
-            raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
+        check_count(self.products.count, self.block)
         values, vectors = self.products.eigenbasis()
-        judged = reliability([self.products.anisotropy(values)], [self.products.dimension])
-        spectrum = Spectrum(values, density(vectors), self.products.draws, **judged)
+        judgment = judge_spectrum([self.products.anisotropy(values)], [self.products.dimension])
+        spectrum = Spectrum(values, density(vectors), self.products.draws, **judgment)
         return spectrum, self.build(self.block, {"basis": vectors.to(self.block.dtype)})
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        """Those of the one matrix."""
         return [self.products.eigenbasis()]
 
-    def summaries(self) -> Sequence[Summary]:
-        """The outer products."""
+    def statistics(self) -> Sequence[Statistic]:
         return [self.products]
 
 
 class StackAccumulator(Accumulator):
-    """For a stack of matrices: an accumulator for each of them, as if it were a block of its own.
+    """Accumulator for a stack of matrices: one accumulator per matrix.
 
-    The spectrum is that of all of them side by side: a direction is one of one matrix.
+    The spectrum is that of all matrices side by side.
 
     Args:
-        block: of one tensor.
-        structure: what it is for.
+        block: a block of one stacked tensor.
+        structure: the structure of each matrix.
     """
 
     def __init__(self, block: Block, structure: Structure) -> None:
         self.block, self.structure = block, structure
         count = math.prod(block.shapes[0][: block.stacked[0]])
-        self.parts = [structure.accumulator(block.unstacked()) for _ in range(count)]
+        self.parts = [structure.accumulator(block.unstack()) for _ in range(count)]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Take in a stack of gradients."""
         matrices = gradients[0].flatten(1, self.block.stacked[0]).unbind(1)
         for part, matrix in zip(self.parts, matrices, strict=True):
             part.add([matrix])
 
     def merge(self, other: Self) -> None:
-        """Take in all that another accumulator has seen."""
         for part, its in zip(self.parts, other.parts, strict=True):
             part.merge(its)
 
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        """The spectrum and the change of basis."""
         spectra, changes = zip(*(part.finish() for part in self.parts), strict=True)
         shapes = self.structure.basis_shapes(self.block)
         tensors = {
@@ -89,23 +110,27 @@ class StackAccumulator(Accumulator):
         values = torch.cat([spectrum.eigenvalues for spectrum in spectra])
         values, order = values.sort(descending=True, stable=True)
         densities = torch.cat([spectrum.density for spectrum in spectra])[order] / len(spectra)
-        spectrum = Spectrum(values, densities, spectra[0].samples, **_together(spectra))
+        spectrum = Spectrum(values, densities, spectra[0].samples, **_combine_judgments(spectra))
         return spectrum, self.structure.change(self.block, tensors)
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        """Those of each side, stacked."""
         sides = zip(*(part.eigenbases() for part in self.parts), strict=True)
         return [(torch.stack([v for v, _ in side]), torch.stack([w for _, w in side])) for side in sides]
 
-    def summaries(self) -> Sequence[Summary]:
-        """Those of all matrices."""
-        return [summary for part in self.parts for summary in part.summaries()]
+    def statistics(self) -> Sequence[Statistic]:
+        return [statistic for part in self.parts for statistic in part.statistics()]
 
 
-def reliability(sides: Sequence[tuple[float, float] | None], widths: Sequence[int]) -> dict[str, float]:
-    """What :class:`Spectrum` says of its draws, from the anisotropy of each side; nothing where nothing is known.
+def check_count(count: int, block: Block) -> None:
+    """Raise ValueError if no gradients were added."""
+    if count == 0:
+        raise ValueError(f"Block '{block.name}' has seen no gradients.")
 
-    The anisotropy of white noise is a sum of squares of d(d + 1)/2 − 1 numbers that are about normal.
+
+def judge_spectrum(sides: Sequence[tuple[float, float] | None], widths: Sequence[int]) -> dict[str, float]:
+    """Return ``reliability`` and ``surprise`` of a spectrum, from the anisotropy of each side; nothing if unknown.
+
+    The anisotropy of white noise is a sum of squares of d(d + 1)/2 − 1 roughly normal numbers.
     """
     known = [(real, whole, width) for pair, width in zip(sides, widths, strict=True) if pair for real, whole in [pair]]
     if not known:
@@ -119,8 +144,8 @@ def reliability(sides: Sequence[tuple[float, float] | None], widths: Sequence[in
     return {"reliability": share, "surprise": max(surprises)}
 
 
-def _together(spectra: Sequence[Spectrum]) -> dict[str, float]:
-    """Of several matrices side by side: the mean, and independent surprises added up."""
+def _combine_judgments(spectra: Sequence[Spectrum]) -> dict[str, float]:
+    """Return the mean reliability, and the sum of independent surprises."""
     shares = [spectrum.reliability for spectrum in spectra if spectrum.reliability is not None]
     surprises = [spectrum.surprise for spectrum in spectra if spectrum.surprise is not None]
     if not shares or not surprises:
@@ -132,7 +157,7 @@ def _together(spectra: Sequence[Spectrum]) -> dict[str, float]:
 
 
 def density(vectors: Tensor) -> Tensor:
-    """β_k = ‖v_k‖₁² / d of each column, in float64."""
-    # Some columns at a time: the sum of all at once would take a float64 copy of them.
+    """Return β_k = ‖v_k‖₁² / d of each column, in float64."""
+    # A few columns at a time: summing all at once would need a float64 copy of them.
     sums = [part.abs().sum(0, dtype=torch.float64) for part in vectors.split(64, dim=1)]
     return torch.cat(sums).square() / len(vectors)

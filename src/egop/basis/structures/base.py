@@ -1,4 +1,4 @@
-"""The one small interface of all structures."""
+"""The interfaces of all structures: ChangeOfBasis, Accumulator and Structure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.views import Coordinates, flatten, unflatten
+from egop.basis.structures.views import Coordinates, flatten
 from egop.distributed import Holding
 
-# How a saved basis finds its class again: every class that is defined is here, by its kind.
-CHANGES: dict[str, type[ChangeOfBasis]] = {}
+# All classes of changes of basis, by kind: a saved basis finds its class here.
+CHANGE_TYPES: dict[str, type[ChangeOfBasis]] = {}
 
 
 class ChangeOfBasis(abc.ABC):
     """The linear change of coordinates of one block.
 
-    ``decode`` takes coordinates to the block's tensors, ``encode`` is its adjoint, and ``decode(encode(x)) == x``.
-    Gradients and starting points both go through ``encode``. Both take extra leading dimensions, one point each; a
-    stacked change of basis has such a dimension itself, one basis each.
+    ``decode`` maps coordinates to the block's tensors, ``encode`` is its adjoint, and ``decode(encode(x)) == x``.
+    Gradients and starting points both go through ``encode``. Both methods accept extra leading dimensions, one point
+    each. A stacked change of basis has such a dimension itself, one basis each.
 
     Args:
-        block: the parameters it is for.
-        tensors: what it consists of, by name: all there is to save, move or stack.
-        settings: plain values beside them, where the structure has any.
+        block: the parameters it applies to.
+        tensors: the bases, by name: everything there is to save, move or stack. Their shapes are checked here, and
+            nowhere else.
+        settings: plain values that belong to it, if the structure has any.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
@@ -42,23 +43,23 @@ class ChangeOfBasis(abc.ABC):
     """
 
     kind: ClassVar[str]
-    # Whether ``decode(encode(x)) == x`` for every x. If not, the optimizer keeps the rest of the starting point, or
+    # True if decode(encode(x)) == x for every x. Otherwise the optimizer keeps the remainder of the starting point or
     # drops it, as the structure says.
-    complete: ClassVar[bool] = True
-    # Whether it rotates every row of a tensor by itself, so that some of the rows can be rotated without the others.
-    rowwise: bool = False
+    is_complete: ClassVar[bool] = True
+    # True if every row of a tensor is rotated independently, so that a shard of rows can be rotated locally.
+    is_rowwise: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "kind" not in vars(cls):  # one that only shares something with others
+        if "kind" not in vars(cls):  # an abstract intermediate class
             return
-        known = CHANGES.setdefault(cls.kind, cls)
+        known = CHANGE_TYPES.setdefault(cls.kind, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(
-                f"{cls.__qualname__} has the kind '{cls.kind}', which is that of {known.__module__}."
-                f"{known.__qualname__}: a saved basis could not tell them apart. Give it another kind."
+                f"{cls.__qualname__} has the kind '{cls.kind}' of {known.__module__}.{known.__qualname__}: a saved "
+                "basis could not tell them apart. Give it another kind."
             )
-        CHANGES[cls.kind] = cls  # defined again, as in a notebook
+        CHANGE_TYPES[cls.kind] = cls  # a notebook may define it again
 
     def __init__(self, block: Block, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> None:
         self.block = block
@@ -74,27 +75,32 @@ class ChangeOfBasis(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
-        """The coordinates of the block's tensors, given in the block's order (or the one tensor itself)."""
+        """Return the coordinates of the block's tensors, given in the block's order (or as the single tensor)."""
 
     @abc.abstractmethod
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
-        """The block's tensors at these coordinates."""
+        """Return the block's tensors at these coordinates."""
 
     @abc.abstractmethod
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
-        """The shapes of what :meth:`encode` returns."""
+        """Return the shapes of what :meth:`encode` returns."""
 
     @classmethod
     @abc.abstractmethod
     def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors on a block: matrices with orthonormal columns, or stacks of such."""
+        """Return the shapes of the tensors for a block: matrices with orthonormal columns, or stacks of them."""
 
     @abc.abstractmethod
     def structure(self) -> Structure:
-        """The structure that estimates another one of its kind."""
+        """Return the structure that estimates changes of basis like this one."""
+
+    @property
+    @abc.abstractmethod
+    def cost_per_step(self) -> int:
+        """Floating-point operations of one encode and one decode."""
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """For each of its tensors the rows of one gradient whose outer products it diagonalises; None if not so built.
+        """Return for each basis the rows of one gradient whose outer products it diagonalizes; None if it does not.
 
         The sum of their outer products, ``rows.mT @ rows``, is the Gram matrix that an online basis follows.
         """
@@ -102,28 +108,28 @@ class ChangeOfBasis(abc.ABC):
 
     @classmethod
     def is_renewable(cls) -> bool:
-        """Whether it consists of eigenvectors of Gram matrices, which an online basis can follow."""
+        """Return True if the bases are eigenvectors of Gram matrices, which an online basis can follow."""
         return cls.rows is not ChangeOfBasis.rows
 
     def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
-        """The rotation from another one's coordinates to these, a matrix for each tensor; None if there is none."""
+        """Return the rotation from another one's coordinates to these, one matrix per basis; None if there is none."""
         return None
 
     @property
     def has_rotation(self) -> bool:
-        """Whether :meth:`rotation_from` gives one."""
+        """True if :meth:`rotation_from` returns one."""
         return type(self).rotation_from is not ChangeOfBasis.rotation_from
 
-    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
-        """Coordinates of another one, rotated into these.
+    def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+        """Apply the result of :meth:`rotation_from` to another one's coordinates.
 
-        If independent coordinates have variances s, those rotated by T have variances (T∘T) s: the same map with the
-        rotation squared entry by entry carries squared moments.
+        If independent coordinates have variances s, those rotated by T have variances (T∘T) s. So the same map with
+        each rotation squared entry by entry rotates second moments.
         """
         raise TypeError(f"{self.kind} has no rotation of its coordinates.")
 
     def dense(self) -> Tensor:
-        """The matrix of :meth:`decode` in float64; for an orthonormal basis its columns are the basis vectors."""
+        """Return the matrix of :meth:`decode` in float64; the columns of an orthonormal basis are the basis vectors."""
         shapes = self.coordinate_shapes()
         sizes = [math.prod(shape) for shape in shapes]
         unit = torch.eye(sum(sizes), dtype=torch.float64, device=self.device)
@@ -135,41 +141,41 @@ class ChangeOfBasis(abc.ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of the tensors."""
         return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
 
     @property
-    @abc.abstractmethod
-    def cost_per_step(self) -> int:
-        """The floating-point operations of one encode and one decode."""
-
-    @property
     def nbytes(self) -> int:
-        """What its tensors take."""
+        """Size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The same change of basis on another device or in another precision."""
-        return self.replaced({name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors.items()})
+        """Return the change of basis on another device or in another precision."""
+        return self.with_tensors({name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors.items()})
 
-    def replaced(self, tensors: Mapping[str, Tensor]) -> Self:
-        """The same kind of change with other tensors."""
-        return type(self)(self.block, tensors, self.settings)
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Return a copy with other tensors of the same shapes, which are not checked again."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, tensors=dict(tensors))
+        return copy
 
     @classmethod
     def stack(cls, changes: Sequence[Self]) -> Self:
-        """Several of one kind and shape as one, with a new leading dimension; a single one is not copied."""
+        """Stack several of one kind and shape along a new leading dimension; a single one is not copied."""
         first = changes[0]
         if len(changes) == 1:
-            return first.replaced({name: tensor.unsqueeze(0) for name, tensor in first.tensors.items()})
-        return first.replaced({key: torch.stack([change.tensors[key] for change in changes]) for key in first.tensors})
+            return first.with_tensors({name: tensor.unsqueeze(0) for name, tensor in first.tensors.items()})
+        stacked = {key: torch.stack([change.tensors[key] for change in changes]) for key in first.tensors}
+        return first.with_tensors(stacked)
 
     def part(self, members: slice | list[int]) -> Self:
-        """Some of several that were stacked."""
-        return self.replaced({name: tensor[members] for name, tensor in self.tensors.items()})
+        """Return some members of a stack."""
+        if members == slice(None):
+            return self
+        return self.with_tensors({name: tensor[members] for name, tensor in self.tensors.items()})
 
     def describe(self) -> dict[str, Any]:
-        """What it is for, in plain values; with :attr:`tensors` all that is needed to build it again."""
+        """Return everything but the tensors as plain values, from which it can be rebuilt."""
         return {
             "name": self.block.name,
             "structure": self.kind,
@@ -181,29 +187,21 @@ class ChangeOfBasis(abc.ABC):
             "settings": self.settings,
         }
 
-    def round_trip_error(self) -> float:
-        """How far ``decode(encode(x))`` is from a random ``x`` of length one: a cheap test of orthonormality."""
-        generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(self.block.size, generator=generator, dtype=torch.float64, device="cpu")
-        vector = (vector / torch.linalg.vector_norm(vector)).to(self.device, self.block.dtype)
-        back = flatten(self.decode(self.encode(unflatten(vector, self.block))), self.block)
-        return float(torch.linalg.vector_norm(back - vector))
-
-    def alike(self, other: ChangeOfBasis) -> bool:
-        """Whether another one is of the same kind, for the same parameters."""
+    def matches(self, other: ChangeOfBasis) -> bool:
+        """Return True if the other one is of the same kind, for the same parameters."""
         return (
             type(self) is type(other)
             and self.settings == other.settings
             and (self.block.parameters, self.block.shapes) == (other.block.parameters, other.block.shapes)
         )
 
-    def equal(self, other: Self) -> bool:
-        """Whether another one has exactly the same tensors, in this one's precision."""
+    def equals(self, other: Self) -> bool:
+        """Return True if the other one's tensors are exactly the same in this one's precision."""
         return all(torch.equal(tensor, other.tensors[name].to(tensor)) for name, tensor in self.tensors.items())
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What two changes of basis must share to be stacked."""
+        """What two changes of basis must have in common to be stacked."""
         parts = sorted((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in self.tensors.items())
         settings = tuple(sorted(self.settings.items()))
         layout = self.block.shapes, self.block.transposed, self.block.stacked
@@ -211,53 +209,53 @@ class ChangeOfBasis(abc.ABC):
 
 
 class Cost(NamedTuple):
-    """What a structure costs on a block: the bytes of its basis, and the floating-point operations of one step."""
+    """The cost of a structure on a block: bytes of its basis, and floating-point operations per step."""
 
     bytes: int
     flops: int
 
 
-class Summary(Protocol):
-    """Rows that several processes have seen, each some of them, and that one can have all of."""
+class Statistic(Protocol):
+    """A running statistic of gradients that several processes can combine, each having seen some of them."""
 
     def holding(self) -> Holding:
-        """What this process has of them."""
+        """Return what this process has of it."""
 
     def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Make ready for :meth:`collect` all that may fail: there an error would leave the others waiting."""
+        """Do everything that may fail in advance: an error in :meth:`collect` would leave other processes waiting."""
 
     def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Bring them together in the owner's process, on its device; to be called by all of them."""
+        """Combine it in the owner's process, on its device. All processes call this together."""
 
 
 class Accumulator(abc.ABC):
-    """Takes in a block's gradients, in any order and chunking, and gives the basis."""
+    """Collects a block's gradients, in any order and chunking, and turns them into a basis."""
 
     @abc.abstractmethod
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Take in gradients: for each parameter of the block a stack of them, one sample each."""
+        """Add gradients: for each parameter of the block a stack, one sample each."""
 
     @abc.abstractmethod
     def merge(self, other: Self) -> None:
-        """Take in all that another accumulator of the same block has seen."""
+        """Add everything that another accumulator of the same block has seen."""
 
     @abc.abstractmethod
     def finish(self) -> tuple[Spectrum | None, ChangeOfBasis]:
-        """The spectrum (where the structure has one) and the change of basis."""
+        """Return the spectrum (None if the structure has none) and the change of basis."""
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        """Eigenvalues and eigenvectors (columns) of each matrix that it decomposes: what two halves are compared by."""
+        """Return eigenvalues and eigenvectors (columns) of each decomposed matrix, by which two halves are compared."""
         return []
 
-    def summaries(self) -> Sequence[Summary]:
-        """All that it has seen, in parts that several processes can bring together."""
+    def statistics(self) -> Sequence[Statistic]:
+        """Return everything it has seen, as statistics that several processes can combine."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how several processes bring together what they have seen. "
-            "Write its method summaries(), or estimate in one process."
+            f"{type(self).__name__} does not say how several processes combine what they have seen. "
+            "Implement its method statistics(), or estimate in one process."
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Structure(abc.ABC):
     """How the basis of a block is built: configuration only.
 
@@ -271,43 +269,43 @@ class Structure(abc.ABC):
     """
 
     change_type: ClassVar[type[ChangeOfBasis]]
-    # Whether it takes a block of several tensors as one; otherwise such a block is divided into its tensors.
+    # True if it handles a block of several tensors as one; otherwise such a block is split into its tensors.
     joint: ClassVar[bool] = True
 
     @abc.abstractmethod
     def samples(self, block: Block) -> int:
-        """How many gradients this structure wants for a block."""
+        """Return how many gradients this structure wants for a block."""
 
     @abc.abstractmethod
     def accumulator(self, block: Block) -> Accumulator:
-        """An empty accumulator."""
+        """Return an empty accumulator."""
 
-    def settings(self) -> dict[str, Any]:
-        """The plain values that its changes of basis carry beside their tensors."""
+    def settings(self, block: Block) -> dict[str, Any]:
+        """Return the plain values that its changes of basis carry besides their tensors."""
         return {}
 
     def change(self, block: Block, tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
-        """The change of basis of a block with these tensors."""
-        return self.change_type(block, tensors, self.settings())
+        """Build the change of basis of a block from these tensors."""
+        return self.change_type(block, tensors, self.settings(block))
 
     def basis_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors on a block."""
-        return self.change_type.basis_shapes(block, self.settings())
+        """Return the shapes of its tensors for a block."""
+        return self.change_type.basis_shapes(block, self.settings(block))
 
     def check(self, block: Block) -> None:  # noqa: B027 - most structures fit every block
-        """Raise ``ValueError`` when the structure cannot be had on this block."""
+        """Raise ValueError if the structure does not apply to this block."""
 
     def cost(self, block: Block) -> Cost:
-        """What it costs on a block, without building it."""
+        """Return the cost on a block, without building anything."""
         change = self.empty_change(block)
         return Cost(bytes=change.nbytes, flops=change.cost_per_step)
 
     def mixes_rows(self, block: Block) -> bool:
-        """Return True if a change of basis of this structure mixes the rows of a block's tensors."""
-        return not self.empty_change(block).rowwise
+        """Return True if it mixes the rows of a block's tensors."""
+        return not self.empty_change(block).is_rowwise
 
     def empty_change(self, block: Block) -> ChangeOfBasis:
-        """Return a change of basis of a block without values, on the meta device."""
+        """Return a change of basis without values, on the meta device."""
         shapes = self.basis_shapes(block)
         tensors = {name: torch.empty(shape, dtype=block.dtype, device="meta") for name, shape in shapes.items()}
         return self.change(block, tensors)

@@ -1,10 +1,10 @@
-"""Full: the dense eigenbasis of a block, the method as the paper states it."""
+"""Full: the dense eigenbasis of a block, as in the paper."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,17 +48,13 @@ class FullChange(ChangeOfBasis):
     def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
         return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
 
-    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+    def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         return (rows_times(coordinates[0], rotation["basis"].mT),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Structure):
     """One dense eigenbasis for the whole block.
-
-    Args:
-        route: ``"eigh"`` accumulates the d x d matrix and decomposes it; ``"svd"`` keeps all M gradients and
-            decomposes those; ``"auto"`` takes the second while there are fewer gradients than dimensions.
 
     Example:
         >>> loss = lambda theta: theta.sum().square()  # gradients have one direction only, (1, 1, 1)
@@ -69,14 +65,9 @@ class Full(Structure):
     """
 
     change_type = FullChange
-    route: Literal["auto", "eigh", "svd"] = "auto"
-
-    def __post_init__(self) -> None:
-        if self.route not in ("auto", "eigh", "svd"):
-            raise ValueError(f"Invalid route value: {self.route!r}. Must be 'auto', 'eigh' or 'svd'.")
 
     def samples(self, block: Block) -> int:
         return block.size
 
     def accumulator(self, block: Block) -> Accumulator:
-        return EigenAccumulator(block, self.change, flatten, OuterProducts(block.size, self.route))
+        return EigenAccumulator(block, self.change, flatten, OuterProducts(block.size))

@@ -1,16 +1,17 @@
-"""Identity: the original coordinates, through the same machinery."""
+"""Identity: the original coordinates, through the same interface."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.accumulators import NoAccumulator
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.views import Coordinates, as_tuple, flatten
 
 
@@ -18,14 +19,21 @@ class IdentityChange(ChangeOfBasis):
     """Coordinates equal to the tensors."""
 
     kind = "Identity"
-    rowwise = True
+    is_rowwise = True
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         flatten(tensors, self.block)  # checks the shapes
-        return tuple(tensor.contiguous() for tensor in as_tuple(tensors))  # as coordinates are; fused kernels want it
+        return tuple(tensor.contiguous() for tensor in as_tuple(tensors))  # as fused kernels require
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
         return as_tuple(coordinates)
+
+    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
+        return self.block.shapes
+
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def structure(self) -> Structure:
         return Identity()
@@ -34,15 +42,8 @@ class IdentityChange(ChangeOfBasis):
     def cost_per_step(self) -> int:
         return 0
 
-    @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {}
 
-    def coordinate_shapes(self) -> tuple[torch.Size, ...]:
-        return self.block.shapes
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Identity(Structure):
     """Leave the block in its original coordinates.
 
@@ -61,21 +62,4 @@ class Identity(Structure):
         return 0
 
     def accumulator(self, block: Block) -> Accumulator:
-        return _Nothing(block)
-
-
-class _Nothing(Accumulator):
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def merge(self, other: Self) -> None:
-        pass
-
-    def summaries(self) -> Sequence[Summary]:
-        return []
-
-    def finish(self) -> tuple[None, ChangeOfBasis]:
-        return None, IdentityChange(self.block, {})
+        return NoAccumulator(lambda: self.change(block, {}))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.accumulators import StackAccumulator, density, reliability
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.accumulators import StackAccumulator, check_count, density, judge_spectrum
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
 from egop.basis.structures.shared import DRAWS_WANTED, ROWS_WANTED
 from egop.basis.structures.views import (
     Coordinates,
@@ -61,13 +61,13 @@ class KroneckerChange(ChangeOfBasis):
     def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
         return {side: self.tensors[side].mT @ old.tensors[side] for side in ("left", "right")}
 
-    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+    def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         return (rotation["left"] @ coordinates[0] @ rotation["right"].mT,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Structure):
-    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G; for each of many experts its own.
+    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G; experts have one each.
 
     Example:
         >>> loss = lambda weight: weight.square().sum()
@@ -95,11 +95,6 @@ class _KroneckerAccumulator(Accumulator):
         self.block = block
         self.left, self.right = (OuterProducts(size) for size in matrix_shape(block))
 
-    @property
-    def count(self) -> int:
-        """How many gradients it has seen."""
-        return self.left.draws
-
     def add(self, gradients: Sequence[Tensor]) -> None:
         matrices = as_matrix(gradients, self.block).detach().clone()
         self.left.add(matrices.mT.flatten(0, -2), len(matrices))
@@ -109,22 +104,22 @@ class _KroneckerAccumulator(Accumulator):
         self.left.merge(other.left)
         self.right.merge(other.right)
 
-    def summaries(self) -> Sequence[Summary]:
+    def statistics(self) -> Sequence[Statistic]:
         return [self.left, self.right]
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         return [self.left.eigenbasis(), self.right.eigenbasis()]
 
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        """The spectrum is that of the Kronecker product of both sides, scaled to the mean squared gradient."""
-        if self.count == 0:
-            raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
+        """Return the spectrum of the Kronecker product, scaled to the mean squared gradient, and the bases."""
+        draws = self.left.draws
+        check_count(draws, self.block)
         (left_values, left), (right_values, right) = self.eigenbases()
-        trace = left_values.sum() * self.left.count / self.count  # the mean squared norm of a gradient
+        trace = left_values.sum() * self.left.count / draws  # the mean squared norm of a gradient
         scale = trace / (left_values.sum() * right_values.sum()).clamp_min(torch.finfo(torch.float64).tiny)
         values, order = (scale * torch.outer(left_values, right_values)).flatten().sort(descending=True, stable=True)
         densities = torch.outer(density(left), density(right)).flatten()[order]
         tensors = {"left": left.to(self.block.dtype), "right": right.to(self.block.dtype)}
         sides = [self.left.anisotropy(left_values), self.right.anisotropy(right_values)]
-        judged = reliability(sides, [len(left), len(right)])
-        return Spectrum(values, densities, self.count, **judged), KroneckerChange(self.block, tensors)
+        judgment = judge_spectrum(sides, [len(left), len(right)])
+        return Spectrum(values, densities, draws, **judgment), KroneckerChange(self.block, tensors)

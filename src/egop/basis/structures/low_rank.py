@@ -12,20 +12,26 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.accumulators import density
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.accumulators import check_count, density
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
 from egop.basis.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 from egop.numerics import RowSketch
 
-# Gradients are kept as they are up to this many bytes, then sketched.
+# Gradients are stored up to this many bytes, then sketched.
 _ROWS_BYTES = 512 * 2**20
 
 
-class AuxiliaryChange(ChangeOfBasis):
+class _LowRankChange(ChangeOfBasis):
+    @classmethod
+    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"basis": (block.size, settings["rank"])}
+
+
+class AuxiliaryChange(_LowRankChange):
     """``decode(a, b) = V a + (I − V Vᵀ) b``: coordinates in the leading directions, and original ones for the rest.
 
-    There are more coordinates than entries. The synthesis S has S Sᵀ = I, so its adjoint is both the pull-back of
-    gradients and the exact starting point (Vᵀx, x − V Vᵀx).
+    There are more coordinates than entries. The synthesis S satisfies S Sᵀ = I, so its adjoint is both the pull-back
+    of gradients and the exact starting point (Vᵀx, x − V Vᵀx).
     """
 
     kind = "Auxiliary"
@@ -43,23 +49,19 @@ class AuxiliaryChange(ChangeOfBasis):
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         return torch.Size([self.settings["rank"]]), torch.Size([self.block.size])
 
-    @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"basis": (block.size, settings["rank"])}
-
     def structure(self) -> Structure:
-        return Auxiliary(self.settings["rank"])
+        return Auxiliary(rank=self.settings["rank"])
 
     @property
     def cost_per_step(self) -> int:
         return 8 * self.block.size * int(self.settings["rank"])
 
 
-class ReducedChange(ChangeOfBasis):
+class ReducedChange(_LowRankChange):
     """``decode(a) = V a``: nothing outside the leading directions moves."""
 
     kind = "Reduced"
-    complete = False
+    is_complete = False
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         return (rows_times(flatten(tensors, self.block), self.tensors["basis"]),)
@@ -71,25 +73,15 @@ class ReducedChange(ChangeOfBasis):
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         return (torch.Size([self.settings["rank"]]),)
 
-    @classmethod
-    def basis_shapes(cls, block: Block, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"basis": (block.size, settings["rank"])}
-
     def structure(self) -> Structure:
-        return Reduced(self.settings["rank"], keep_rest=self.settings["keep_rest"])
+        return Reduced(rank=self.settings["rank"], keep_rest=self.settings["keep_rest"])
 
     @property
     def cost_per_step(self) -> int:
         return 4 * self.block.size * int(self.settings["rank"])
 
-    def round_trip_error(self) -> float:
-        """Here coordinates come back, not every vector."""
-        (shape,) = self.coordinate_shapes()
-        unit = torch.full(shape, shape[0] ** -0.5, dtype=self.block.dtype, device=self.device)
-        return float(torch.linalg.vector_norm(self.encode(self.decode(unit))[0] - unit))
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _LowRank(Structure):
     rank: int
     power_iterations: int = 4
@@ -109,28 +101,28 @@ class _LowRank(Structure):
             )
 
     def samples(self, block: Block) -> int:
-        """The paper's hundredth of the dimension, but never fewer than the directions asked for."""
+        """Return 1 % of the dimension, as in the paper, but at least the rank."""
         return max(self.rank, math.ceil(0.01 * block.size))
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, block: Block) -> dict[str, Any]:
         return {"rank": self.rank}
 
     def accumulator(self, block: Block) -> Accumulator:
         return _LowRankAccumulator(block, self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Auxiliary(_LowRank):
     """The paper's auxiliary variables: the leading eigenvectors, and the original coordinates for the rest.
 
     Args:
-        rank: how many eigenvectors.
-        power_iterations: of the randomized SVD that finds them.
-        seed: of its random start.
+        rank: the number of eigenvectors.
+        power_iterations: power iterations of the randomized SVD that finds them.
+        seed: the seed of its random start.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(50)})
-        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Auxiliary(4), progress=False)
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Auxiliary(rank=4), progress=False)
         >>> [tuple(shape) for shape in basis["theta"].coordinate_shapes()]  # leading directions, and the rest
         [(4,), (50,)]
     """
@@ -138,20 +130,20 @@ class Auxiliary(_LowRank):
     change_type = AuxiliaryChange
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reduced(_LowRank):
     """Only the span of the leading eigenvectors is trained. With SGD this is low-rank gradient descent.
 
     Args:
-        rank: how many eigenvectors.
-        power_iterations: of the randomized SVD that finds them.
-        seed: of its random start.
-        keep_rest: whether the part of the starting point outside the span stays. False drops it as soon as the
-            optimizer is made, so that θ = V θ̃ as the paper writes it.
+        rank: the number of eigenvectors.
+        power_iterations: power iterations of the randomized SVD that finds them.
+        seed: the seed of its random start.
+        keep_rest: keep the part of the starting point outside the span. If False, creating the optimizer drops it, so
+            that θ = V θ̃ as in the paper.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(50)})
-        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Reduced(4), progress=False)
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), structure=egop.Reduced(rank=4), progress=False)
         >>> [tuple(shape) for shape in basis["theta"].coordinate_shapes()]
         [(4,)]
     """
@@ -164,7 +156,7 @@ class Reduced(_LowRank):
         if not isinstance(self.keep_rest, bool):
             raise ValueError(f"Invalid keep_rest value: {self.keep_rest!r}. Must be True or False.")
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, block: Block) -> dict[str, Any]:
         return {"rank": self.rank, "keep_rest": self.keep_rest}
 
 
@@ -179,16 +171,15 @@ class _LowRankAccumulator(Accumulator):
     def merge(self, other: Self) -> None:
         self.sketch.merge(other.sketch)
 
-    def summaries(self) -> Sequence[Summary]:
+    def statistics(self) -> Sequence[Statistic]:
         return [self.sketch]
-
-    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        if self.sketch.count == 0:
-            raise ValueError(f"Block '{self.block.name}' has seen no gradients.")
-        ((values, vectors),) = self.eigenbases()
-        change = self.structure.change(self.block, {"basis": vectors})
-        return Spectrum(values, density(vectors), self.sketch.count), change
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.structure.seed)
         return [self.sketch.leading(self.structure.power_iterations, generator)]
+
+    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
+        check_count(self.sketch.count, self.block)
+        ((values, vectors),) = self.eigenbases()
+        change = self.structure.change(self.block, {"basis": vectors})
+        return Spectrum(values, density(vectors), self.sketch.count), change

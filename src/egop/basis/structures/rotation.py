@@ -1,27 +1,27 @@
-"""RandomRotation: a random orthogonal basis, the control for every claim that a basis is a good one."""
+"""RandomRotation: a random orthogonal basis, the control for any claim that a basis is good."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure, Summary
+from egop.basis.structures.accumulators import NoAccumulator
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.full import Full
 from egop.numerics import random_orthonormal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RandomRotation(Structure):
-    """A basis drawn uniformly from all orthogonal ones; no gradients are sampled.
+    """A uniformly distributed orthogonal basis; no gradients are sampled.
 
     Args:
-        seed: each block draws from this and its own name.
-        like: the structure that the random basis has, so that the control differs from the method in nothing else.
+        seed: the seed, which is combined with the name of each block.
+        like: the structure of the random basis, so that the control differs from the method in nothing else.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda weight: weight.sum(), {"weight": torch.zeros(5, 2)})
@@ -36,7 +36,7 @@ class RandomRotation(Structure):
 
     @property
     def joint(self) -> bool:  # type: ignore[override]
-        """As the structure it is like."""
+        """As in the structure it is like."""
         return self.like.joint
 
     def check(self, block: Block) -> None:
@@ -52,28 +52,14 @@ class RandomRotation(Structure):
         return self.like.basis_shapes(block)
 
     def accumulator(self, block: Block) -> Accumulator:
-        return _Random(block, self)
+        return NoAccumulator(lambda: self._draw(block))
 
-
-class _Random(Accumulator):
-    def __init__(self, block: Block, structure: RandomRotation) -> None:
-        self.block, self.structure = block, structure
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def merge(self, other: Self) -> None:
-        pass
-
-    def summaries(self) -> Sequence[Summary]:
-        return []
-
-    def finish(self) -> tuple[None, ChangeOfBasis]:
-        # The name goes in so that blocks of one shape get different rotations; hash() would differ between processes.
-        seed = self.structure.seed * 1_000_003 + sum(ord(c) * 131**i for i, c in enumerate(self.block.name)) % 2**31
+    def _draw(self, block: Block) -> ChangeOfBasis:
+        # The name makes blocks of one shape differ. (hash() would differ between processes.)
+        seed = self.seed * 1_000_003 + sum(ord(c) * 131**i for i, c in enumerate(block.name)) % 2**31
         generator = torch.Generator().manual_seed(seed)
         tensors = {
-            name: random_orthonormal(shape[-2], shape[-1], generator, shape[:-2]).to(self.block.dtype)
-            for name, shape in self.structure.basis_shapes(self.block).items()
+            name: random_orthonormal(shape[-2], shape[-1], generator, shape[:-2]).to(block.dtype)
+            for name, shape in self.basis_shapes(block).items()
         }
-        return None, self.structure.change(self.block, tensors)
+        return self.change(block, tensors)

@@ -26,8 +26,8 @@ from egop.numerics import OuterProducts
 
 Side = Literal["input", "output", "smaller"]
 
-# How many rows or kernels the paper's rule asks for in every layer; and how many gradients at least, since the rows of
-# one may all be alike: as many as the lab's study of prediction draws.
+# The paper asks for this many rows or kernels in every layer. The rows of one gradient may be nearly the same, so there
+# is also a minimum number of gradients, the one that the lab's prediction study draws.
 ROWS_WANTED = 1000
 DRAWS_WANTED = 64
 
@@ -42,15 +42,15 @@ class SharedChange(ChangeOfBasis):
 
     def __init__(self, block: Block, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(block, tensors, settings)
-        self.rowwise = not _is_output(self.settings)  # columns need all rows
+        self.is_rowwise = not _is_output(self.settings)
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         matrix, basis = as_matrix(tensors, self.block), self.tensors["basis"]
-        return (matrix @ basis if self.rowwise else basis.mT @ matrix,)
+        return (matrix @ basis if self.is_rowwise else basis.mT @ matrix,)
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
         (matrix,), basis = as_tuple(coordinates), self.tensors["basis"]
-        return from_matrix(matrix @ basis.mT if self.rowwise else basis @ matrix, self.block)
+        return from_matrix(matrix @ basis.mT if self.is_rowwise else basis @ matrix, self.block)
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
@@ -61,7 +61,7 @@ class SharedChange(ChangeOfBasis):
         return {"basis": (*stack_shape(block), width, width)}
 
     def structure(self) -> Structure:
-        return Shared(side="input" if self.rowwise else "output")
+        return Shared(side="input" if self.is_rowwise else "output")
 
     @property
     def cost_per_step(self) -> int:
@@ -69,29 +69,28 @@ class SharedChange(ChangeOfBasis):
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         matrix = as_matrix(gradients, self.block)
-        return {"basis": matrix if self.rowwise else matrix.mT}
+        return {"basis": matrix if self.is_rowwise else matrix.mT}
 
     def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
         return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
 
-    def rotated(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
+    def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         matrix, basis = coordinates[0], rotation["basis"]
-        return (matrix @ basis.mT if self.rowwise else basis @ matrix,)
+        return (matrix @ basis.mT if self.is_rowwise else basis @ matrix,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Structure):
-    """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel; one for each of many experts.
+    """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel; experts have one each.
 
-    Every row of a gradient adds to the basis, so few draws are asked for: as many as give every layer 1000 rows.
-    The rows of one gradient are often alike, and then this is too few: :func:`egop.estimate` says so.
+    Every row of a gradient contributes to the basis, so few draws are needed: enough for 1000 rows in every layer.
+    If the rows of a gradient are nearly the same, this is too few, and :func:`egop.estimate` warns.
 
     Args:
-        side: which side of a weight is rotated. ``"input"``, the paper's: each row (all inputs of one output, a
-            kernel). ``"output"``: each column. ``"smaller"``: whichever is narrower, which is never wider than the
-            other and may be far cheaper: of a convolution the outputs rather than inputs times kernel. Under FSDP2,
-            which divides weights by their outputs, the input side is rotated where the rows are, and the output side
-            needs the whole weight gathered in every step.
+        side: the side of a weight that is rotated. ``"input"``, as in the paper: each row (all inputs of one output, a
+            kernel). ``"output"``: each column. ``"smaller"``: the narrower one, which can be far cheaper: for a
+            convolution the outputs instead of inputs times kernel. FSDP2 shards weights by outputs, so the input side
+            is rotated locally, and the output side needs the whole weight gathered in every step.
 
     Example:
         >>> inputs = torch.tensor([[1.0, 1.0], [2.0, 2.0]])  # vary along (1, 1)
@@ -115,37 +114,29 @@ class Shared(Structure):
         check_matrix(block, "Shared()")
 
     def samples(self, block: Block) -> int:
-        return max(DRAWS_WANTED, math.ceil(ROWS_WANTED / matrix_shape(block)[1 if self._is_output(block) else 0]))
+        rows, columns = matrix_shape(block)
+        return max(DRAWS_WANTED, math.ceil(ROWS_WANTED / (columns if _is_output(self.settings(block)) else rows)))
 
-    def change(self, block: Block, tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
-        return SharedChange(block, tensors, self._settings(block))
-
-    def basis_shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
-        return SharedChange.basis_shapes(block, self._settings(block))
+    def settings(self, block: Block) -> dict[str, Any]:
+        rows, columns = matrix_shape(block)
+        is_output = self.side == "output" or (self.side == "smaller" and rows < columns)
+        return {"side": "output"} if is_output else {}
 
     def accumulator(self, block: Block) -> Accumulator:
         if any(block.stacked):
             return StackAccumulator(block, self)
         (width, _) = self.basis_shapes(block)["basis"]
-        rows = _columns if self._is_output(block) else _rows
+        rows = _take_columns if _is_output(self.settings(block)) else _take_rows
         return EigenAccumulator(block, self.change, rows, OuterProducts(width))
-
-    def _is_output(self, block: Block) -> bool:
-        rows, columns = matrix_shape(block)
-        return self.side == "output" or (self.side == "smaller" and rows < columns)
-
-    def _settings(self, block: Block) -> dict[str, Any]:
-        """Nothing for the input side, which files from before there were two of them have."""
-        return {"side": "output"} if self._is_output(block) else {}
 
 
 def _is_output(settings: Mapping[str, Any]) -> bool:
     return settings.get("side") == "output"
 
 
-def _rows(gradients: Sequence[Tensor], block: Block) -> Tensor:
+def _take_rows(gradients: Sequence[Tensor], block: Block) -> Tensor:
     return as_matrix(gradients, block).flatten(0, -2)
 
 
-def _columns(gradients: Sequence[Tensor], block: Block) -> Tensor:
+def _take_columns(gradients: Sequence[Tensor], block: Block) -> Tensor:
     return as_matrix(gradients, block).mT.flatten(0, -2)

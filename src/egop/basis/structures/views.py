@@ -1,4 +1,4 @@
-"""A block's tensors as one vector, or as a matrix with a row for each output."""
+"""Views of a block's tensors: as one vector, or as a matrix with one row per output."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Coordinates = tuple[Tensor, ...]
 
 
 def rows_times(vector: Tensor, matrix: Tensor) -> Tensor:
-    """``vector @ matrix``, both with leading dimensions: many rows for one matrix, or a matrix for each row."""
+    """Return ``vector @ matrix`` with leading dimensions: many vectors for one matrix, or one matrix per vector."""
     if matrix.dim() == 2:
         return vector @ matrix
     return (vector.unsqueeze(-2) @ matrix).squeeze(-2)
 
 
 def as_tuple(tensors: Tensor | Sequence[Tensor]) -> Coordinates:
-    """A block of one tensor may be given as that tensor."""
+    """Return the tensors as a tuple; a single one may be given as it is."""
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
 def flatten(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
-    """The block's tensors as one vector (with the leading dimensions they have beyond the block's shapes)."""
+    """Concatenate the block's tensors to one vector, keeping extra leading dimensions."""
     tensors = as_tuple(tensors)
     if len(tensors) != len(block.shapes):
         raise ValueError(f"Block '{block.name}' has {len(block.shapes)} tensor(s), got {len(tensors)}.")
@@ -43,23 +43,23 @@ def flatten(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
 
 
 def unflatten(vector: Tensor, block: Block) -> Coordinates:
-    """The reverse of :func:`flatten`."""
+    """Invert :func:`flatten`."""
     parts = vector.split([math.prod(shape) for shape in block.shapes], dim=-1)
     return tuple(part.reshape((*vector.shape[:-1], *shape)) for part, shape in zip(parts, block.shapes, strict=True))
 
 
 def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
-    """A block's one tensor as a matrix: a row for each output (unit, channel, embedded token), over all its inputs.
+    """Return a block's single tensor as a matrix with one row per output (unit, channel, embedded token).
 
     Weights of linear layers, convolutions and embeddings have their outputs first. Those of transposed convolutions are
-    stored (inputs, outputs / groups, kernel), the inputs group after group. A stack (of experts) has a matrix in each
-    place of its first dimensions, which stay.
+    stored as (inputs, outputs / groups, kernel), with the inputs of one group after another. The leading dimensions of
+    a stack (of experts) are kept.
     """
     (tensor,) = as_tuple(tensors)
     (shape,), (stacked,) = block.shapes, block.stacked
     beyond = tensor.dim() - len(shape)
     if tensor.shape[max(beyond, 0) :] != shape:
-        flatten(tensor, block)  # says what is wrong
+        flatten(tensor, block)  # raises the error
     leading, sizes = tensor.shape[: beyond + stacked], shape[stacked:]
     if groups := block.transposed[0]:
         tensor = tensor.reshape(*leading, groups, sizes[0] // groups, *sizes[1:]).transpose(
@@ -69,7 +69,7 @@ def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
 
 
 def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
-    """The reverse of :func:`as_matrix`."""
+    """Invert :func:`as_matrix`."""
     (shape,), (stacked,) = block.shapes, block.stacked
     leading, sizes = matrix.shape[:-2], shape[stacked:]
     if groups := block.transposed[0]:
@@ -80,19 +80,19 @@ def from_matrix(matrix: Tensor, block: Block) -> Coordinates:
 
 
 def matrix_shape(block: Block) -> tuple[int, int]:
-    """The numbers of rows and columns of :func:`as_matrix`."""
+    """Return the numbers of rows and columns of :func:`as_matrix`."""
     (shape,), (stacked,), (groups,) = block.shapes, block.stacked, block.transposed
     return rows_and_columns(shape[stacked:], groups)
 
 
 def stack_shape(block: Block) -> tuple[int, ...]:
-    """How many matrices there are, in the dimensions that count them; none for one matrix."""
+    """Return the leading dimensions that count matrices; empty for a single matrix."""
     (shape,), (stacked,) = block.shapes, block.stacked
     return tuple(shape[:stacked])
 
 
 def check_matrix(block: Block, structure: str) -> None:
-    """Raise an error for a block that is not one tensor of two or more dimensions."""
+    """Raise ValueError unless the block is one tensor of two or more dimensions."""
     if len(block.shapes) != 1 or len(block.shapes[0]) - block.stacked[0] < 2:
         shapes = " and ".join(str(tuple(shape)) for shape in block.shapes)
         raise ValueError(

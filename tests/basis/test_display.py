@@ -1,4 +1,4 @@
-"""How bases, plans and spectra show themselves: short in a line, a table in a notebook, a picture."""
+"""What bases, plans and spectra print: a short line, a table, an HTML table for notebooks, a plot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 import cases
 import egop
-from egop.basis import make_plan, shown_block
-from egop.basis.showing import as_text, grouped
+from egop.basis import BlockInfo, format_blocks, make_plan
 from egop.basis.structures.shared import SharedChange
 from egop.plots import plot_spectra
 from pages import Page
@@ -33,18 +32,14 @@ def shared(name, *shape):
 def test_a_basis_is_short_in_a_line():
     changes = [shared("a", 3, 4), shared("b", 5, 2)]
     basis = egop.Basis(changes, unrotated={"c": "an embedding"})
-    assert repr(basis) == "Basis(2 blocks: 2 Shared, 1 left as they are, 160 B)"
+    assert repr(basis) == "Basis(2 blocks: 2 Shared, 1 not rotated, 160 B)"
     assert repr(egop.Basis([])) == "Basis(0 blocks, 0 B)"
 
 
-def test_cost_is_that_of_the_basis_products_beside_the_weights_own():
-    basis = egop.Basis([shared("a", 3, 4)])
-    # 4 operations for each entry and column of the basis; a pass has 6 for each entry and row
-    assert basis.cost(rows=8) == pytest.approx(4 * 12 * 4 / (6 * 12 * 8))
-    assert basis.cost(rows=16) == pytest.approx(basis.cost(rows=8) / 2)
-    assert egop.Basis([]).cost() == 0
-    with pytest.raises(ValueError, match="Invalid rows value: 0"):
-        basis.cost(rows=0)
+def test_the_cost_is_relative_to_the_products_of_the_weights():
+    # 4 operations per entry and column of the basis; forward and backward take 6 per entry and row
+    row = str(egop.Basis([shared("a", 300, 400)])).splitlines()[2]
+    assert f"{100 * 4 * 400 / (6 * 1024):.0f} %" in row
 
 
 def test_every_name_is_escaped_in_a_notebook():
@@ -67,20 +62,31 @@ def test_a_spectrum_shows_what_it_says_not_its_numbers():
 def test_a_plan_is_a_line_and_a_table():
     blocks = [cases.block("a", a=(3, 4)), cases.block("b", b=(5, 2))]
     plan = make_plan(blocks, {}, {"a": egop.Shared()}, 10**6)
-    assert repr(plan) == "Plan(1 block, 1 left as they are)"
-    assert "no pattern names it" in Page(plan._repr_html_()).text
+    assert repr(plan) == "Plan(1 block, 1 not rotated)"
+    assert "no pattern matches it" in Page(plan._repr_html_()).text
 
 
-def test_many_blocks_that_are_alike_share_a_row():
-    few = [shown_block(shared(f"layers.{k}.w", 3, 4)) for k in range(12)]
-    assert [name for name, _ in grouped(few)] == [f"layers.{k}.w" for k in range(12)]
-    many = [shown_block(shared(f"layers.{k}.w", 3, 4), spectrum(float(k + 1), 1.0, 1.0, 1.0)) for k in range(13)]
-    many.append(shown_block(shared("head", 5, 4)))
-    assert [(name, len(group)) for name, group in grouped(many)] == [("layers.*.w (13 alike)", 13), ("head", 1)]
-    row = as_text(many, {}).splitlines()[2]
+def test_similar_blocks_share_a_row_if_there_are_many():
+    few = [BlockInfo.from_change(shared(f"layers.{k}.w", 3, 4)) for k in range(12)]
+    assert [line.split()[0] for line in format_blocks(few, {}).splitlines()[2:14]] == [block.name for block in few]
+    many = [
+        BlockInfo.from_change(shared(f"layers.{k}.w", 3, 4), spectrum(float(k + 1), 1.0, 1.0, 1.0)) for k in range(13)
+    ]
+    many.append(BlockInfo.from_change(shared("head", 5, 4)))
+    _, _, row, head, *_ = format_blocks(many, {}).splitlines()
     assert row.startswith("layers.*.w (13 alike)")
     assert row.endswith("1.8–4.0 of 4")
     assert f"{13 * 128 / 1024:.1f} KiB" in row, "the bytes of all of them"
+    assert head.startswith("head ")
+
+
+def test_reasons_are_in_the_last_column():
+    basis = egop.Basis([shared("a", 3, 4)], {"a": spectrum(4.0, 2.0, 1.0)}, unrotated={"b": "an embedding"})
+    header, _, first, left, *_ = str(basis).splitlines()
+    assert header.endswith("  why")
+    assert left.split() == ["b", "-", "an", "embedding"]
+    assert left.index("an embedding") == header.index("why")
+    assert first.endswith("of 3")
 
 
 def test_plot_has_a_line_per_spectrum_down_to_rounding():

@@ -11,8 +11,8 @@ from torch import nn
 
 import cases
 import egop
-from egop.optimizer import inner
-from egop.optimizer.trial import tried
+from egop.optimizer import checks
+from egop.optimizer.trial import try_optimizer
 from pages import Page
 
 
@@ -45,14 +45,14 @@ def test_it_names_what_runs_inside_the_refresh_its_counts_the_groups_and_the_blo
     assert repr(optimizer) == "EGOP(PolarAdam, 2 blocks, AdamW outside, Online, lr=0.01)"
     lines = str(optimizer).splitlines()
     assert lines[0] == repr(optimizer)
-    assert lines[1] == "PolarAdam steps the coordinates of 2 blocks, AdamW 4 tensors outside"
+    assert lines[1] == "PolarAdam steps the coordinates of 2 blocks, AdamW steps 4 other tensors"
     assert lines[2] == (
         "refresh: Online(every=20, structure=Shared(side='smaller'), spread=False): 12 steps, 1 renewal, 0 failures"
     )
     assert lines[3].startswith("group 0: 6 tensors, lr 0.01, betas (0.9, 0.95)")
     assert "tensor(" not in str(optimizer)
     assert row(optimizer, "0.weight")[:4] == ["0.weight", "Shared", "6 x 8", "144 B"]
-    assert row(optimizer, "4.weight") == ["4.weight", "the output head"]
+    assert row(optimizer, "4.weight") == ["4.weight", "-", "the output head"]
 
 
 def test_a_learning_rate_that_is_a_tensor_is_a_number():
@@ -97,10 +97,10 @@ def test_a_basis_that_was_estimated_keeps_its_spectrum_and_what_it_left():
     case = cases.MLP
     basis = cases.estimate(case.objective(), structure={"0.weight": egop.Full()}, partition="parameter")
     optimizer = egop.ReparameterizedOptimizer(case.build(), torch.optim.AdamW, basis, lr=0.1)
-    assert optimizer.basis.unrotated == basis.unrotated == {"2.weight": "no pattern names it"}
+    assert optimizer.basis.unrotated == basis.unrotated == {"2.weight": "no pattern matches it"}
     assert repr(optimizer.basis.spectrum["0.weight"]) == repr(basis.spectrum["0.weight"])
     assert f"{basis.spectrum['0.weight'].stable_rank:.1f} of 30" in str(optimizer)
-    assert "refresh: none, the basis stays" in str(optimizer)
+    assert "refresh: none, the basis is fixed" in str(optimizer)
     other = cases.estimate(case.objective(), structure={"0.weight": egop.Full()}, samples=50, partition="parameter")
     optimizer.rebase(other)
     assert repr(optimizer.basis.spectrum["0.weight"]) == repr(other.spectrum["0.weight"])
@@ -192,7 +192,7 @@ def test_spectra_are_plotted_of_every_block_and_side():
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    monkeypatch.setattr(inner, "_WARNED", set())
+    monkeypatch.setattr(checks, "_warned", set())
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.1}], ids=str)
@@ -214,7 +214,7 @@ def quiet(build):
 
 def test_nobody_is_warned_where_a_basis_may_help_or_there_is_none(unwarned):
     case = cases.MLP
-    reduced = cases.estimate(case.objective(), structure=egop.Reduced(2))
+    reduced = cases.estimate(case.objective(), structure=egop.Reduced(rank=2))
     same = cases.estimate(case.objective(), structure=egop.Identity())
     for basis in (reduced, same, None):
         quiet(lambda basis=basis: egop.ReparameterizedOptimizer(case.build(), torch.optim.SGD, basis, lr=0.1))
@@ -230,9 +230,9 @@ def test_nobody_is_warned_where_a_basis_may_help_or_there_is_none(unwarned):
 
 
 def test_a_learning_rate_of_zero_says_nothing_of_a_class():
-    assert not tried(torch.optim.SGD, {}, {"lr": 0.0}).same_in_every_rotation
-    assert tried(torch.optim.SGD, {}, {"lr": 0.1}).same_in_every_rotation
-    assert not tried(torch.optim.RAdam, {}, {"lr": 0.1}).same_in_every_rotation  # begins as plain momentum does
+    assert not try_optimizer(torch.optim.SGD, {}, {"lr": 0.0}).is_rotation_invariant
+    assert try_optimizer(torch.optim.SGD, {}, {"lr": 0.1}).is_rotation_invariant
+    assert not try_optimizer(torch.optim.RAdam, {}, {"lr": 0.1}).is_rotation_invariant  # begins as plain momentum does
 
 
 def step(optimizer):

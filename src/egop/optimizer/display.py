@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: in a line, as a text, in a notebook, and as a picture of spectra."""
+"""Show an optimizer: as a line, as text, in a notebook, as a plan, and as a plot of its spectra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from egop.basis import Plan, Shown, blocks_as_html, blocks_as_text, shown_block, shown_plan
+from egop.basis import BlockInfo, Plan, format_blocks, format_blocks_html
 from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
 from egop.plots import plot_spectra
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 _NOT_SETTINGS = ("params", "param_names")
 
 
-def line(name: str, engine: Engine) -> str:
-    """The optimizer in a line."""
+def format_line(name: str, engine: Engine) -> str:
+    """Return a summary in one line."""
     base = engine.base
     parts = [base.optimizer_class.__name__, pluralize(len(engine.blocks), "block")]
-    parts += [f"{base.outside[0].__name__} outside"] if base.outside is not None else []
+    parts += [f"{base.outside_class.__name__} outside"] if base.outside_class is not None else []
     parts += [type(engine.refresher.refresh).__name__] if engine.refresher is not None else []
-    rates = dict.fromkeys(_number(group["lr"]) for group in engine.param_groups if "lr" in group)
+    rates = dict.fromkeys(_format_value(group["lr"]) for group in engine.param_groups if "lr" in group)
     parts += [f"lr={' and '.join(rates)}"] if rates else []
     return f"{name}({', '.join(parts)})"
 
 
-def as_text(name: str, engine: Engine) -> str:
-    """The optimizer in several lines: what runs inside, its refresh, its groups and its blocks."""
-    blocks, unrotated, note = _blocks(engine)
-    table = [blocks_as_text(blocks, unrotated)] if blocks or unrotated else []
-    return "\n".join([line(name, engine), *_facts(engine), *([note] if note else []), *table])
+def format_text(name: str, engine: Engine) -> str:
+    """Return several lines: the inner optimizers, the refresh, the groups and a table of the blocks."""
+    blocks, unrotated, note = _list_blocks(engine)
+    table = [format_blocks(blocks, unrotated)] if blocks or unrotated else []
+    return "\n".join([format_line(name, engine), *_list_facts(engine), *([note] if note else []), *table])
 
 
-def as_html(name: str, engine: Engine) -> str:
-    """The same for a notebook."""
-    blocks, unrotated, note = _blocks(engine)
-    facts = "<br>".join(escape(fact) for fact in [*_facts(engine), *([note] if note else [])])
-    table = blocks_as_html(blocks, unrotated) if blocks or unrotated else ""
-    return f"<p><strong>{escape(line(name, engine))}</strong><br>{facts}</p>{table}"
+def format_html(name: str, engine: Engine) -> str:
+    """Return the same as HTML for a notebook."""
+    blocks, unrotated, note = _list_blocks(engine)
+    facts = "<br>".join(escape(fact) for fact in [*_list_facts(engine), *([note] if note else [])])
+    table = format_blocks_html(blocks, unrotated) if blocks or unrotated else ""
+    return f"<p><strong>{escape(format_line(name, engine))}</strong><br>{facts}</p>{table}"
 
 
-def plot(engine: Engine) -> Figure:
+def plot_engine(engine: Engine) -> Figure:
     """Plot the spectra of all blocks that have one."""
-    followed = _followed(engine)
+    spectra = _find_spectra(engine)
     known: dict[str, list[float]] = {}
     for block in engine.blocks:
-        sides = followed.get(block.name, {})
+        sides = spectra.get(block.name, {})
         for key, values in sides.items():
             label = block.name if len(sides) == 1 else f"{block.name}, {key}"
             known[label] = values.flatten().sort(descending=True).values.tolist()
@@ -63,63 +63,62 @@ def plot(engine: Engine) -> Figure:
             "There are no spectra yet. They come with a basis from egop.estimate, and with the first step under "
             "refresh=egop.Online()."
         )
-    return plot_spectra(known, "Eigenvalues of the gradients' Gram matrices" if followed else "Eigenvalues")
+    return plot_spectra(known, "Eigenvalues of the gradients' Gram matrices" if spectra else "Eigenvalues")
 
 
-def _facts(engine: Engine) -> Iterator[str]:
+def _list_facts(engine: Engine) -> Iterator[str]:
     inside = {id(original) for block in engine.blocks for original in block.originals}
     tensors = [tensor for group in engine.param_groups for tensor in group["params"]]
     others = sum(id(tensor) not in inside for tensor in tensors)
     base = engine.base
-    stepped = base.outside[0].__name__ if base.outside is not None else base.optimizer_class.__name__
+    outside = (base.outside_class or base.optimizer_class).__name__
     blocks = pluralize(len(engine.blocks), "block")
     name = base.optimizer_class.__name__
     if not engine.blocks and engine.refresher is not None and engine.refresher.steps == 0:
-        yield f"{name} will step the coordinates, {stepped} what is outside; bases come with the first gradient"
+        yield f"{name} will step the coordinates and {outside} everything else; the first gradient gives the bases"
     else:
-        yield f"{name} steps the coordinates of {blocks}, {stepped} {pluralize(others, 'tensor')} outside"
+        yield f"{name} steps the coordinates of {blocks}, {outside} steps {pluralize(others, 'other tensor')}"
     if engine.refresher is None:
-        yield "refresh: none, the basis stays"
+        yield "refresh: none, the basis is fixed"
     else:
         yield f"refresh: {engine.refresher}"
     for index, group in enumerate(engine.param_groups):
-        settings = [f"{key} {_number(value)}" for key, value in group.items() if _is_told(key, value)]
+        settings = [
+            f"{key} {_format_value(value)}"
+            for key, value in group.items()
+            if key not in _NOT_SETTINGS and value is not None and value is not False
+        ]
         yield f"group {index}: {pluralize(len(group['params']), 'tensor')}, {', '.join(settings)}"
 
 
-def _is_told(key: str, value: Any) -> bool:
-    """Whether a setting is worth a word: not what is off, and not the tensors."""
-    return key not in _NOT_SETTINGS and value is not None and value is not False
-
-
-def _blocks(engine: Engine) -> tuple[list[Shown], Mapping[str, str], str]:
-    """What is said of each block, what was left, and a word on blocks that are not there yet."""
+def _list_blocks(engine: Engine) -> tuple[list[BlockInfo], Mapping[str, str], str]:
+    """Return a row for each block, the reasons why weights have none, and a note if the blocks are only planned."""
     if not engine.blocks and engine.refresher is not None and engine.refresher.steps == 0:
         try:
             plan = engine.refresher.plan(engine)
         except (MemoryError, ValueError) as error:
             return [], {}, f"the first step will fail: {error}"
         if plan is not None:
-            return [shown_plan(*pair) for pair in plan.chosen.items()], plan.unrotated, "planned for the first step:"
-    followed = _followed(engine)
+            return plan.block_info(), plan.unrotated, "planned for the first step:"
+    spectra = _find_spectra(engine)
     shown = []
     for block in engine.blocks:
-        one = shown_block(block.whole_change(), block.spectrum)
-        shown.append(_with_followed(one, followed[block.name]) if block.name in followed else one)
+        row = BlockInfo.from_change(block.whole_change(), block.spectrum)
+        shown.append(_add_stable_rank(row, spectra[block.name]) if block.name in spectra else row)
     return shown, engine.unrotated, ""
 
 
-def _followed(engine: Engine) -> dict[str, dict[str, Tensor]]:
+def _find_spectra(engine: Engine) -> dict[str, dict[str, Tensor]]:
     return {} if engine.refresher is None else engine.refresher.spectra(engine)
 
 
-def _with_followed(shown: Shown, sides: Mapping[str, Tensor]) -> Shown:
-    """The stable rank of what a refresh follows; of two sides that of their Kronecker product."""
+def _add_stable_rank(shown: BlockInfo, sides: Mapping[str, Tensor]) -> BlockInfo:
+    """Add the stable rank of the Gram matrices that a refresh follows, or of the Kronecker product of two sides."""
     roots = [values.sqrt() for values in sides.values()]
     sums = tops = torch.ones((), dtype=torch.float64, device="cpu")
     for root in roots:
         sums, tops = sums * root.sum(-1).cpu(), tops * root.amax(-1).cpu()
-    if len(roots) > 1:  # each side has the trace of the whole; of experts each its own
+    if len(roots) > 1:  # each side has the trace of the whole, expert by expert
         trace = roots[0].square().sum(-1).cpu().clamp_min(torch.finfo(torch.float64).tiny).sqrt()
         sums, tops = sums / trace, tops / trace
     top = float(tops.max())
@@ -131,8 +130,8 @@ def _with_followed(shown: Shown, sides: Mapping[str, Tensor]) -> Shown:
     return dataclasses.replace(shown, stable_rank=rank, dimension=dimension, draws=None, stability=None)
 
 
-def plan_of(engine: Engine) -> Plan:
-    """Which blocks there are, or will be with the first step, in which structures, and why."""
+def make_plan(engine: Engine) -> Plan:
+    """Return the blocks that there are, or will be after the first step, their structures and the reasons."""
     planned = None if engine.refresher is None else engine.refresher.plan(engine)
     if not engine.blocks:
         return planned if planned is not None else Plan({}, {}, {})
@@ -142,7 +141,7 @@ def plan_of(engine: Engine) -> Plan:
     return Plan(chosen, reasons, engine.unrotated)
 
 
-def _number(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else tuple(value.tolist())
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,66 +1,66 @@
-"""What a loaded state and a refresh make of each other, where that is not what was asked for."""
+"""Warn when the bases of a loaded state are not what the refresh would give."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 from egop.basis import ChangeOfBasis, Structure
 from egop.optimizer.binding import BoundBlock
+from egop.optimizer.checks import find_user_level
 from egop.optimizer.refreshing import Refresher
 
 
-def warn_of_loaded(
+def warn_of_loaded_bases(
     with_refresh: bool,
     blocks: Sequence[BoundBlock],
     before: Sequence[BoundBlock],
     refresher: Refresher | None,
 ) -> None:
-    """Warn when the bases of a state that was loaded stay as they are, or are not of the structure that was wanted.
+    """Warn if the loaded bases will not be renewed, or are not of the structure that the refresh names.
 
     Args:
         with_refresh: whether the state was saved with a refresh.
-        blocks: the blocks that were loaded.
-        before: those of the optimizer before that; if it was given others than the refresh names, these are not wanted.
-        refresher: the optimizer's own, if it has one.
+        blocks: the loaded blocks.
+        before: the earlier blocks; if they had other structures than the refresh names, the user gave them.
+        refresher: the optimizer's refresher, if it has one.
     """
     kinds = {block.change.kind for block in blocks}
-    told = _listed(kinds)
+    found = _listed(kinds)
     text = None
     if refresher is None:
         if with_refresh:
             text = (
                 "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
-                "as they are: give it the refresh= of the optimizer that was saved."
+                "fixed: give it the refresh= of the optimizer that was saved."
             )
     elif blocks and not any(refresher.can_renew(block.change) for block in blocks):
         text = (
-            f"The state has bases of structure {told}, which {_name(refresher)} cannot renew, so they stay as they "
-            "are. Use egop.Every(...), which can renew every structure."
+            f"The state has bases of structure {found}, which {_name(refresher)} cannot renew, so they stay "
+            "fixed. Use egop.Every(...), which can renew every structure."
         )
-    elif (wanted := _wanted(refresher)) and all(_is_of(block.change, wanted) for block in before):
-        others = [block.change.structure() for block in blocks if not _is_of(block.change, wanted)]
+    elif (wanted := _list_structures(refresher)) and all(_has_structure(block.change, wanted) for block in before):
+        others = [block.change.structure() for block in blocks if not _has_structure(block.change, wanted)]
         same_kind = {type(structure) for structure in others} <= {type(structure) for structure in wanted}
         if others and same_kind:  # then it is their settings that differ
-            told, asked = _listed(map(repr, others)), _listed(map(repr, wanted))
+            found, asked = _listed(map(repr, others)), _listed(map(repr, wanted))
         else:
             asked = _listed(structure.change_type.kind for structure in wanted)
         if others:
             text = (
-                f"The state has bases of structure {told}, and training goes on in these. The structure= of "
-                f"{_name(refresher)}, {asked}, is for an optimizer that has no basis. To use that, load the model's "
+                f"The state has bases of structure {found}, and training continues with these. The structure= of "
+                f"{_name(refresher)}, {asked}, applies to an optimizer without a basis. To use it, load the model's "
                 "weights alone and start with a new optimizer."
             )
     if text is not None:
-        warnings.warn(text, stacklevel=level_of_user())
+        warnings.warn(text, stacklevel=find_user_level())
 
 
 def _name(refresher: Refresher) -> str:
     return f"egop.{type(refresher.refresh).__name__}"
 
 
-def _wanted(refresher: Refresher) -> list[Structure]:
+def _list_structures(refresher: Refresher) -> list[Structure]:
     """Return the structures that a refresh names; none where it leaves the choice open."""
     choice = getattr(refresher.refresh, "structure", "auto")
     named = list(choice.values()) if isinstance(choice, Mapping) else [choice]
@@ -68,7 +68,7 @@ def _wanted(refresher: Refresher) -> list[Structure]:
     return structures if len(structures) == len(named) else []
 
 
-def _is_of(change: ChangeOfBasis, structures: Iterable[Structure]) -> bool:
+def _has_structure(change: ChangeOfBasis, structures: Iterable[Structure]) -> bool:
     """Return True if one of the structures would give a block a change of basis of this kind and settings."""
     return any(
         isinstance(change, structure.change_type) and structure.empty_change(change.block).settings == change.settings
@@ -78,9 +78,3 @@ def _is_of(change: ChangeOfBasis, structures: Iterable[Structure]) -> bool:
 
 def _listed(words: Iterable[str]) -> str:
     return ", ".join(sorted(set(words)))
-
-
-def level_of_user() -> int:
-    """The stack level, for the function that calls this, of the first one that is neither egop's nor torch's."""
-    modules = (frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(context=0))
-    return next((level for level, name in enumerate(modules) if name.partition(".")[0] not in ("egop", "torch")), 1)

@@ -1,4 +1,4 @@
-"""Whatever happens, sampling leaves everything as it was."""
+"""Sampling restores everything, whatever happens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sampled import GAUSSIAN, METHODS, assert_same
 
 
 class Fragile(nn.Module):
-    """BatchNorm and Dropout, a buffer that is replaced, a gradient that is there, a frozen layer, mixed modes."""
+    """BatchNorm, Dropout, a replaced buffer, an existing gradient, a frozen parameter and mixed modes."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Fragile(nn.Module):
 
 
 class Calm(Fragile):
-    """The same without what keeps it from being vmapped."""
+    """The same model, but it can be vmapped."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Trouble(Exception):  # noqa: N818
 
 
 def failing_at(call, error):
-    """A loss that does all kinds of things, and fails from one call on."""
+    """Build a loss that draws random numbers and fails from the given call on."""
     calls = itertools.count(1)
 
     def loss(model, batch):
@@ -66,7 +66,7 @@ def failing_at(call, error):
     return loss
 
 
-PATHS = {"loop": (Fragile, "loop"), "fallen back": (Fragile, "auto"), "vmap": (Calm, "auto")}
+PATHS = {"loop": (Fragile, "loop"), "fallback": (Fragile, "auto"), "vmap": (Calm, "auto")}
 
 
 def quiet(model, batch):
@@ -76,7 +76,7 @@ def quiet(model, batch):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rho", [GAUSSIAN, egop.Initialization()], ids=["gaussian", "initialization"])
-def test_after_success_everything_is_as_it_was(path, rho):
+def test_state_is_restored_after_success(path, rho):
     build, method = PATHS[path]
     model = build()
     objective = egop.Objective(model, quiet, cases.MLP.batches())
@@ -88,7 +88,7 @@ def test_after_success_everything_is_as_it_was(path, rho):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("error", [Trouble("loss"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("call", [1, 2, 3, 5, 8])
-def test_when_the_loss_fails_it_is_seen_and_everything_is_as_it_was(path, error, call):
+def test_state_is_restored_if_the_loss_fails(path, error, call):
     build, method = PATHS[path]
     model = build()
     objective = egop.Objective(model, failing_at(call, error), cases.MLP.batches())
@@ -101,7 +101,7 @@ def test_when_the_loss_fails_it_is_seen_and_everything_is_as_it_was(path, error,
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_when_the_consumer_stops_early_everything_is_as_it_was(path):
+def test_state_is_restored_if_the_consumer_stops_early(path):
     build, method = PATHS[path]
     model = build()
     objective = egop.Objective(model, quiet, cases.MLP.batches())
@@ -117,7 +117,7 @@ def test_when_the_consumer_stops_early_everything_is_as_it_was(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_when_the_consumer_fails_everything_is_as_it_was(path):
+def test_state_is_restored_if_the_consumer_fails(path):
     build, method = PATHS[path]
     model = build()
     objective = egop.Objective(model, quiet, cases.MLP.batches())
@@ -130,7 +130,7 @@ def test_when_the_consumer_fails_everything_is_as_it_was(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_when_the_batches_run_out_everything_is_as_it_was(path):
+def test_state_is_restored_if_the_batches_run_out(path):
     build, method = PATHS[path]
     model = build()
     before = cases.state_of(model)
@@ -142,7 +142,7 @@ def test_when_the_batches_run_out_everything_is_as_it_was(path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_one_shot_iterator_that_lasts_is_fine(method):
+def test_iterator_with_enough_batches_is_allowed(method):
     objective = egop.Objective(cases.MLP.build(), cases.cross_entropy, iter(cases.MLP.batches(4)))
     gradients = cases.sample(objective, GAUSSIAN, 4, method=method)
     assert_same(gradients, cases.sample(cases.MLP.objective(), GAUSSIAN, 4, method=method))

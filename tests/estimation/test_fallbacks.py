@@ -1,4 +1,4 @@
-"""What vmap cannot do goes through the loop, and one line says why."""
+"""Fallback to the loop if vmap cannot be used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Branching(nn.Module):
 
 
 class Counting(nn.Module):
-    """A buffer that each forward pass replaces, and that matters."""
+    """A buffer that affects the output and is replaced in each forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Counting(nn.Module):
 
 
 def in_turns(model, batch):
-    """Draws random numbers outside torch, which vmap would share between all points of a chunk."""
+    """Draw random numbers outside torch, which vmap would share between all points of a chunk."""
     return cases.cross_entropy(model, (batch[0] * random.random(), batch[1]))
 
 
@@ -65,7 +65,7 @@ FALL_BACKS = {
 
 
 @pytest.mark.parametrize("kind", FALL_BACKS)
-def test_what_vmap_cannot_do_goes_through_the_loop_and_one_line_says_why(kind, lines):
+def test_fallback_to_the_loop_logs_one_line(kind, lines):
     build, loss, word = FALL_BACKS[kind]
     model = build()
     batches = cases.MODELS[2].batches() if kind.startswith("batch norm") else cases.MLP.batches()
@@ -80,7 +80,7 @@ def test_what_vmap_cannot_do_goes_through_the_loop_and_one_line_says_why(kind, l
 
 
 @pytest.mark.parametrize("kind", FALL_BACKS)
-def test_vmap_where_it_was_asked_for_and_cannot_be_used_is_an_error(kind):
+def test_explicit_vmap_raises_if_it_cannot_be_used(kind):
     build, loss, _ = FALL_BACKS[kind]
     batches = cases.MODELS[2].batches() if kind.startswith("batch norm") else cases.MLP.batches()
     objective = egop.Objective(build(), loss, batches)
@@ -90,7 +90,7 @@ def test_vmap_where_it_was_asked_for_and_cannot_be_used_is_an_error(kind):
     assert cases.state_of(objective.module) == before
 
 
-def test_batch_norm_in_evaluation_mode_or_without_statistics_is_vmapped(lines):
+def test_batch_norm_in_eval_mode_or_without_statistics_is_vmapped(lines):
     model = cases.MODELS[2].build().eval()
     cases.sample(cases.MODELS[2].objective(model), GAUSSIAN, 3)
     plain = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False)).double()
@@ -109,7 +109,7 @@ CLOSURES = {
 @pytest.mark.parametrize("kind", CLOSURES)
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("rho", [GAUSSIAN, egop.Recentered()], ids=["gaussian", "recentered"])
-def test_a_parameter_that_the_loss_reads_past_its_argument_rules_out_vmap(kind, dropout, rho, lines):
+def test_loss_that_closes_over_a_parameter_falls_back(kind, dropout, rho, lines):
     model = cases.MLP.build()
     weight = model[0].weight
     if dropout:
@@ -120,7 +120,7 @@ def test_a_parameter_that_the_loss_reads_past_its_argument_rules_out_vmap(kind, 
     assert len(lines()) == 1
 
 
-def test_a_model_that_the_loss_reads_past_its_argument_is_the_same_model(lines):
+def test_loss_that_closes_over_the_model_is_vmapped(lines):
     model = cases.MLP.build()
     objective = egop.Objective(model, lambda _, batch: cases.cross_entropy(model, batch), cases.MLP.batches())
     looped, vmapped = sample_both(objective)
@@ -129,7 +129,7 @@ def test_a_model_that_the_loss_reads_past_its_argument_is_the_same_model(lines):
     assert lines() == []
 
 
-def test_trouble_that_vmap_meets_only_later_falls_back_there(lines):
+def test_later_batch_can_cause_the_fallback(lines):
     def loss(model, batch):
         if len(batch[0]) == 4:
             batch[0].max().item()

@@ -1,4 +1,4 @@
-"""The default rho: a model's own initialiser, whoever wrote it; what is said where it does not fit the weights."""
+"""The default rho: a model's own initializers, and the log lines if they do not fit the weights."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ TOKENS = 11
 
 
 def drawn(model, count=40, **options):
-    """Initialisations drawn singly and together, by name."""
+    """Return initializations drawn one by one and together, by name."""
     objective = egop.Objective(model, lambda model, batch: 0, [])
     before = cases.state_of(model)
     rho = egop.Initialization(**options)
     rho.check(objective)
-    drawer = rho.drawer(objective)
-    points = [drawer(torch.Generator().manual_seed(seed), many) for seed, many in ((1, 1), (2, count))]
+    sampler = rho.sampler(objective)
+    points = [sampler(torch.Generator().manual_seed(seed), many) for seed, many in ((1, 1), (2, count))]
     assert cases.state_of(model) == before
     return {name: torch.cat([point[name] for point in points]) for name in points[0]}
 
 
-def said(caplog):
-    """What was said, but of how few draws these tests take."""
+def logged(caplog):
+    """Return the log lines, except those about the few samples of these tests."""
     lines = [record.getMessage() for record in caplog.records if record.name == "egop"]
     return [line for line in lines if "too few for the basis" not in line]
 
 
 def assert_drawn_as_built(build, count=40, **options):
-    """Zeros and ones where the model is built with them, and elsewhere the same mean and deviation, always anew."""
+    """Check constants exactly, and elsewhere the mean and the standard deviation; draws must differ."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         built = [build() for _ in range(count)]
@@ -68,7 +68,7 @@ def gpt2():
 
 
 class Wrapped(nn.Module):
-    """As users write it: a model of transformers inside one of their own."""
+    """A transformers model inside the user's own module."""
 
     def __init__(self):
         super().__init__()
@@ -77,12 +77,12 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("build", [bert, gpt2, Wrapped])
-def test_models_of_transformers_are_drawn_as_they_are_built(build, caplog):
+def test_transformers_models_are_drawn_as_built(build, caplog):
     assert_drawn_as_built(build)
-    assert said(caplog) == []
+    assert logged(caplog) == []
 
 
-def test_weights_that_transformers_has_loaded_are_drawn_too(tmp_path, caplog):
+def test_weights_loaded_by_transformers_are_drawn(tmp_path, caplog):
     bert().save_pretrained(tmp_path)
     kind = type(bert())
     model = kind.from_pretrained(tmp_path)
@@ -91,14 +91,14 @@ def test_weights_that_transformers_has_loaded_are_drawn_too(tmp_path, caplog):
     found = drawn(model)
     assert all(value.std(0).max() > 0 for name, value in found.items() if value.dim() == 3)
     assert marks == [getattr(each, "_is_hf_initialized", None) for each in model.parameters()]
-    assert said(caplog) == []
+    assert logged(caplog) == []
 
 
 def words(model, batch):
     return F.cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"])
 
 
-def test_a_basis_of_a_model_of_transformers_is_estimated_where_it_starts(caplog):
+def test_estimate_for_a_transformers_model(caplog):
     model = bert().eval()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(TOKENS, (4, 8, 5), generator=generator)
@@ -106,7 +106,7 @@ def test_a_basis_of_a_model_of_transformers_is_estimated_where_it_starts(caplog)
     rho = egop.Initialization()
     basis = egop.estimate(egop.Objective(model, words, batches), samples=6, rho=rho, progress=False, sampling="loop")
     assert "bert.encoder.layer.0.attention.self.query.weight" in basis
-    assert said(caplog) == []
+    assert logged(caplog) == []
 
 
 # --- peft ---
@@ -121,27 +121,27 @@ def lora(start=True, model=bert, **options):
 
 
 @pytest.mark.parametrize("start", [True, "gaussian", False])
-def test_adapters_are_drawn_as_they_are_built_and_what_is_frozen_stays(start, caplog):
+def test_lora_adapters_are_drawn_as_built(start, caplog):
     model = lora(start)
     names = [name for name, each in model.named_parameters() if each.requires_grad]
     zeros = [name for name in names if "lora_B" in name]
     assert any("lora_A" in name for name in names)
     assert all((model.get_parameter(name) == 0).all() == (start is not False) for name in zeros)
     assert_drawn_as_built(lambda: lora(start))
-    assert said(caplog) == []
+    assert logged(caplog) == []
 
 
-def test_adapters_that_start_from_the_weights_stay_and_a_line_says_so(caplog):
+def test_adapters_initialized_from_weights_stay_and_are_logged(caplog):
     model = lora("pissa")
     found = drawn(model)
-    (line,) = said(caplog)
+    (line,) = logged(caplog)
     for name, value in found.items():
         if "lora" in name:
             assert torch.equal(value, model.get_parameter(name).expand_as(value))
             assert name in line or "more" in line
 
 
-def test_the_weights_under_adapters_do_not_move_while_gradients_are_sampled():
+def test_base_weights_of_adapters_stay_fixed_while_sampling():
     model = lora().eval()
     frozen = {name: each.detach().clone() for name, each in model.named_parameters() if not each.requires_grad}
     seen = []
@@ -163,7 +163,7 @@ def test_the_weights_under_adapters_do_not_move_while_gradients_are_sampled():
 
 
 class PerModule(nn.Module):
-    """As nanoGPT: a function that is applied to every module."""
+    """Like nanoGPT: a function that is applied to every module."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ class PerModule(nn.Module):
 
 
 class Whole(nn.Module):
-    """As timm and MAE: a function for the model, with raw parameters, that uses one for each module."""
+    """Like timm and MAE: a function for the whole model that applies another one to each module."""
 
     def __init__(self):
         super().__init__()
@@ -207,12 +207,12 @@ class Inside(nn.Module):
 
 
 @pytest.mark.parametrize("build", [PerModule, Whole, Inside, lambda: nn.Sequential(Inside(), nn.Linear(5, 5))])
-def test_a_models_own_initialiser_is_used_also_in_a_part_of_another(build, caplog):
+def test_author_initializers_are_used_even_in_submodules(build, caplog):
     assert_drawn_as_built(build)
-    assert said(caplog) == []
+    assert logged(caplog) == []
 
 
-def test_functions_of_another_kind_by_these_names_are_not_called():
+def test_functions_with_other_signatures_are_not_called():
     class Other(nn.Linear):
         def init_weights(self, path):
             raise AssertionError
@@ -223,7 +223,7 @@ def test_functions_of_another_kind_by_these_names_are_not_called():
     assert_drawn_as_built(lambda: Other(6, 6))
 
 
-# --- what is said ---
+# --- log lines ---
 
 
 def scaled(factor):
@@ -234,10 +234,10 @@ def scaled(factor):
 
 
 @pytest.mark.parametrize("factor", [0, 0.1, 10])
-def test_weights_of_another_scale_than_is_drawn_are_named_with_the_remedies(factor, caplog):
+def test_weights_of_another_scale_are_logged_with_remedies(factor, caplog):
     model = scaled(factor)
     drawn(model)
-    (line,) = said(caplog)
+    (line,) = logged(caplog)
     assert "'1.weight'" in line
     assert "'0.weight'" not in line
     assert "rho=egop.Recentered(scale)" in line
@@ -246,25 +246,25 @@ def test_weights_of_another_scale_than_is_drawn_are_named_with_the_remedies(fact
     assert f"instead of {here:.2g}" in line
 
 
-def test_one_line_is_said_in_an_estimate(caplog):
+def test_each_log_line_appears_once_per_objective(caplog):
     model = scaled(10)
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(0))]
     objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), batches)
     cases.estimate(objective, sampling="loop", samples=300)
     cases.estimate(objective, sampling="loop", samples=2)  # as a diagnosis does, until it has draws enough
-    assert len(said(caplog)) == 1
+    assert len(logged(caplog)) == 1
 
 
 @pytest.mark.parametrize("case", cases.MODELS, ids=str)
-def test_models_as_torch_builds_them_give_no_reason_to_speak(case, caplog):
+def test_models_as_built_by_torch_log_nothing(case, caplog):
     drawn(case.build())
     drawn(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 3), nn.Embedding(2, 2)))
-    assert said(caplog) == []
+    assert logged(caplog) == []
 
 
-def test_an_initialiser_of_ones_own_is_not_second_guessed(caplog):
+def test_given_init_fn_logs_nothing(caplog):
     drawn(scaled(10), init_fn=lambda model: [nn.init.normal_(each) for each in model.parameters()])
-    assert said(caplog) == []
+    assert logged(caplog) == []
 
 
 def constant(model):
@@ -273,13 +273,13 @@ def constant(model):
 
 
 @pytest.mark.parametrize("counts", [(2,), (1, 1), (100,)])
-def test_points_that_come_out_the_same_are_refused(counts):
-    drawer = egop.Initialization(init_fn=constant).drawer(cases.MLP.objective())
+def test_identical_points_raise(counts):
+    sampler = egop.Initialization(init_fn=constant).sampler(cases.MLP.objective())
     with pytest.raises(ValueError, match=r"draws the same point every time.*init_fn=.*Recentered\(scale\)"):
-        [drawer(torch.Generator().manual_seed(1), count) for count in counts]
+        [sampler(torch.Generator().manual_seed(1), count) for count in counts]
 
 
-def test_a_single_point_may_be_any():
+def test_constant_init_fn_is_allowed_for_one_sample():
     objective = cases.MLP.objective()
     cases.estimate(objective, rho=egop.Initialization(init_fn=constant), samples=1)
     with pytest.raises(ValueError, match="draws the same point every time"):

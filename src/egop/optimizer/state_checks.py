@@ -1,4 +1,4 @@
-"""Check that what a state dict has for the inner optimizer is what that optimizer would keep and accept."""
+"""Check that the inner optimizers would keep and accept what a state dict has for them."""
 
 from __future__ import annotations
 
@@ -11,78 +11,86 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.optimizer.base import Base, Group
-from egop.optimizer.inner import defaults_of, fresh_states, is_own_or_torch
-from egop.optimizer.moments import is_known
+from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
+from egop.optimizer.inner import BaseOptimizer, Group, InnerOptimizers
+from egop.optimizer.moments import is_known_name
 
 _COUNT = "step"  # by convention the number of steps, in torch and elsewhere
 
 
-def check_settings(base: Base, groups: Sequence[Group], current: Sequence[Group], inner: Optimizer) -> None:
-    """Raise ValueError for hyper-parameters that the inner optimizer could not work with.
+def check_settings(
+    base: BaseOptimizer, groups: Sequence[Group], current: Sequence[Group], inner: InnerOptimizers
+) -> None:
+    """Raise ValueError for hyper-parameters that the inner optimizers could not work with.
 
     Args:
         base: the classes that run inside.
         groups: the parameter groups with the loaded hyper-parameters.
         current: the parameter groups of the optimizer, with hyper-parameters that work.
-        inner: the optimizer made from ``groups``.
+        inner: the optimizers built from ``groups``.
     """
     for index, (group, target) in enumerate(zip(groups, current, strict=True)):
         for key in group.keys() & target.keys() - {"params", "param_names"}:
-            optimizer_class, name = base.owner_of(key)
+            optimizer_class, name = base.find_setting(key)
             if not is_own_or_torch(optimizer_class) and name not in inspect.signature(optimizer_class).parameters:
-                continue  # something that it keeps there, not a hyper-parameter
+                continue  # a quantity that the optimizer keeps there, not a hyper-parameter
             if expected := _describe_mismatch(group[key], target[key]):
                 raise ValueError(
                     f"Parameter group {index} of the state dict has {key}={group[key]!r:.80}. Must be {expected}."
                 )
-    for index, (_, targets) in enumerate(base.pairs(groups, inner)):
-        for target in targets:
-            optimizer_class, options = base.class_of(target)
-            if not is_own_or_torch(optimizer_class):
-                continue  # others may refuse a value that is right later in training, such as a learning rate of 0
-            known = inspect.signature(optimizer_class).parameters
-            settings = {key: value for key, value in target.items() if key in known and key != "params"}
-            try:
-                defaults_of(optimizer_class, {}, {**options, **settings})
-            except Exception as error:
-                raise ValueError(
-                    f"Parameter group {index} of the state dict has hyper-parameters that {optimizer_class.__name__} "
-                    f"refuses: {error}"
-                ) from error
+    for index in range(len(groups)):
+        inside, outside = inner.find_groups(index)
+        for target in inside:
+            _check_accepted(base.optimizer_class, base.hyperparameters, target, index)
+        if outside is not None and base.outside_class is not None:
+            _check_accepted(base.outside_class, base.outside_options, outside, index)
+
+
+def _check_accepted(
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], group: Mapping[str, Any], index: int
+) -> None:
+    if not is_own_or_torch(optimizer_class):
+        return  # others may refuse a value that is right later in training, such as a learning rate of 0
+    known = inspect.signature(optimizer_class).parameters
+    settings = {key: value for key, value in group.items() if key in known and key != "params"}
+    try:
+        complete_hyperparameters(optimizer_class, {}, {**options, **settings})
+    except Exception as error:
+        raise ValueError(
+            f"Parameter group {index} of the state dict has hyper-parameters that {optimizer_class.__name__} "
+            f"refuses: {error}"
+        ) from error
 
 
 class StateCheck:
-    """Compares loaded states with those that a fresh inner optimizer makes for stand-ins of the same kind.
+    """Compares loaded states with those that fresh inner optimizers keep for small tensors of the same kind.
 
-    A stand-in has at most two entries along each dimension, so this takes neither time nor memory.
+    The small tensors have at most two entries along each dimension, so this takes neither time nor memory.
 
     Args:
-        base: the classes that run inside.
-        inner: the optimizer, with the loaded hyper-parameters.
+        inner: the optimizers, with the loaded hyper-parameters.
         cast: whether parameters have another dtype than when the state was saved; torch then casts the state too.
     """
 
-    def __init__(self, base: Base, inner: Optimizer, *, cast: bool) -> None:
-        self._base, self._cast = base, cast
-        self._groups = {id(tensor): group for group in inner.param_groups for tensor in group["params"]}
+    def __init__(self, inner: InnerOptimizers, *, cast: bool) -> None:
+        self._inner, self._cast = inner, cast
+        self._groups = inner.map_to_groups()
         self._templates: dict[Any, tuple[Mapping[str, Any], torch.Size] | None] = {}
 
     def adapt(self, state: Mapping[Any, Any] | None, tensor: Tensor, label: str) -> dict[Any, Any]:
-        """Return the loaded state of one tensor with counts as the optimizer keeps them.
+        """Check the loaded state of one tensor and return it with step counts in the optimizer's form.
 
         Args:
             state: what was loaded; None before the first step.
-            tensor: what the inner optimizer steps.
+            tensor: the tensor that the inner optimizer steps.
             label: the block or parameter, for errors.
 
         Raises:
             ValueError: if the state does not fit the tensor.
         """
-        group = self._groups[id(tensor)]
-        optimizer_class, _ = self._base.class_of(group)
-        strict, name = is_own_or_torch(optimizer_class), optimizer_class.__name__
-        template = self._template(group, tensor, label)
+        optimizer, group = self._groups[id(tensor)]
+        strict, name = is_own_or_torch(type(optimizer)), type(optimizer).__name__
+        template = self._find_template(optimizer, group, tensor, label)
         if state is None or template is None:
             return dict(state or {})
         expected, shape = template
@@ -99,25 +107,23 @@ class StateCheck:
                 raise ValueError(f"{where} is {_show(state[key])} in the state dict. Must be {_show(wanted)}.")
         for key in state.keys() - expected.keys() if strict else ():
             # Kept under other settings, such as amsgrad=True or a momentum, and no longer used.
-            if not is_known(key) or not isinstance(state[key], Tensor) or state[key].shape != tensor.shape:
+            if not is_known_name(key) or not isinstance(state[key], Tensor) or state[key].shape != tensor.shape:
                 raise ValueError(f"The state of {label} in the state dict has a '{key}', which {name} does not keep.")
         return adapted
 
-    def _template(self, group: Group, tensor: Tensor, label: str) -> tuple[Mapping[str, Any], torch.Size] | None:
-        """Return the state of a stand-in after a step, and its shape; None for an optimizer that cannot be tried."""
+    def _find_template(
+        self, optimizer: Optimizer, group: Group, tensor: Tensor, label: str
+    ) -> tuple[Mapping[str, Any], torch.Size] | None:
+        """Return the state of a small tensor after a step, and its shape; None if the optimizer cannot be tried."""
         shape = torch.Size(min(size, 2) for size in tensor.shape)
         key = id(group), shape, tensor.dtype, tensor.device
         if key not in self._templates:
-            stand_in = tensor.new_zeros(shape).requires_grad_()
-            settings = {key: value for key, value in group.items() if key != "params"}
             try:
-                fresh = self._base.make([{**settings, "params": [stand_in]}])
-                (state,) = fresh_states(fresh, [stand_in], self._base.make, stepped=True)
+                (state,) = self._inner.make_fresh_states([tensor.new_zeros(shape)], optimizer, group, stepped=True)
             except Exception as error:
-                optimizer_class, _ = self._base.class_of(group)
-                if is_own_or_torch(optimizer_class):
+                if is_own_or_torch(type(optimizer)):
                     raise ValueError(
-                        f"{optimizer_class.__name__} cannot step {label} with the hyper-parameters of the state dict: "
+                        f"{type(optimizer).__name__} cannot step {label} with the hyper-parameters of the state dict: "
                         f"{error}"
                     ) from error
                 self._templates[key] = None
@@ -126,7 +132,7 @@ class StateCheck:
         return self._templates[key]
 
     def _check_tensor(self, value: Any, wanted: Tensor, tensor: Tensor, where: str, *, strict: bool) -> None:
-        """Raise ValueError for what is not a tensor like the stepped one."""
+        """Raise ValueError unless the value is a tensor like the stepped one."""
         wanted_text = f"a tensor of shape {tuple(tensor.shape)} and {wanted.dtype}"
         if not isinstance(value, Tensor) or value.layout != wanted.layout:
             raise ValueError(f"{where} is {_show(value)} in the state dict. Must be {wanted_text}.")
@@ -142,14 +148,14 @@ class StateCheck:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a real number, also as a tensor of one entry."""
+    """Return True for a real number or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _adapt_number(value: Any, wanted: Any, where: str, *, is_count: bool) -> Any:
-    """Return a number in the form that is wanted: older states have counts as plain numbers."""
+    """Return a number in the wanted form, since older states have counts as plain numbers."""
     if not is_number(value):
         raise ValueError(f"{where} is {_show(value)} in the state dict. Must be a number.")
     if is_count and not 0 <= float(value) < math.inf:

@@ -1,0 +1,140 @@
+"""The table of blocks that bases, plans and optimizers print, as plain text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from egop.basis.partition import Block
+from egop.basis.spectrum import Spectrum
+from egop.basis.structures import ChangeOfBasis, Structure
+from egop.formatting import (
+    format_bytes,
+    format_html_table,
+    format_percent,
+    format_table,
+    mask_layer_numbers,
+    pluralize,
+)
+
+# Costs are given for a step with this many rows: tokens, examples, or positions of a convolution.
+_ROWS = 1024
+_COST_NOTE = (
+    f"cost: the basis products of a step relative to the weights' own forward and backward products on {_ROWS:,} rows "
+    "(tokens, examples, positions of a convolution); ten times as many rows, a tenth of the cost"
+)
+_FORWARD_AND_BACKWARD = 6  # floating-point operations per weight and row
+_HEADER = ["block", "structure", "size", "bytes", f"cost at {_ROWS:,} rows", "stable rank", "stability", "why"]
+# With more blocks than this, similar blocks of several layers share a row.
+_MANY = 12
+
+
+@dataclass(frozen=True)
+class BlockInfo:
+    """One block in the table; None for unknown values."""
+
+    name: str
+    structure: str
+    shapes: tuple[Sequence[int], ...]
+    size: int
+    bytes: int
+    flops: int
+    stable_rank: float | None = None
+    dimension: int | None = None
+    draws: int | None = None  # set if they are too few for the stable rank
+    stability: tuple[float, float] | None = None  # with that of chance
+    why: str = ""
+
+    @classmethod
+    def from_change(cls, change: ChangeOfBasis, spectrum: Spectrum | None = None) -> BlockInfo:
+        """Describe a block that has a basis."""
+        block = change.block
+        known = (block.name, change.kind, block.shapes, block.size, change.nbytes, change.cost_per_step)
+        if spectrum is None:
+            return cls(*known)
+        draws = None if spectrum.is_supported else spectrum.samples
+        stability = None
+        if spectrum.stability is not None and spectrum.chance is not None:
+            stability = spectrum.stability, spectrum.chance
+        return cls(*known, spectrum.stable_rank, len(spectrum.eigenvalues), draws, stability)
+
+    @classmethod
+    def from_plan(cls, block: Block, structure: Structure, why: str = "") -> BlockInfo:
+        """Describe a block that is about to get a basis."""
+        cost, kind = structure.cost(block), type(structure).__name__
+        return cls(block.name, kind, block.shapes, block.size, cost.bytes, cost.flops, why=why)
+
+
+def format_blocks(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> str:
+    """Format blocks, and the weights left in original coordinates with the reason, as plain text."""
+    header, rows = _build_table(blocks, unrotated)
+    if header[-1] != "why":
+        return f"{format_table(header, rows)}\n{_COST_NOTE}"
+    # Reasons are aligned left, unlike numbers.
+    lines = format_table(header[:-1], [row[:-1] for row in rows]).splitlines()
+    width = max(map(len, lines))
+    reasons = ["why", "---", *(row[-1] for row in rows)]
+    table = [f"{line:<{width}}  {reason}".rstrip() for line, reason in zip(lines, reasons, strict=True)]
+    return "\n".join([*table, _COST_NOTE])
+
+
+def format_blocks_html(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> str:
+    """Format the same table for a notebook."""
+    return f"{format_html_table(*_build_table(blocks, unrotated))}<p><small>{escape(_COST_NOTE)}</small></p>"
+
+
+def _build_table(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows, without empty columns."""
+    rows = [_format_row(name, group) for name, group in _group(blocks)]
+    rows += [[name, "-", "", "", "", "", "", reason] for name, reason in unrotated.items()]
+    size, flops = sum(block.size for block in blocks), sum(block.flops for block in blocks)
+    total = format_bytes(sum(block.bytes for block in blocks))
+    rows.append(["total", "", "", total, _format_cost(flops, size), "", "", ""])
+    kept = [column for column in range(len(_HEADER)) if column < 5 or any(row[column] for row in rows)]
+    return [_HEADER[column] for column in kept], [[row[column] for column in kept] for row in rows]
+
+
+def _group(blocks: Sequence[BlockInfo]) -> list[tuple[str, list[BlockInfo]]]:
+    if len(blocks) <= _MANY:
+        return [(block.name, [block]) for block in blocks]
+    groups: dict[tuple[object, ...], list[BlockInfo]] = {}
+    for block in blocks:
+        key = mask_layer_numbers(block.name), block.structure, tuple(map(tuple, block.shapes)), block.why
+        groups.setdefault(key, []).append(block)
+    return [
+        (f"{mask_layer_numbers(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
+        for group in groups.values()
+    ]
+
+
+def _format_row(name: str, group: Sequence[BlockInfo]) -> list[str]:
+    first = group[0]
+    return [
+        name,
+        first.structure,
+        " + ".join(" x ".join(map(str, shape)) or "1" for shape in first.shapes),
+        format_bytes(sum(block.bytes for block in group)),
+        _format_cost(first.flops, first.size),
+        _format_rank(group),
+        _format_range(sorted(f"{pair[0]:.2f} ({pair[1]:.2f})" for block in group if (pair := block.stability))),
+        first.why,
+    ]
+
+
+def _format_cost(flops: int, size: int) -> str:
+    return format_percent(flops / (_FORWARD_AND_BACKWARD * size * _ROWS) if size else 0.0)
+
+
+def _format_rank(group: Sequence[BlockInfo]) -> str:
+    """Format the stable rank. With too few draws it is a lower bound: chance makes spectra look steeper."""
+    ranks = sorted(block.stable_rank for block in group if block.stable_rank is not None)
+    if not ranks:
+        return ""
+    text = f"{_format_range([f'{rank:.1f}' for rank in ranks])} of {group[0].dimension}"
+    few = [block.draws for block in group if block.draws is not None]
+    return f"{text} ({pluralize(min(few), 'draw')}: lower bound)" if few else text
+
+
+def _format_range(values: Sequence[str]) -> str:
+    return "–".join(dict.fromkeys([values[0], values[-1]])) if values else ""

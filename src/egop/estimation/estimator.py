@@ -1,0 +1,251 @@
+"""The paper's Algorithm 1: from an objective to a basis."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from egop.basis import (
+    Accumulator,
+    Basis,
+    Block,
+    Partition,
+    Plan,
+    Role,
+    Spectrum,
+    StructureChoice,
+    find_roles,
+    make_plan,
+    partition_parameters,
+)
+from egop.distributed import processes
+from egop.estimation import parallel
+from egop.estimation.objective import Objective
+from egop.estimation.rho import Distribution, Initialization
+from egop.estimation.sampling import SamplingMethod, check_samples, sample_gradients
+from egop.formatting import parse_bytes
+
+logger = logging.getLogger("egop")
+
+_MORE_SAMPLES = 4  # with too few samples, advise this many times as many
+_MAX_LISTED = 3  # names in a message
+
+
+def estimate(
+    objective: Objective,
+    *,
+    rho: Distribution | None = None,
+    partition: Partition = "layer",
+    structure: StructureChoice = "auto",
+    samples: int | None = None,
+    memory: int | str = "2GiB",
+    generator: torch.Generator | None = None,
+    progress: bool = True,
+    sampling: SamplingMethod = "auto",
+) -> Basis:
+    r"""Estimate the EGOP eigenbasis of an objective, one basis per block.
+
+    Draws :math:`\theta_1, \dots, \theta_M \sim \rho`, computes for each block
+    :math:`\hat P = \frac1M \sum_i \nabla f(\theta_i) \nabla f(\theta_i)^\top` and takes its eigenvectors. The model is
+    left exactly as it was.
+
+    In an initialized process group all processes must call this, with the same arguments and the same batches (all of
+    the data, not a shard). They divide the draws and the decompositions, and all get the same basis, bit for bit. Up to
+    rounding it is the basis of a single process, except if more gradients are sketched than a sketch holds, or if
+    dropout masks are drawn for a whole chunk (see :func:`egop.estimation.sample_gradients`). The first process's
+    generator, parameters and buffers are used. An error in one process is raised in all of them.
+
+    Args:
+        objective: the loss, its parameters and its batches.
+        rho: the distribution of the points; the network's own initialization by default.
+        partition: which parameters form a block: ``"layer"``, ``"parameter"``, ``"global"`` or a mapping of block names
+            to name patterns. The first three leave out biases and norm layers.
+        structure: how a block's basis is built: one structure for all blocks, a mapping of block-name patterns to
+            structures (the first match counts; blocks without a match stay in original coordinates), or ``"auto"``:
+            ``Shared``, and ``Full`` for parameters without rows, printed as a table. ``"auto"`` leaves embeddings,
+            output heads and very wide layers in original coordinates.
+        samples: the number M of points; by default what the structures ask for.
+        memory: the memory that all bases together may take.
+        generator: the source of all randomness; by default one with seed 0.
+        progress: show a progress bar.
+        sampling: ``"loop"``, ``"vmap"`` or ``"auto"``, see :func:`egop.estimation.sample_gradients`.
+
+    Returns:
+        The change of basis of each block.
+
+    Example:
+        >>> theta = torch.zeros(3)
+        >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
+        >>> basis = egop.estimate(objective, rho=egop.Gaussian(), samples=100, progress=False)
+        >>> basis["theta"].dense().shape
+        torch.Size([3, 3])
+
+    Reference: *Faster Adaptive Optimization via Expected Gradient Outer Product Reparameterization*, Algorithm 1.
+    """
+
+    def prepare() -> tuple[Distribution, torch.Generator, Plan]:
+        arguments = resolve_arguments(objective, rho, samples, generator)
+        return *arguments, make_plan(*partition_objective(objective, partition), structure, parse_bytes(memory))
+
+    distribution, source, plan = processes.run_collectively(prepare)
+    if progress and structure == "auto" and processes.rank() == 0:
+        tqdm.write(str(plan), file=sys.stderr)
+    basis = estimate_plan(objective, plan, distribution, samples, source, sampling, progress)
+    _warn_if_too_few_samples(basis.spectrum)
+    return basis
+
+
+class NoGradientError(ValueError):
+    """The loss does not reach the parameters of any block: every sampled gradient is exactly zero."""
+
+
+def resolve_arguments(
+    objective: Objective, rho: Distribution | None, samples: int | None, generator: torch.Generator | None
+) -> tuple[Distribution, torch.Generator]:
+    """Check the arguments and return the distribution and the generator, with defaults filled in."""
+    if not isinstance(objective, Objective):
+        raise TypeError(
+            f"objective must be an egop.Objective, got {type(objective).__name__}. "
+            "Use egop.Objective(model, loss_fn, batches)."
+        )
+    if samples is not None:
+        check_samples(samples)
+    rho = Initialization() if rho is None else rho
+    if not isinstance(rho, Distribution):
+        raise TypeError(f"rho must be a distribution such as egop.Gaussian(), got {rho!r}.")
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got {generator!r}. Use torch.Generator().manual_seed(0)."
+        )
+    return rho, generator
+
+
+def partition_objective(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Role]]:
+    """Partition an objective's parameters into blocks; return these and the role of each parameter."""
+    layers = find_roles(objective.parameters, objective.module)
+    if objective.module is None:  # every tensor of a function is a weight, even a vector
+        layers = {name: Role("weight") for name in layers}
+    return partition_parameters(objective.parameters, layers, partition), layers
+
+
+def estimate_plan(
+    objective: Objective,
+    plan: Plan,
+    rho: Distribution,
+    samples: int | None,
+    generator: torch.Generator,
+    sampling: SamplingMethod,
+    progress: bool,
+) -> Basis:
+    """Estimate the basis of each block of a plan. In a process group all processes must call this."""
+    draws = count_draws(plan, samples)
+    parallel.check_agreement(
+        objective, plan, generator, {"samples": draws, "rho": type(rho).__name__, "sampling": sampling}
+    )
+    accumulators = {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
+
+    def accumulate() -> bool:
+        return draws > 0 and _accumulate(accumulators, objective, rho, draws, generator, sampling, progress)
+
+    with objective.synchronize():
+        has_gradient = processes.run_collectively(accumulate)
+    require_gradient(plan, draws, any(processes.gather_results(lambda: has_gradient)))
+    owners = parallel.assign_blocks(plan)
+    devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
+    parallel.combine(accumulators, owners, devices)
+    own = {block: accumulators[block] for block in plan.chosen if owners[block] == processes.rank()}
+    accumulators.clear()
+    # Each accumulator is dropped once it is finished, to free its memory.
+    results = processes.run_collectively(lambda: {block: own.pop(block).finish() for block in list(own)})
+    results = parallel.share_results(results, owners)
+    spectra = {block.name: spectrum for block, (spectrum, _) in results.items() if spectrum is not None}
+    return Basis([change for _, change in results.values()], spectra, plan.unrotated)
+
+
+def count_draws(plan: Plan, samples: int | None) -> int:
+    """Return the number of points to draw: by default what the structures ask for, and 0 if none needs gradients."""
+    default = max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
+    return default and (samples or default)
+
+
+def require_gradient(plan: Plan, draws: int, has_gradient: bool) -> None:
+    """Raise NoGradientError if all gradients of all draws are zero, which is almost certainly a mistake."""
+    if has_gradient or draws == 0:
+        return
+    names = _join([name for block in plan.chosen for name in block.parameters])
+    raise NoGradientError(
+        f"The gradient of {names} is exactly zero at all {draws} draws: the loss does not reach these parameters. "
+        "Check that the loss function uses the model it is given, not another one, and does not detach. If a layer "
+        "after them starts at zero, sample where it does not: rho=egop.Recentered(scale) once it has been trained, or "
+        "egop.Gaussian(scale)."
+    )
+
+
+def warn_if_identical(gradients: Mapping[str, Tensor]) -> None:
+    """Log a warning if all gradients of a chunk are the same: one point and one batch, without noise."""
+    count = len(next(iter(gradients.values())))
+    if count > 1 and all(bool((gradient == gradient[:1]).all()) for gradient in gradients.values()):
+        logger.warning(
+            "egop has sampled the same gradient %d times, so the basis contains only one direction. Give the objective "
+            "more than one batch, or use a rho that draws different points, such as egop.Recentered(scale).",
+            count,
+        )
+
+
+def _accumulate(
+    accumulators: Mapping[Block, Accumulator],
+    objective: Objective,
+    rho: Distribution,
+    draws: int,
+    generator: torch.Generator,
+    sampling: SamplingMethod,
+    progress: bool,
+) -> bool:
+    """Sample this process's share of the draws; return True if any gradient is not zero."""
+    chunks = sample_gradients(
+        objective,
+        rho,
+        draws,
+        names=[name for block in accumulators for name in block.parameters],
+        generator=generator,
+        method=sampling,
+        progress=progress and processes.rank() == 0,
+        share=processes.local_share(draws),
+    )
+    is_first, has_gradient = True, False
+    with closing(chunks):  # restores the model at once if something is interrupted
+        for gradients in chunks:
+            if is_first:
+                warn_if_identical(gradients)
+            is_first = False
+            has_gradient = has_gradient or any(bool(gradient.any()) for gradient in gradients.values())
+            for block, accumulator in accumulators.items():
+                accumulator.add([gradients[name] for name in block.parameters])
+    return has_gradient
+
+
+def _warn_if_too_few_samples(spectra: Mapping[str, Spectrum]) -> None:
+    unsupported = {name: spectrum for name, spectrum in spectra.items() if not spectrum.is_supported}
+    if not unsupported or processes.rank() != 0:
+        return
+    samples = max(spectrum.samples for spectrum in unsupported.values())
+    logger.warning(
+        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Ask for samples=%d, or "
+        "if that does not help leave the weight in original coordinates (egop.diagnose tells).",
+        "1 draw is" if samples == 1 else f"{samples} draws are",
+        _join(list(unsupported)),
+        _MORE_SAMPLES * samples,
+    )
+
+
+def _join(names: Sequence[str]) -> str:
+    quoted = [f"'{name}'" for name in names]
+    rest = len(quoted) - _MAX_LISTED
+    return ", ".join(quoted[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,160 @@
+"""Check that an optimizer class can run in coordinates, and warn when a basis cannot help it."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from egop.basis import Structure
+from egop.optimizer.binding import BoundBlock
+from egop.optimizer.trial import Trial, try_optimizer
+
+_ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
+_warned: set[type[Optimizer]] = set()  # classes that have been warned about
+_NOT_SETTINGS = ("params", "param_names", "basis")
+
+
+def check_optimizer(optimizer_class: Any) -> None:
+    """Raise TypeError for anything but a class of optimizers."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        given = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
+        raise TypeError(
+            f"optimizer_class must be a torch.optim.Optimizer class, got {given.__name__}. Pass the class and its "
+            "arguments: ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-3)."
+        )
+
+
+def is_own_or_torch(optimizer_class: type[Optimizer]) -> bool:
+    """Return True for the classes of torch and egop, whose state and hyper-parameters are known."""
+    return optimizer_class.__module__.startswith(("torch.optim", "egop.optim"))
+
+
+def check_class(
+    optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any]
+) -> bool:
+    """Raise TypeError for a class that does not work coordinate by coordinate.
+
+    Args:
+        optimizer_class: the class.
+        groups: the parameter groups, with settings of their own.
+        hyperparameters: the arguments of the class.
+
+    Returns:
+        True if the class treats matrices and vectors differently, see :func:`check_blocks`.
+    """
+    name = optimizer_class.__name__
+    if next(iter(inspect.signature(optimizer_class).parameters), "params") in ("optimizer", "base_optimizer"):
+        raise TypeError(
+            f"{name} wraps another optimizer. Give egop the class of that optimizer and wrap the result: "
+            f"{name}(egop.ReparameterizedOptimizer(...))."
+        )
+    works_on_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
+    differs_on_vectors = False
+    for settings in map(get_settings, groups):
+        if settings.get("maximize") and "maximize" not in complete_hyperparameters(
+            optimizer_class, settings, hyperparameters
+        ):
+            raise ValueError(f"{name} has no maximize, so it would minimize. Negate the loss instead.")
+        trial = try_optimizer(optimizer_class, settings, hyperparameters)
+        if trial.needs_closure:
+            raise TypeError(
+                f"{name} evaluates the loss several times within a step, or needs its value, which egop does not "
+                f"support. {_ADVICE}."
+            )
+        if trial.reason is not None and not works_on_matrices:
+            raise TypeError(
+                f"{name} does not work coordinate by coordinate: {trial.reason}. The coordinates of a block need not "
+                f"be a matrix, nor have rows and columns that mean the same. {_ADVICE}. If {name} is meant for "
+                "coordinates that are matrices, set works_on_matrices = True on the class."
+            )
+        differs_on_vectors |= trial.differs_on_vectors
+    return works_on_matrices or differs_on_vectors
+
+
+def benefits_from_rotation(
+    optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any]
+) -> bool:
+    """Return True if a rotation changes the steps of the optimizer in at least one group."""
+    trials: list[Trial] = [try_optimizer(optimizer_class, get_settings(group), hyperparameters) for group in groups]
+    return not all(trial.is_rotation_invariant for trial in trials)
+
+
+def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:
+    """Raise TypeError if an optimizer for matrices would get the coordinates of a matrix as a vector."""
+    for block in blocks:
+        matrices = [tuple(parameter.shape) for parameter in block.parameters if parameter.dim() > 1]
+        if matrices and any(coordinate.dim() < 2 for coordinate in block.coordinates):
+            raise TypeError(
+                f"{optimizer_class.__name__} treats matrices and vectors in different ways, and the coordinates of "
+                f"block '{block.name}', a weight of shape {matrices[0]}, are a vector in the structure "
+                f"{block.change.kind}. Use structure=egop.Shared() or egop.Kronecker(), whose coordinates are matrices."
+            )
+
+
+def get_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters of a group."""
+    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+def complete_hyperparameters(
+    optimizer_class: type[Optimizer], group: Mapping[str, Any], hyperparameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the optimizer's hyper-parameters with its own defaults filled in.
+
+    Args:
+        optimizer_class: the class.
+        group: one of its groups, since some classes need settings there.
+        hyperparameters: its arguments.
+    """
+    # The optimizer is thrown away. Its parameter is a matrix because some classes take nothing else.
+    number = torch.zeros(1, 1, requires_grad=True, device="cpu")
+    try:
+        return dict(optimizer_class([{**get_settings(group), "params": [number]}], **hyperparameters).defaults)
+    except (TypeError, ValueError):  # the class explains what is wrong
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
+            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is."
+        ) from error
+
+
+def warn_rotation_invariant(optimizer_class: type[Optimizer], blocks: Sequence[BoundBlock], refresh: object) -> None:
+    """Warn once per class that a rotation does not change its steps, unless the basis leaves directions out."""
+    if optimizer_class in _warned or any(not block.change.is_complete for block in blocks):
+        return
+    structure = getattr(refresh, "structure", None)
+    wanted = structure.values() if isinstance(structure, Mapping) else [structure]
+    if any(isinstance(each, Structure) and not each.change_type.is_complete for each in wanted):
+        return
+    if refresh is None and all(block.change.kind == "Identity" for block in blocks):
+        return  # nothing is rotated
+    _warned.add(optimizer_class)
+    name = optimizer_class.__name__
+    warnings.warn(
+        f"{name} takes the same steps in every rotation, with these settings: a change of basis costs time and gains "
+        "nothing. Use an optimizer that scales each coordinate separately, such as Adam, AdamW or Adagrad; or "
+        f"egop.EGOP(model); or {name} without a basis.",
+        stacklevel=find_user_level(),
+    )
+
+
+def warn_no_basis(optimizer_class: type[Optimizer]) -> None:
+    """Warn that an optimizer without a basis and a refresh does nothing of its own."""
+    name = optimizer_class.__name__
+    warnings.warn(
+        f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(). "
+        f"If plain {name} is what you want, pass basis=egop.Basis([]).",
+        stacklevel=find_user_level(),
+    )
+
+
+def find_user_level() -> int:
+    """Return the stack level, as seen by the caller, of the first frame outside egop and torch."""
+    modules = (frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(context=0))
+    return next((level for level, name in enumerate(modules) if name.partition(".")[0] not in ("egop", "torch")), 1)
