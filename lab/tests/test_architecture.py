@@ -31,7 +31,7 @@ def is_public(name):
     if name == "egop" or name in MODULES:
         return True
     if module == "egop":
-        return last in egop.__all__ or last == "__version__"
+        return last in egop.__all__ or last in ("__version__", "__file__")
     return module in MODULES and last in importlib.import_module(module).__all__
 
 

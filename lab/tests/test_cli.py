@@ -22,7 +22,7 @@ def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, mon
     result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--steps", "3", "--out", str(tmp_path / "made")])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert "seed 0, 1 epoch a run" in lines[0]
+    assert "seed 0, six runs of 1 epoch" in lines[0]
     for heading in ("optimizer", "coordinates", "final loss", "accuracy", "same loss", "seconds"):
         assert any(heading in line for line in lines), heading
     for name in ("Adam", "Adagrad", "SGD"):
