@@ -1,4 +1,4 @@
-"""Five verdicts of docs/reproduction.md without the lab, to be run as ``python lab/recompute.py docs/records``."""
+"""Recompute five verdicts of docs/reproduction.md without the lab: ``python lab/recompute.py docs/records``."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def _runs(name, **wanted):
-    """Configuration and result of every run that has these settings; a line may hold several."""
+    """Yield configuration and result of every run with these settings; a line may hold several."""
     for line in (Path(sys.argv[1]) / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         for run in entry.get("runs", [{"config": {}, **entry}]):
@@ -17,7 +17,7 @@ def _runs(name, **wanted):
                 yield config, run["result"]
 
 
-def _reported(name, **wanted):  # without those that tune
+def _reported(name, **wanted):  # without tuning runs
     return [(config, result) for config, result in _runs(name, **wanted) if config["seed"] < 10_000]
 
 
@@ -25,13 +25,13 @@ def _median(values):
     return statistics.median([math.inf if value is None else value for value in values])  # None: not finite
 
 
-def _best_rate(tried, score):  # with the lowest median score; of equal ones the smaller
+def _best_rate(tried, score):  # lowest median score; the smaller rate of a tie
     scores = {lr: _median(score(r) for c, r in tried if c["lr"] == lr) for lr in sorted({c["lr"] for c, _ in tried})}
     return min(scores, key=scores.get, default=None)
 
 
 def _final(name, optimizer, kind):
-    """The median end of the reported runs, at the rate that is best for them in original coordinates."""
+    """Return the median final loss of the reported runs, at the rate that is best in original coordinates."""
     own = _reported(name, optimizer=optimizer)
     score = {"digits": lambda r: -r["best validation accuracy"], "linear-networks": lambda r: r["best validation"]}
     rate = _best_rate([run for run in own if run[0]["coordinates"] == "original"], score[name])
@@ -47,7 +47,7 @@ def _lowest(method):  # in runs of 30 epochs, tuned by one of 10
 ADAPTIVE = [(name, kind) for name in ("Adam", "Adagrad") for kind in ("original", "EGOP")]
 SGD, NAMES, NUS = ("SGD", "SGD+momentum"), ("digits", "linear-networks"), (0.5, 0.75, 1)
 best_sgd = {name: min(_final(name, who, "original") for who in SGD) for name in NAMES}
-MASKED = "errors-in-variables"  # reported runs are there at the chosen rate only
+MASKED = "errors-in-variables"  # reported runs exist at the chosen rate only
 egop = [_median(r["loss"][-1] for _, r in _reported(MASKED, optimizer="Adam", coordinates="EGOP", nu=nu)) for nu in NUS]
 shampoo = [_median(r["loss"][-1] for _, r in _reported(MASKED, optimizer="Shampoo", nu=nu)) for nu in NUS]
 for claim, holds in {

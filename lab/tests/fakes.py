@@ -13,7 +13,7 @@ def faked(experiment, outcome, path, preset="quick"):
     """An experiment of tuned methods and a store with all its records; ``outcome(config)`` is the result of a run."""
 
     class Faked(experiment):
-        def _do(self, tasks, store, context, what):
+        def _run_tasks(self, tasks, store, context, what):
             for task in tasks:
                 for rate in task.rates:
                     configs = store.missing(self._configs(context.preset, task, rate))

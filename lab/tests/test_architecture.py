@@ -31,7 +31,7 @@ def is_public(name):
     if name == "egop" or name in MODULES:
         return True
     if module == "egop":
-        return last in egop.__all__ or last == "__version__"
+        return last in egop.__all__ or last in ("__version__", "__file__")
     return module in MODULES and last in importlib.import_module(module).__all__
 
 
@@ -74,17 +74,21 @@ def test_the_public_modules_are_described_and_say_what_they_offer():
         assert importlib.import_module(module).__all__
 
 
-def test_every_room_is_described():
+def test_every_package_is_described():
     table = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    rooms = {path.parts[0] for path in FILES} - {"__init__.py"}
-    assert [room for room in sorted(rooms) if f"`{room}`" not in table and f"`{room}/`" not in table] == []
-    for room in rooms:
-        if (PACKAGE / room).is_dir():
-            assert len((ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or "").split()) > 20
+    packages = {path.parts[0] for path in FILES} - {"__init__.py"}
+    assert [
+        package for package in sorted(packages) if f"`{package}`" not in table and f"`{package}/`" not in table
+    ] == []
+    for package in packages:
+        if (PACKAGE / package).is_dir():
+            assert (
+                len((ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or "").split()) > 20
+            )
 
 
-# What each room may use besides itself. Imports go one way; ``bench`` and ``experiments`` do not know of each other.
-ROOMS = {
+# What each package may use besides itself. Imports go one way; ``bench`` and ``experiments`` do not know of each other.
+PACKAGES = {
     "commands": (),
     "formatting": (),
     "files": (),
@@ -93,24 +97,24 @@ ROOMS = {
     "data": ("files",),
     "muon": (),
     "theory": (),
-    "making": ("data",),
-    "methods": ("making", "muon"),
+    "builders": ("data",),
+    "methods": ("builders", "muon"),
     "race": ("models", "data", "muon"),
-    "training": ("formatting", "files", "models", "data", "making", "methods"),
-    "experiments": ("formatting", "files", "plots", "models", "data", "theory", "making", "methods", "training"),
-    "bench": ("formatting", "files", "models", "data", "making", "methods", "training"),
+    "training": ("formatting", "files", "models", "data", "builders", "methods"),
+    "experiments": ("formatting", "files", "plots", "models", "data", "theory", "builders", "methods", "training"),
+    "bench": ("formatting", "files", "models", "data", "builders", "methods", "training"),
     "scaling": ("formatting", "models"),
     "report": ("formatting", "files", "plots", "training", "experiments"),
     "cli": ("commands", "formatting", "files", "plots", "training", "experiments", "bench", "scaling", "report"),
 }
 
 
-def rooms_used(source):
-    """The rooms of the lab that a file imports from, at its top or inside a function."""
+def packages_used(source):
+    """The packages of the lab that a file imports from, at its top or inside a function."""
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports name their room"
+            assert not node.level, "imports name their package"
             names = [node.module] if node.module != "egop_lab" else [f"egop_lab.{name}" for name in names]
         yield from (name.split(".")[1] for name in names if name.startswith("egop_lab."))
 
@@ -118,15 +122,17 @@ def rooms_used(source):
 def test_imports_go_one_way():
     for path in FILES:
         if path != Path("__init__.py"):
-            room = path.parts[0].removesuffix(".py")
-            assert set(rooms_used((PACKAGE / path).read_text())) - {room, "__version__"} <= set(ROOMS[room]), path
+            package = path.parts[0].removesuffix(".py")
+            assert set(packages_used((PACKAGE / path).read_text())) - {package, "__version__"} <= set(
+                PACKAGES[package]
+            ), path
 
 
-def test_the_rooms_have_an_order():
-    order = list(ROOMS)
-    assert all(order.index(used) < order.index(room) for room, all_used in ROOMS.items() for used in all_used)
-    assert list(rooms_used("def f():\n    from egop_lab.bench.run import run")) == ["bench"]
-    assert list(rooms_used("from egop_lab import data")) == ["data"]
+def test_the_packages_have_an_order():
+    order = list(PACKAGES)
+    assert all(order.index(used) < order.index(package) for package, all_used in PACKAGES.items() for used in all_used)
+    assert list(packages_used("def f():\n    from egop_lab.bench.run import run")) == ["bench"]
+    assert list(packages_used("from egop_lab import data")) == ["data"]
 
 
 def test_both_distributions_have_one_version():

@@ -22,7 +22,7 @@ def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, mon
     result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--steps", "3", "--out", str(tmp_path / "made")])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert "seed 0, 1 epoch a run" in lines[0]
+    assert "seed 0, six runs of 1 epoch" in lines[0]
     for heading in ("optimizer", "coordinates", "final loss", "accuracy", "same loss", "seconds"):
         assert any(heading in line for line in lines), heading
     for name in ("Adam", "Adagrad", "SGD"):
@@ -58,8 +58,8 @@ def test_help_lists_the_commands():
 
 
 def test_the_help_of_bench_names_every_part():
-    told = CliRunner().invoke(cli.app, ["bench", "--help"], env={"COLUMNS": "200"}).output
-    assert [part for part in bench.PARTS if part not in told] == []
+    format_loss = CliRunner().invoke(cli.app, ["bench", "--help"], env={"COLUMNS": "200"}).output
+    assert [part for part in bench.PARTS if part not in format_loss] == []
 
 
 def test_the_version_is_the_one_of_the_lab():
@@ -122,7 +122,7 @@ def test_an_interrupted_benchmark_names_its_file(monkeypatch):
     monkeypatch.setattr(bench, "run", run)
     result = CliRunner().invoke(cli.app, ["bench", "--out", "there.json"])
     assert result.exit_code == 130
-    assert result.stderr == "Interrupted. Finished rows are in there.json, which is written after every one.\n"
+    assert result.stderr == "Interrupted. Finished rows are in there.json, which is updated after each one.\n"
 
 
 def test_a_device_that_is_none_is_one_line():

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from egop_lab.experiments.registry import experiment
-from egop_lab.experiments.reproduce import store_of
+from egop_lab.experiments.reproduce import open_store
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, RECORDS = ROOT / "lab" / "recompute.py", ROOT / "docs" / "records"
@@ -22,6 +22,6 @@ def test_five_verdicts_are_the_same_without_the_lab():
     judged = {
         item.id: item.verdict
         for id in {claim.partition("/")[0] for claim in found}
-        for item in experiment(id).judge(store_of(RECORDS, id), "full")
+        for item in experiment(id).judge(open_store(RECORDS, id), "full")
     }
     assert found == {claim: judged[claim] for claim in found}

@@ -4,5 +4,5 @@ from importlib import metadata
 
 try:
     __version__ = metadata.version("egop-lab")
-except metadata.PackageNotFoundError:  # run from its sources, without having been installed
+except metadata.PackageNotFoundError:  # run from source, not installed
     __version__ = "unknown"

@@ -1,4 +1,4 @@
-"""The command line, ``egop-lab``. What only a command needs is imported inside it, so that first words come quickly."""
+"""The command line, ``egop-lab``. Each command imports what it needs, so that the first output comes quickly."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ app = application("egop-lab", __version__, "The paper's experiments and benchmar
 
 
 def main() -> None:
-    """The command ``egop-lab``."""
+    """Run the command ``egop-lab``."""
     app(prog_name="egop-lab")
 
 
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for demo.svg and demo.json.")] = Path("egop-demo"),
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the digits in each of the six runs.")] = 100,
-    steps: Annotated[int, typer.Option(min=0, help="Of each run of the language model; 0 leaves it out.")] = 200,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each of the six runs on the digits.")] = 100,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of each run of the language model; 0 skips it.")] = 200,
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the starts, the batches and the sampled gradients.")
+        int,
+        typer.Option(
+            min=0, max=LARGEST_SEED, help="Seed of the initial weights, the batches and the sampled gradients."
+        ),
     ] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=MOST_THREADS, help="Torch threads; torch's own choice by default.")
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="Number of torch threads (default: torch's choice).")
     ] = None,
 ) -> None:
-    """Train the paper's digits network in both coordinates, and a small language model by AdamW and EGOP; compare."""
+    """Compare optimizers in both coordinates on the digits, and AdamW with EGOP on a small language model."""
     with one_line_errors():
         passes = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-        typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, {passes} a run, six runs.")
+        typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, six runs of {passes}.")
         import torch
         from rich.console import Console
 
@@ -59,7 +62,7 @@ def demo(
         console.print(f"The basis took {result.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
         language, words = None, ""
         if steps:
-            typer.echo(f"\nA language model on egop's own source: {steps} steps with AdamW and with EGOP, in turns.")
+            typer.echo(f"\nA language model on egop's own source: {steps} steps each of AdamW and EGOP, alternating.")
             language = demo_language.run(steps=steps, seed=seed)
             words = demo_language.summary(language)
             console.print()
@@ -70,7 +73,7 @@ def demo(
         if language is not None:
             numbers["language model"] = {**asdict(language), "summary": words}
         write_json(out / "demo.json", numbers)
-        typer.echo(f"\nSaved {out / 'demo.svg'} (the picture) and {out / 'demo.json'} (the numbers).")
+        typer.echo(f"\nSaved {out / 'demo.svg'} (picture) and {out / 'demo.json'} (numbers).")
 
 
 def _language_table(language: Language) -> Table:
@@ -79,7 +82,7 @@ def _language_table(language: Language) -> Table:
     adamw = language.runs[0]
     size = f"{language.parameters:,} parameters, {language.characters:,} bytes of text"
     table = Table(title=f"A language model: {size}", title_justify="left")
-    table.caption = "steps and seconds to the same loss: until as low as AdamW's last validation loss"
+    table.caption = "steps and seconds to the same loss: until as low as AdamW's final validation loss"
     table.caption_justify = "left"
     table.add_column("optimizer")
     for heading in ("lr", "validation\nloss", "steps to\nsame loss", "seconds to\nsame loss", "seconds"):
@@ -128,20 +131,20 @@ def _table(result: Demo) -> Table:
 @app.command()
 def reproduce(
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", help="Which experiments; none lists them.")
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Experiments to run; without any, list them.")
     ] = None,
-    all_of_them: Annotated[bool, typer.Option("--all", help="All experiments.")] = False,
+    all_of_them: Annotated[bool, typer.Option("--all", help="Run all experiments.")] = False,
     preset: Annotated[str, typer.Option(help="quick (small sizes, few trials) or full (the paper's).")] = "quick",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets that do not ship with the package.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with data sets that do not ship with the package.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes for runs that cannot be batched.")] = 2,
     time_budget: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which no new long run starts.")
     ] = None,
 ) -> None:
-    """Run the paper's experiments and judge its claims; what is finished is never done again."""
-    with one_line_errors("The same command goes on from there.", also=(RecordError,)):
+    """Run the paper's experiments and judge its claims; finished runs are never repeated."""
+    with one_line_errors("Run the same command again to resume.", also=(RecordError,)):
         from egop_lab.experiments.registry import IDS, experiment
 
         if all_of_them and ids:
@@ -177,7 +180,7 @@ def reproduce(
 
 
 def _check_writable(folder: Path) -> None:
-    """End with a line, before anything is trained, where nothing can be kept."""
+    """Exit with a message, before anything is trained, if records cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -190,17 +193,19 @@ def report(
     records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("egop-report"),
 ) -> None:
-    """Make a page of everything that has been reproduced: figures, claims, numbers, verdicts."""
+    """Write a page with everything that has been reproduced: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
         from egop_lab.report import index, reproduction, results
 
         if not any(records.glob("*.jsonl")):
-            fail(f"There are no records in {records}. Make some with: egop-lab reproduce --all", status=2)
-        sections = reproduction.sections(records)
+            fail(f"There are no records in {records}. Create some with: egop-lab reproduce --all", status=2)
+        sections = reproduction.load_sections(records)
         reproduction.write_markdown(sections, out / "reproduction.md")
         reproduction.write_html(sections, out / "reproduction.html")
         index.write_markdown(sections, out / "paper-index.md")
-        typer.echo(f"{reproduction.counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}.")
+        typer.echo(
+            f"{reproduction.format_counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}."
+        )
         typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
         if results.write_markdown(records, out / "results.md"):
             typer.echo(f"The table of results: {out / 'results.md'}.")
@@ -212,17 +217,21 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="sampling, bases, steps, host, epoch, growth or sweep; several times for several. All by default.",
+            help="sampling, bases, steps, host, epoch, growth or sweep; may be repeated (default: all).",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
-    out: Annotated[Path, typer.Option(dir_okay=False, help="The JSON file; it is replaced.")] = Path("egop-bench.json"),
-    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each method; by default what suits it.")] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: only to see that everything works.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if available).")] = None,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write; replaced if it exists.")] = Path(
+        "egop-bench.json"
+    ),
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each method (default: chosen per part).")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, only to see that everything works.")] = False,
 ) -> None:
-    """Measure what a basis and a step cost, beside AdamW, SOAP, Shampoo and Muon."""
-    with one_line_errors(f"Finished rows are in {out}, which is written after every one."):
-        typer.echo("A smoke run: its numbers mean nothing." if smoke else "Measuring; other programmes disturb it.")
+    """Measure the cost of a basis and of a step, compared with AdamW, SOAP, Shampoo and Muon."""
+    with one_line_errors(f"Finished rows are in {out}, which is updated after each one."):
+        typer.echo(
+            "A smoke run: its numbers mean nothing." if smoke else "Measuring; keep other programs from running."
+        )
         import torch
 
         from egop_lab.bench.run import PARTS, failures, run

@@ -1,4 +1,4 @@
-"""Every method that is compared, once: its label in each comparison, how its optimizer is made, and what it needs.
+"""Every compared method, once: its label in each comparison, its builder, and what the builder needs.
 
 A comparison (an experiment, a part of the benchmark) takes the entries that have a label for it, in the order of
 :data:`METHODS`. A new method to compare is one entry there. Labels are in records: they stay as they are.
@@ -16,7 +16,19 @@ import torch
 from torch.optim import Optimizer
 
 import egop
-from egop_lab.making import ADAM, SOAPS, Foreign, Start, adamw, as_soap, crossed, muon, recipe, rotated, stacked
+from egop_lab.builders import (
+    ADAM,
+    SOAP_BETAS,
+    PackageOptimizer,
+    Setup,
+    build_adamw,
+    build_egop,
+    build_in_coordinates,
+    build_muon,
+    build_rotated,
+    build_soap,
+    build_stacked,
+)
 from egop_lab.muon import Muon, NorMuon
 
 # The comparisons: three experiments, the small problems of several, and the parts of the benchmark.
@@ -28,45 +40,45 @@ RANK = 16
 
 @dataclass(frozen=True)
 class Method:
-    """One that is compared.
+    """A compared method.
 
     Attributes:
-        name: what code calls it; no two have the same.
-        labels: what it is called in records, tables and pictures, by comparison.
-        build: makes its optimizer.
-        needs: what the start must have besides a model and options.
-        follows: whether its work repeats after ``start.every`` steps, with a renewal of its basis, rather than each.
-        package: whether it comes from ``pytorch_optimizer``, or does so for networks with convolutions.
+        name: unique name in the code.
+        labels: its label in records, tables and pictures, by comparison.
+        build: builds its optimizer.
+        needs: fields of the setup that must be given besides the model and the options.
+        follows_gradients: whether its basis follows the gradients: its work then repeats every ``setup.every`` steps.
+        package: whether it needs ``pytorch_optimizer`` always, or only for networks with convolutions.
     """
 
     name: str
     labels: Mapping[str, str]
-    build: Callable[[Start], Optimizer]
+    build: Callable[[Setup], Optimizer]
     needs: tuple[str, ...] = ()
-    follows: bool = False
+    follows_gradients: bool = False
     package: Literal["always", "convolutions"] | None = None
 
-    def make(self, start: Start) -> Optimizer:
-        """Its optimizer for a training."""
-        if lacking := [need for need in self.needs if getattr(start, need) is None]:
-            raise ValueError(f"The method {self.name} needs a start with {' and '.join(lacking)}.")
-        return self.build(start)
+    def make(self, setup: Setup) -> Optimizer:
+        """Build its optimizer for a training."""
+        if lacking := [need for need in self.needs if getattr(setup, need) is None]:
+            raise ValueError(f"The method {self.name} needs a setup with {' and '.join(lacking)}.")
+        return self.build(setup)
 
 
 def _upfront(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:
     needs = ("objective", "period") if options.get("renewed") else ("objective",)
-    return Method(name, labels, functools.partial(rotated, upfront=structure, **options), needs)
+    return Method(name, labels, functools.partial(build_rotated, upfront=structure, **options), needs)
 
 
 def _online(name: str, labels: Mapping[str, str], structure: egop.Structure, **options: Any) -> Method:
-    return Method(name, labels, functools.partial(rotated, online=structure, **options), follows=True)
+    return Method(name, labels, functools.partial(build_rotated, online=structure, **options), follows_gradients=True)
 
 
-def _foreign(name: str, labels: Mapping[str, str], build: Foreign, needs: tuple[str, ...] = ()) -> Method:
+def _package(name: str, labels: Mapping[str, str], build: PackageOptimizer, needs: tuple[str, ...] = ()) -> Method:
     return Method(name, labels, build, needs, build.cadence is not None, package="always")
 
 
-_SOAP = functools.partial(Foreign, "SOAP", cadence="precondition_frequency")
+_SOAP = functools.partial(PackageOptimizer, "SOAP", cadence="precondition_frequency")
 
 # The grid of the comparison COORDINATES: base optimizers, and the coordinates they run in.
 BASES: Mapping[str, type[Optimizer]] = {
@@ -85,7 +97,7 @@ COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "online both": {"online": egop.Kronecker()},
     "aligned": {"aligned": True},
 }
-# Those of them that are measured by the benchmark too.
+# Cells that the benchmark measures too.
 _BENCHED = {
     ("PolarAdam", "online smaller"): "PolarAdam, online, smaller",
     ("Sinkhorn", "online both"): "Sinkhorn, online, both",
@@ -94,12 +106,12 @@ _BENCHED = {
 
 
 def cell(base: str, coordinates: str) -> str:
-    """What a base in some coordinates is called in the comparison COORDINATES; AdamW in its own is AdamW."""
+    """Return the label of a base in some coordinates in the comparison COORDINATES; AdamW in its own is AdamW."""
     return base if (base, coordinates) == ("AdamW", "original") else f"{base}, {coordinates}"
 
 
 def _crossings() -> Iterator[Method]:
-    """Every base in all coordinates but AdamW in its own; PolarAdam offers no map of its momentum to align to."""
+    """Yield every base in all coordinates except AdamW in its own; PolarAdam has no momentum map to align to."""
     for base, (coordinates, options) in itertools.product(BASES, COLUMNS.items()):
         if (base, coordinates) in (("AdamW", "original"), ("PolarAdam", "aligned")):
             continue
@@ -109,14 +121,16 @@ def _crossings() -> Iterator[Method]:
         yield Method(
             f"{base}-{coordinates}".lower().replace(" ", "-"),
             labels,
-            functools.partial(crossed, base=BASES[base], **options),
+            functools.partial(build_in_coordinates, base=BASES[base], **options),
             ("objective",) if "upfront" in options or "random" in options else (),
-            follows="online" in options,
+            follows_gradients="online" in options,
         )
 
 
 METHODS: tuple[Method, ...] = (
-    Method("adamw", {LANGUAGE: "AdamW", RESNET: "AdamW", COORDINATES: "AdamW", BENCH: "AdamW", EPOCH: "AdamW"}, adamw),
+    Method(
+        "adamw", {LANGUAGE: "AdamW", RESNET: "AdamW", COORDINATES: "AdamW", BENCH: "AdamW", EPOCH: "AdamW"}, build_adamw
+    ),
     _upfront(
         "shared-fixed",
         {LANGUAGE: "EGOP fixed", RESNET: "EGOP up-front", BENCH: "Shared, fixed", EPOCH: "Shared, fixed"},
@@ -128,7 +142,7 @@ METHODS: tuple[Method, ...] = (
         egop.Shared(),
         renewed=True,
     ),
-    # About what a weight moves in an epoch of the residual network at its learning rate.
+    # The scale is about how far a weight of the residual network moves in an epoch.
     _upfront(
         "shared-renewed-around",
         {RESNET: "EGOP each epoch, scale 0.01"},
@@ -148,49 +162,51 @@ METHODS: tuple[Method, ...] = (
     _online("shared-online-compiled", {COMPILED: "Shared, online, compiled"}, egop.Shared(), compile=True),
     # SOAP's own momentum constants are (0.95, 0.95). On small problems it has Adam's too, as every method there, and no
     # weight decay; its own are a row of their own: which of the two is better depends on the problem.
-    _foreign("soap-once", {RESNET: "SOAP once"}, Foreign("SOAP", {"precondition_frequency": 10**9})),
-    _foreign("soap-100", {RESNET: "SOAP 100"}, Foreign("SOAP", {"precondition_frequency": 100})),
-    Method("soap-100-ours", {RESNET: "SOAP 100, ours"}, functools.partial(as_soap, every=100)),
-    _foreign("soap-period", {RESNET: "SOAP each epoch"}, _SOAP(by="period"), ("period",)),
-    _foreign("soap", {LANGUAGE: "SOAP", RESNET: "SOAP every 10", COORDINATES: "SOAP", BENCH: "SOAP"}, _SOAP()),
-    _foreign("soap-adam", {SMALL: "SOAP"}, _SOAP({"betas": ADAM, "weight_decay": 0.0})),
-    _foreign("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": SOAPS, "weight_decay": 0.0})),
-    _foreign("shampoo", {SMALL: "Shampoo"}, Foreign("Shampoo", {}, "preconditioning_compute_steps")),
-    # With blocks of 512, as it is used: the inverse root of a wider matrix takes seconds.
-    _foreign(
+    _package("soap-once", {RESNET: "SOAP once"}, PackageOptimizer("SOAP", {"precondition_frequency": 10**9})),
+    _package("soap-100", {RESNET: "SOAP 100"}, PackageOptimizer("SOAP", {"precondition_frequency": 100})),
+    Method("soap-100-ours", {RESNET: "SOAP 100, ours"}, functools.partial(build_soap, every=100)),
+    _package("soap-period", {RESNET: "SOAP each epoch"}, _SOAP(by="period"), ("period",)),
+    _package("soap", {LANGUAGE: "SOAP", RESNET: "SOAP every 10", COORDINATES: "SOAP", BENCH: "SOAP"}, _SOAP()),
+    _package("soap-adam", {SMALL: "SOAP"}, _SOAP({"betas": ADAM, "weight_decay": 0.0})),
+    _package("soap-0.95", {SMALL: "SOAP (0.95)"}, _SOAP({"betas": SOAP_BETAS, "weight_decay": 0.0})),
+    _package("shampoo", {SMALL: "Shampoo"}, PackageOptimizer("Shampoo", {}, "preconditioning_compute_steps")),
+    # With blocks of 512, as in practice: the inverse root of a wider matrix takes seconds.
+    _package(
         "shampoo-blocks",
         {BENCH: "Shampoo"},
-        Foreign("ScalableShampoo", {"start_preconditioning_step": 1}, "preconditioning_compute_steps"),
+        PackageOptimizer("ScalableShampoo", {"start_preconditioning_step": 1}, "preconditioning_compute_steps"),
     ),
     # No reduction: what is left is its change of basis. Its moments do not follow a new projection, so that one every
     # step would make them meaningless: its authors' 200 steps. The class's eps is a hundred times Adam's.
-    _foreign(
+    _package(
         "galore",
         {SMALL: "GaLore"},
-        Foreign(
+        PackageOptimizer(
             "GaLore",
             {"betas": ADAM, "eps": 1e-8, "rank": None, "scale": 1.0, "projection_type": "std", "update_proj_gap": 200},
         ),
     ),
     *_crossings(),
-    Method("egop", {COORDINATES: "EGOP"}, recipe),
-    Method("muon-stacked", {COORDINATES: "Muon", BENCH: "Muon, stacked"}, functools.partial(stacked, kind=Muon)),
-    Method("normuon", {COORDINATES: "NorMuon", BENCH: "NorMuon, stacked"}, functools.partial(stacked, kind=NorMuon)),
-    Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, muon, package="convolutions"),
+    Method("egop", {COORDINATES: "EGOP"}, build_egop),
+    Method("muon-stacked", {COORDINATES: "Muon", BENCH: "Muon, stacked"}, functools.partial(build_stacked, kind=Muon)),
+    Method(
+        "normuon", {COORDINATES: "NorMuon", BENCH: "NorMuon, stacked"}, functools.partial(build_stacked, kind=NorMuon)
+    ),
+    Method("muon", {LANGUAGE: "Muon", RESNET: "Muon", BENCH: "Muon"}, build_muon, package="convolutions"),
 )
 
 
-def compared(where: str) -> dict[str, Method]:
-    """The methods of a comparison by their labels there."""
+def get_methods(where: str) -> dict[str, Method]:
+    """Return the methods of a comparison by their labels there."""
     return {method.labels[where]: method for method in METHODS if where in method.labels}
 
 
-def label(where: str, name: str) -> str:
-    """What a method is called in a comparison."""
+def get_label(where: str, name: str) -> str:
+    """Return the label of a method in a comparison."""
     return next(method.labels[where] for method in METHODS if method.name == name)
 
 
 def describe(optimizer: str) -> str | None:
-    """The call that makes an optimizer of small problems; none for those of :data:`TORCH`."""
-    method = compared(SMALL).get(optimizer)
-    return method.build.describe() if method is not None and isinstance(method.build, Foreign) else None
+    """Return the call that builds an optimizer of small problems as text; None for those of :data:`TORCH`."""
+    method = get_methods(SMALL).get(optimizer)
+    return method.build.describe() if method is not None and isinstance(method.build, PackageOptimizer) else None

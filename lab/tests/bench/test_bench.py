@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 import egop
 from egop_lab import cli
-from egop_lab.bench import networks, run, starts, steps, tables, targets
+from egop_lab.bench import networks, run, setups, steps, tables, targets
 from egop_lab.bench.bases import Timed
 from egop_lab.bench.machine import Rates
-from egop_lab.bench.timing import Marks, PeakMemory, interleaved
-from egop_lab.methods import BENCH, compared
+from egop_lab.bench.timing import Marks, PeakMemory, interleave
+from egop_lab.methods import BENCH, get_methods
 
 CPU = torch.device("cpu")
-METHODS = compared(BENCH)
+METHODS = get_methods(BENCH)
 SMALL = networks.perceptron((6, 8, 8, 3), 4)
 
 
@@ -103,11 +103,11 @@ def test_an_interrupt_loses_no_row(tmp_path, monkeypatch):
 
 def test_without_the_package_of_the_peers_their_rows_are_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    found, missing = starts.available(SMALL)
+    found, missing = setups.find_available(SMALL)
     assert missing
-    assert "pip install" in starts.INSTALL
+    assert "pip install" in setups.INSTALL
     assert set(METHODS) - set(found) == {"SOAP", "Shampoo"}
-    kernels, _ = starts.available(networks.resnet(2, 32, width=4, depths=(1, 1)))
+    kernels, _ = setups.find_available(networks.resnet(2, 32, width=4, depths=(1, 1)))
     assert "Muon" not in kernels
 
 
@@ -120,14 +120,14 @@ def test_methods_take_turns_and_one_that_fails_leaves_the_others():
             raise ValueError("no")
         return len(order)
 
-    found, failed = interleaved({name: lambda name=name: turn(name) for name in "abc"}, rounds=3)
+    found, failed = interleave({name: lambda name=name: turn(name) for name in "abc"}, rounds=3)
     assert "".join(order) == "abcacac"
     assert set(found) == {"a", "c"}
     assert failed == {"b": "ValueError: no"}
 
 
 def test_what_has_used_its_time_has_no_further_turn():
-    found, _ = interleaved({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, rounds=5, limit=0.01)
+    found, _ = interleave({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, rounds=5, limit=0.01)
     assert (len(found["slow"]), len(found["fast"])) == (1, 5)
 
 
@@ -155,10 +155,10 @@ def test_peak_memory_sees_what_is_held_for_a_moment():
 def test_every_method_trains_all_parameters_and_leaves_the_gradients_it_is_given(network, name):
     start = network.make(CPU)
     batches = network.batches(CPU, 2)
-    gradients = steps.gradients_of(network, start, batches)
+    gradients = steps.compute_gradients(network, start, batches)
     before = [[each.clone() for each in own] for own in gradients]
     trial = steps.Trial(network, name, METHODS[name], start, batches, gradients)
-    trial.alone(11)
+    trial.time_steps(11)
     pairs = zip(itertools.chain(*before), itertools.chain(*gradients), strict=True)
     assert all(torch.equal(was, now) for was, now in pairs)
     moved = [not torch.equal(a, b) for a, b in zip(start.parameters(), trial.model.parameters(), strict=True)]
@@ -176,7 +176,7 @@ def test_a_round_has_whole_periods():
 def test_the_basis_for_timing_is_orthonormal_and_dense():
     model = SMALL.make(CPU)
     for structure in (egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=3)):
-        basis = starts.some_basis(model, structure)
+        basis = setups.make_basis(model, structure)
         assert len(basis) == 3
         for change in basis.values():
             basis = change.dense()
@@ -186,7 +186,7 @@ def test_the_basis_for_timing_is_orthonormal_and_dense():
 
 def test_the_floor_counts_the_products_of_one_encode_and_one_decode():
     model = torch.nn.Sequential(torch.nn.Linear(5, 3))
-    basis = starts.some_basis(model, egop.Shared())
+    basis = setups.make_basis(model, egop.Shared())
     found = steps.floor(basis, Rates(flops=1.0, bytes=1e30))
     assert found["basis flops"] == found["floor"] == 2 * (2 * 3 * 5 * 5)
     # each reads the basis (25 numbers), reads 15 and writes 15, four bytes a number
@@ -208,7 +208,7 @@ def test_a_timed_structure_gives_the_same_basis_and_its_shares_add_up():
 
 
 def test_targets_are_judged_from_the_rows_on_their_device():
-    row = {"network": "GPT 6x384", "method": starts.SHARED_ONLINE, "SOAP over step": 2.5, "whole over AdamW": 1.1}
+    row = {"network": "GPT 6x384", "method": setups.SHARED_ONLINE, "SOAP over step": 2.5, "whole over AdamW": 1.1}
     on_cpu, on_gpu = (
         {each["words"]: each for each in targets.judge({"steps": [row]}, kind)} for kind in ("cpu", "cuda")
     )
@@ -235,6 +235,6 @@ def test_a_table_shows_what_failed_below_what_was_measured():
         {"network": "A", "method": "SOAP", "failed": "RuntimeError: too large"},
         {"network": "A", "note": "something was left out"},
     ]
-    lines = tables.table("steps", rows).splitlines()
+    lines = tables.format_rows("steps", rows).splitlines()
     assert "12.3 ms" in lines[4]
     assert lines[5:] == ["failed: A, SOAP: RuntimeError: too large", "something was left out"]

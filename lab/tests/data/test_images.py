@@ -94,7 +94,7 @@ def test_a_limit_takes_images_of_all_classes(folder):
 
 def test_ten_crops_are_those_of_a_plain_loop():
     given = torch.randint(256, (3, 3, 9, 13), dtype=torch.uint8, generator=generator())
-    found = images.views(given, 4, ten=True)
+    found = images.make_views(given, 4, ten=True)
     assert found.shape == (3, 10, 3, 4, 4)
     for number, image in enumerate(given):
         expected = []
@@ -112,9 +112,9 @@ def test_ten_crops_are_those_of_a_plain_loop():
 
 def test_a_single_view_is_the_centre():
     given = torch.arange(2 * 3 * 6 * 6).reshape(2, 3, 6, 6)
-    assert torch.equal(images.views(given, 4, ten=False)[:, 0], given[..., 1:5, 1:5])
+    assert torch.equal(images.make_views(given, 4, ten=False)[:, 0], given[..., 1:5, 1:5])
     with pytest.raises(ValueError, match="8 pixels does not fit into images of 6 x 6"):
-        images.views(given, 8, ten=False)
+        images.make_views(given, 8, ten=False)
 
 
 def test_random_boxes_lie_inside_and_have_the_usual_areas_and_shapes():
@@ -157,7 +157,7 @@ def test_a_random_crop_samples_its_box_and_mirrors_about_half(monkeypatch):
 
 def test_normalised_pixels_have_imagenets_scale():
     grey = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
-    found = images.normalized(grey)[0, :, 0, 0]
+    found = images.normalize(grey)[0, :, 0, 0]
     expected = torch.tensor([(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225])
     torch.testing.assert_close(found, expected)
 

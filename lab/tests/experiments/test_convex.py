@@ -10,9 +10,9 @@ from egop_lab.experiments.convex import (
     STOP,
     ConvexExperiment,
     ConvexTrials,
-    stopped,
+    apply_stopping_rule,
 )
-from egop_lab.experiments.tuned import Method
+from egop_lab.experiments.tuned_experiment import Method
 from egop_lab.training.context import Context
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL
@@ -64,8 +64,8 @@ def test_log_sum_exp_is_exact_close_to_its_minimum():
 
 
 def test_the_stopping_rule():
-    assert stopped([1.0, 1e-9, 1.0]) == [1.0, STOP, STOP]
-    assert stopped([1.0, math.nan])[0] == 1.0
+    assert apply_stopping_rule([1.0, 1e-9, 1.0]) == [1.0, STOP, STOP]
+    assert apply_stopping_rule([1.0, math.nan])[0] == 1.0
     experiment = ConvexExperiment()
     late, early = ({"loss": [1.0] * 4, "gradient norm": norms} for norms in ([1, 1, 1, 0], [1, 0, 1, 1]))
     never = {"loss": [1.0, 1.0, 1.0, 1e-20], "gradient norm": [1, 1, 1, 1]}
@@ -143,7 +143,7 @@ def test_traces_that_are_near_do_not_coincide(tmp_path):
 
     experiment, store = faked(ConvexExperiment, outcome(near), tmp_path)
     unchanged = next(each for each in experiment.judge(store, "quick") if each.id.endswith("Adam-unchanged"))
-    assert (unchanged.verdict, unchanged.beside[0].verdict) == ("does not hold", "holds")
+    assert (unchanged.verdict, unchanged.alternatives[0].verdict) == ("does not hold", "holds")
 
 
 def test_the_claims_fail_where_the_records_say_so(tmp_path):
@@ -170,5 +170,5 @@ def test_sgd_that_differs_between_coordinates_is_an_error(tmp_path):
 def test_a_best_rate_at_the_end_of_the_grid_is_said(tmp_path):
     experiment, store = faked(ConvexExperiment, outcome(as_in_the_paper), tmp_path)
     judged = next(j for j in experiment.judge(store, "quick") if j.id == "convex/least-squares-Adagrad-better")
-    assert "(Adagrad: best at the end of the grid, 0.01)" in judged.found  # all rates tie: the smallest is taken
-    assert experiment.tuned_as(Method("SGD", EGOP)) == Method("SGD", ORIGINAL)
+    assert "(Adagrad: best at the end of the grid, 0.01)" in judged.finding  # all rates tie: the smallest is taken
+    assert experiment.tuning_method(Method("SGD", EGOP)) == Method("SGD", ORIGINAL)

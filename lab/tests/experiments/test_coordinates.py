@@ -21,7 +21,7 @@ from egop_lab.experiments.coordinates_found import (
     Found,
     unit,
 )
-from egop_lab.methods import COORDINATES, compared
+from egop_lab.methods import COORDINATES, get_methods
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store, merge
 from egop_lab.training.sweeps import TUNING
@@ -105,7 +105,7 @@ def test_other_tasks_have_the_finalists_their_controls_and_rivals(store):
     methods = found(store).methods(VIT)
     assert methods[:6] == ["AdamW", "EGOP", "Muon", "NorMuon", "SOAP", "PolarAdam, original"]
     assert set(methods[6:]) == {*found(store).best, "Sinkhorn, original", "Sign, original"}
-    assert set(methods) <= set(compared(COORDINATES))
+    assert set(methods) <= set(get_methods(COORDINATES))
     assert methods == found(store).methods(SMALL_GPT)[: len(methods)]
 
 
@@ -154,10 +154,10 @@ def test_targets_are_judged_where_there_are_records(store):
     assert all(each.kind == "target" for each in judged.values())
     # EGOP falls by 2 in 400 steps to 1.2: to 1.5 after 340 of them.
     assert judged["steps"].verdict == "does not hold"
-    assert "there after 340 (0.85)" in judged["steps"].found
+    assert "there after 340 (0.85)" in judged["steps"].finding
     # AdamW ends at 1.5, 1.0, ...: 1.2 lies at 0.6 of the way from once to one and a half times.
-    assert "AdamW needs 1.30 times the steps" in judged["steps"].found
-    assert judged["time"].found == "AdamW 5 seconds, EGOP 4.4 (0.88)."  # by the shorter round
+    assert "AdamW needs 1.30 times the steps" in judged["steps"].finding
+    assert judged["time"].finding == "AdamW 5 seconds, EGOP 4.4 (0.88)."  # by the shorter round
     assert judged["small-muon"].verdict == judged["small-normuon"].verdict == "holds"
     assert judged["small-step"].verdict == judged["small-step-muon"].verdict == "holds"
     for name in ("large-muon", "resnet-soap", "vit-muon", "large-step-muon", "resnet-step", "rule"):
@@ -174,7 +174,7 @@ def test_targets_come_out_both_ways(store, tmp_path):
     judged = verdicts(store)
     missed = {name for name, each in judged.items() if each.verdict == "does not hold"}
     assert missed == {"steps", "time"}
-    assert judged["rule"].found == "With 1 times AdamW's rate it is at most 0.000 worse."
+    assert judged["rule"].finding == "With 1 times AdamW's rate it is at most 0.000 worse."
     assert judged["rule"].verdict == "holds"
     worse = Store(tmp_path / "worse.jsonl")
     for task in FULL["tasks"]:
@@ -209,10 +209,10 @@ class Fake:
         Fake.clock += 10
         return {"validation loss": [1.0, LOSSES.get(self.config["method"], 1.5) + abs(self.config["lr"] - 8e-3)]}
 
-    def begin(self):
+    def set_up(self):
         pass
 
-    def step_seconds(self, warm, timed):
+    def time_steps(self, warm, timed):
         return 0.5, 0.01
 
 

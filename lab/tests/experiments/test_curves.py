@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from egop_lab.experiments.curves import best_rate, by_rate, first_below, median, quartiles, rate_series, same_in_both
+from egop_lab.experiments.curves import (
+    best_rate,
+    check_same_in_both,
+    first_below,
+    median,
+    quartiles,
+    quartiles_by_rate,
+    rate_series,
+)
 from egop_lab.training.records import Record
 from egop_lab.training.sweeps import EGOP
 
@@ -35,7 +43,7 @@ def final(result):
 def test_the_best_rate_has_the_smallest_median_and_ties_go_to_the_smaller():
     runs = records({0.4: [1.0, 1.0, 1.0], 0.1: [5.0, 1.0, 1.0], 0.2: [0.0, math.nan, math.nan]})
     assert best_rate(runs, final) == 0.1
-    assert list(by_rate(runs, final)) == [0.1, 0.2, 0.4]
+    assert list(quartiles_by_rate(runs, final)) == [0.1, 0.2, 0.4]
     series = rate_series(runs, final, "Adam", EGOP, 0.1)
     assert (series.label, series.x, series.egop, series.chosen) == ("Adam, EGOP", [0.1, 0.2, 0.4], True, 0.1)
     assert list(series.median) == [1.0, math.inf, 1.0]
@@ -43,9 +51,9 @@ def test_the_best_rate_has_the_smallest_median_and_ties_go_to_the_smaller():
 
 def test_sgd_that_differs_between_coordinates_is_an_error():
     one = [Record({"seed": 0}, {"loss": [1.0, 0.5, 0.25]})]
-    passed = same_in_both("toy/same", "SGD on least squares", one, one, "loss", 1e-6)
+    passed = check_same_in_both("toy/same", "SGD on least squares", one, one, "loss", 1e-6)
     assert (passed.verdict, passed.kind) == ("holds", "check")
-    assert passed.words == "Check: SGD on least squares is the same in both coordinates."
+    assert passed.statement == "Check: SGD on least squares is the same in both coordinates."
     other = [Record({"seed": 0}, {"loss": [1.0, 0.6, 0.3]})]
     with pytest.raises(AssertionError, match="toy/same: SGD differs between coordinates"):
-        same_in_both("toy/same", "SGD", one, other, "loss", 1e-6)
+        check_same_in_both("toy/same", "SGD", one, other, "loss", 1e-6)

@@ -23,7 +23,7 @@ def test_both_start_alike_and_learn(found):
 
 
 def test_the_text_is_egops_own_source(found):
-    text = demo_language.own_source()
+    text = demo_language.read_own_source()
     assert found.characters == len(text.train) + len(text.validation)
     assert b"class Basis(" in bytes(text.train.tolist())
 

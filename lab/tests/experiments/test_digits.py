@@ -10,8 +10,8 @@ from egop_lab.experiments.digits import DigitsExperiment
 from egop_lab.models.small import cross_entropy, xavier_
 from egop_lab.training import batched
 from egop_lab.training import digits as digits_problem
-from egop_lab.training.context import Context, over_processes
-from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, train_alone
+from egop_lab.training.context import Context, map_in_processes
+from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, train_single
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
 from fakes import verdicts
@@ -53,10 +53,10 @@ def test_rates_are_chosen_as_in_the_paper_and_those_of_tuning_trials_stand_besid
     found = {each.id: each for each in experiment.judge(store, "quick") if each.kind == "claim"}
     lower = found["digits/Adam-lower"]
     assert lower.verdict == "holds"
-    (other,) = lower.beside
+    (other,) = lower.alternatives
     assert (other.verdict, other.rule) == ("does not hold", "rates chosen on tuning trials of their own")
-    assert "EGOP: 1e+05" in other.found
-    assert found["digits/Adam-robust"].beside == ()
+    assert "EGOP: 1e+05" in other.finding
+    assert found["digits/Adam-robust"].alternatives == ()
 
 
 def test_all_claims_hold_where_the_records_are_as_the_paper_says(tmp_path):
@@ -147,14 +147,14 @@ def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
     problem = DigitsProblem(seeds, torch.device("cpu"))
     basis = batched.Basis.stack(bases) if turned else None
     found, _ = batched.train(problem, optimizer, rates, 2 * STEPS_PER_EPOCH, record_every=STEPS_PER_EPOCH, basis=basis)
-    alone = train_alone(seeds[1], optimizer, rates[0], 2, basis=bases[1] if turned else None)
+    alone = train_single(seeds[1], optimizer, rates[0], 2, basis=bases[1] if turned else None)
     assert found["loss"][1, 0].tolist() == pytest.approx(alone.loss, rel=1e-4)
     assert found["test accuracy"][1, 0].tolist() == pytest.approx(alone.metrics["test accuracy"], abs=2e-3)
 
 
 def test_processes_keep_the_order(monkeypatch):
-    monkeypatch.setattr("egop_lab.training.context._pool", ThreadPoolExecutor)  # which starts at once
-    assert over_processes(math.sqrt, [4.0, 9.0, 16.0], 2) == [2.0, 3.0, 4.0]
+    monkeypatch.setattr("egop_lab.training.context._make_pool", ThreadPoolExecutor)  # which starts at once
+    assert map_in_processes(math.sqrt, [4.0, 9.0, 16.0], 2) == [2.0, 3.0, 4.0]
 
 
 def test_a_basis_has_a_block_for_each_weight_matrix(monkeypatch):

@@ -6,7 +6,7 @@ from egop_lab.experiments.digits_density import DigitsDensityExperiment
 from egop_lab.experiments.digits_spectrum import DigitsSpectrumExperiment
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
-from egop_lab.training.spectra import subsampled
+from egop_lab.training.spectra import subsample
 from fakes import verdicts
 
 D = 2410
@@ -27,7 +27,7 @@ def results(**changed):
         "initialisation": spectrum(12.5),
     }
     return {
-        rho: {**subsampled(list(v)), "stable rank": float(np.sqrt(v / v[0]).sum())}
+        rho: {**subsample(list(v)), "stable rank": float(np.sqrt(v / v[0]).sum())}
         for rho, v in (values | changed).items()
     }
 
@@ -57,7 +57,7 @@ def test_each_claim_fails_where_the_spectra_say_so(tmp_path, claim, changed):
 
 
 def test_what_is_kept_of_a_spectrum_has_the_leading_ones_and_is_small():
-    kept = subsampled(list(spectrum()))
+    kept = subsample(list(spectrum()))
     assert kept["index"][:101] == list(range(1, 102))
     assert kept["index"][-1] == D == kept["dimension"]
     assert len(kept["index"]) < 310

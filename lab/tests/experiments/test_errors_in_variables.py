@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from egop_lab.experiments import tuned
+from egop_lab.experiments import tuned_experiment
 from egop_lab.experiments.errors_in_variables import ErrorsInVariablesExperiment, MaskedRegression, straightness
-from egop_lab.experiments.tuned import Method
-from egop_lab.training.context import Context, in_processes
+from egop_lab.experiments.tuned_experiment import Method
+from egop_lab.training.context import Context, run_in_processes
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP, TUNING
 from fakes import faked, in_this_process, verdicts
@@ -29,7 +29,7 @@ class Toy(ErrorsInVariablesExperiment):
 def toy(tmp_path_factory):
     pytest.importorskip("pytorch_optimizer")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuned, "in_processes", in_this_process)
+        patch.setattr(tuned_experiment, "run_in_processes", in_this_process)
         store = Store(tmp_path_factory.mktemp("toy") / "records.jsonl")
         Toy().run(store, Context(progress=False))
         yield store
@@ -43,7 +43,7 @@ def test_the_problem_is_the_papers():
     values = torch.linalg.svdvals(problem.data[0, 0])
     assert values.tolist() == pytest.approx([1, 1 / 4, 1 / 9, 1 / 16])
     assert not problem.start()["W"].any()
-    assert torch.equal(problem.alone(1).data[0], problem.data[1])
+    assert torch.equal(problem.single_trial(1).data[0], problem.data[1])
 
 
 def test_its_hessian_is_the_one_of_autograd():
@@ -75,7 +75,7 @@ def test_the_result_has_the_shape_of_the_figure(toy):
 
 def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
-    monkeypatch.setattr(tuned, "in_processes", in_this_process)
+    monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
     Toy().run(store, Context(preset="full", progress=False))
     titles = [panel.title for panel in Toy().pictures(store, "full")[0].panels]
@@ -84,7 +84,7 @@ def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
 
 
 def test_tuning_trials_are_not_reported_and_nothing_is_done_twice(toy):
-    reported = Toy().reported(toy, "quick", Toy().cases("quick")[0], Method("SOAP"))
+    reported = Toy().reported_runs(toy, "quick", Toy().cases("quick")[0], Method("SOAP"))
     assert {run.config["seed"] for run in reported} == {0, 1}
     assert any(run.config["seed"] >= TUNING for run in toy)
     before = toy.path.read_bytes()
@@ -105,7 +105,7 @@ def test_a_run_cut_off_in_its_search_makes_the_same_records(toy, tmp_path):
 def test_runs_can_be_done_by_other_processes(toy, tmp_path):
     config = next(run.config for run in toy if run.config.get("optimizer") == "Shampoo")
     store = Store(tmp_path / "other.jsonl")
-    in_processes(tuned.run_alone, [config], store, Context(progress=False, workers=1), "test")
+    run_in_processes(tuned_experiment.run_single, [config], store, Context(progress=False, workers=1), "test")
     assert Store(store.path).get(config).result == Store(toy.path).get(config).result
 
 
@@ -148,8 +148,8 @@ def test_a_loss_that_falls_in_between_is_said_beside(tmp_path):
 
     experiment, store = faked(ErrorsInVariablesExperiment, outcome(bumpy), tmp_path)
     soap = experiment.judge(store, "quick")[0]
-    assert (soap.verdict, soap.beside[0].verdict) == ("holds", "does not hold")
-    assert soap.found.startswith("Final loss, with the better of its two settings of betas, at residual 0.00")
+    assert (soap.verdict, soap.alternatives[0].verdict) == ("holds", "does not hold")
+    assert soap.finding.startswith("Final loss, with the better of its two settings of betas, at residual 0.00")
 
 
 def test_one_setting_of_soap_that_is_better_is_enough_against_the_claim(tmp_path):

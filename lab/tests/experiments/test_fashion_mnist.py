@@ -7,11 +7,11 @@ from torch import nn
 import egop
 from egop_lab.data.batches import DataSet, Split
 from egop_lab.experiments import fashion_mnist
-from egop_lab.experiments.fashion_claims import Method, grows, grows_at_equal, suffices
+from egop_lab.experiments.fashion_claims import Method, compare_at_equal_settings, judge_growth, judge_rank
 from egop_lab.experiments.fashion_mnist import FashionMnistExperiment
 from egop_lab.training import fashion as fashion_runs
 from egop_lab.training.context import Context
-from egop_lab.training.fashion import Runs, normal_, train_together
+from egop_lab.training.fashion import Runs, normal_, train_batched
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import TUNING
 
@@ -31,7 +31,7 @@ def judged(tmp_path, monkeypatch):
             def spectrum(self, config):
                 return {"index": [1, 2], "eigenvalues": [1.0, 0.5], "dimension": 2, "even": [1, 2], "samples": 2}
 
-            def timed(self, config):
+            def time_epochs(self, config):
                 took = (seconds or {}).get(config["rank"], 10.0)
                 return {"seconds per epoch": took / 100, "estimation seconds": 1.0 if config["rank"] else 0.0}
 
@@ -48,7 +48,7 @@ def judged(tmp_path, monkeypatch):
                 return {"loss": losses, "validation accuracy": shares, "test accuracy": shares}
 
         monkeypatch.setattr(fashion_mnist, "Runs", Fake)
-        monkeypatch.setattr(fashion_mnist, "train_together", lambda runs, configs: ([*map(runs.curves, configs)], 1.0))
+        monkeypatch.setattr(fashion_mnist, "train_batched", lambda runs, configs: ([*map(runs.curves, configs)], 1.0))
         store, experiment = Store(tmp_path / "records.jsonl"), FashionMnistExperiment()
         experiment.run(store, Context(preset=preset, progress=False))
         return {each.id.partition("/")[2]: each.verdict for each in experiment.judge(store, preset)}, store
@@ -91,13 +91,15 @@ def test_each_claim_fails_where_the_records_say_so(judged, options, expected):
 def test_what_the_other_search_and_equal_settings_say_stands_beside(judged):
     _, store = judged(FASTER, seconds=SECONDS, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
     grows = next(each for each in FashionMnistExperiment().judge(store, "full") if each.id.endswith("/grows"))
-    assert [other.rule.partition(":")[0] for other in grows.beside] == [
+    assert [other.rule.partition(":")[0] for other in grows.alternatives] == [
         "final loss at equal learning rate and weight decay"
     ]
-    assert grows.beside[0].verdict == "does not hold"
-    assert grows_at_equal([0, 50, 200], [[1.0, 0.9, 0.8], [math.nan, 1.0, 1.0]]).verdict == "holds"
-    assert grows_at_equal([0, 50, 200], [[1.0, 2.0, 1.5]]).verdict == "does not hold", "no gain to begin with"
-    assert grows_at_equal([0, 50, 200], [[1.0, 0.9, 0.9]]).found == (
+    assert grows.alternatives[0].verdict == "does not hold"
+    assert compare_at_equal_settings([0, 50, 200], [[1.0, 0.9, 0.8], [math.nan, 1.0, 1.0]]).verdict == "holds"
+    assert compare_at_equal_settings([0, 50, 200], [[1.0, 2.0, 1.5]]).verdict == "does not hold", (
+        "no gain to begin with"
+    )
+    assert compare_at_equal_settings([0, 50, 200], [[1.0, 0.9, 0.9]]).finding == (
         "Lower, of 1 combinations: original to r = 50: 1; r = 50 to r = 200: 0."
     )
 
@@ -105,14 +107,14 @@ def test_what_the_other_search_and_equal_settings_say_stands_beside(judged):
 def test_a_spectrum_without_an_end_is_not_captured():
     index = [1, 1000, 4000]
     steep, flat = ({"index": index, "eigenvalues": values} for values in ([1.0, 1e-6, 1e-6], [1.0, 1.0, 1.0]))
-    assert [suffices(each, judged=True).verdict for each in (steep, flat)] == ["holds", "does not hold"]
+    assert [judge_rank(each, judged=True).verdict for each in (steep, flat)] == ["holds", "does not hold"]
 
 
 def test_a_loss_that_is_never_reached_is_said_to_be():
-    found = grows({0: 90, 50: 60, 200: None})
-    assert found.found.endswith("r = 50: 60; r = 200: not reached.")
+    found = judge_growth({0: 90, 50: 60, 200: None})
+    assert found.finding.endswith("r = 50: 60; r = 200: not reached.")
     assert found.verdict == "does not hold"
-    assert grows({0: 90, 50: None, 200: 60}).verdict == "holds"
+    assert judge_growth({0: 90, 50: None, 200: 60}).verdict == "holds"
 
 
 def test_the_quick_preset_does_not_judge_the_clock(judged):
@@ -139,8 +141,8 @@ def test_a_search_of_the_whole_grid_can_find_another_place(judged):
     """With the first weight decay the best rate is 0.1; the best of all is a rate of 0.05 with none."""
     _, store = judged({}, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
     experiment = FashionMnistExperiment()
-    assert experiment.chosen(store, "full", Method(50), "lines") == (0.1, 0.01)
-    assert experiment.chosen(store, "full", Method(50), "grid") == (0.05, 0)
+    assert experiment.choose_rates(store, "full", Method(50), "lines") == (0.1, 0.01)
+    assert experiment.choose_rates(store, "full", Method(50), "grid") == (0.05, 0)
 
 
 class Toy(FashionMnistExperiment):
@@ -204,7 +206,7 @@ def test_runs_together_are_the_runs_one_at_a_time(method, monkeypatch):
     )
     own = [{"lr": 0.01, "weight_decay": 0.5}, {"lr": 0.1, "weight_decay": 0.0}]
     configs = [{**method, **pair, "epochs": 3, "seed": seed} for pair in own for seed in (4, 2)]
-    found, _ = train_together(runs, configs)
+    found, _ = train_batched(runs, configs)
     for config, curves in zip(configs, found, strict=True):
         alone = runs.train(config)
         for name, values in curves.items():

@@ -12,7 +12,7 @@ import torch
 
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments.language_model import LanguageModelExperiment
-from egop_lab.methods import LANGUAGE, compared
+from egop_lab.methods import LANGUAGE, get_methods
 from egop_lab.training.context import Context
 from egop_lab.training.language import COMMON
 from egop_lab.training.records import Store
@@ -20,7 +20,7 @@ from egop_lab.training.sweeps import TUNING
 from fakes import TINY_LANGUAGE, text_folder
 
 EXPERIMENT = LanguageModelExperiment()
-METHODS = compared(LANGUAGE)
+METHODS = get_methods(LANGUAGE)
 ADAMW, FIXED, PERIODIC, ONLINE, BOTH_SIDES, SOAP, MUON = METHODS
 CPU = torch.device("cpu")
 
@@ -136,7 +136,7 @@ def test_processes_can_tune_a_method_each(folder, tmp_path, fake):
         own = Store(tmp_path / f"{method}.jsonl")
         assert Toy().tune(Toy().trials(own, context(folder)), [method])
         whole.add(*own)
-    assert Toy().report(Toy().trials(whole, context(folder)), list(METHODS))
+    assert Toy().run_reported(Toy().trials(whole, context(folder)), list(METHODS))
     assert len(fake.done) == len(set(fake.done)) == 3 * len(METHODS)
 
 
@@ -146,7 +146,7 @@ def test_tuning_is_done_again_for_another_text(folder, tmp_path, fake):
     (tmp_path / "text.txt").write_text("something else " * 200)
     Toy().run(Store(path), context(str(tmp_path / "text.txt")))
     assert len(fake.done) == 2 * 3 * len(METHODS)
-    assert len(Toy().reported(Store(path), "quick")[ADAMW]) == 1, "only those on the last text"
+    assert len(Toy().reported_runs(Store(path), "quick")[ADAMW]) == 1, "only those on the last text"
 
 
 @pytest.mark.parametrize(

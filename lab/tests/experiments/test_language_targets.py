@@ -7,13 +7,13 @@ import math
 import pytest
 
 from egop_lab.experiments.language_model import LanguageModelExperiment
-from egop_lab.methods import LANGUAGE, compared
+from egop_lab.methods import LANGUAGE, get_methods
 from egop_lab.training.language import COMMON
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 
 EXPERIMENT = LanguageModelExperiment()
-METHODS = compared(LANGUAGE)
+METHODS = get_methods(LANGUAGE)
 ADAMW, FIXED, PERIODIC, ONLINE, BOTH_SIDES, SOAP, MUON = METHODS
 
 # What the methods look like when all targets are met: the loss falls by this much in twenty steps, a step takes so many
@@ -62,7 +62,7 @@ def test_all_targets_can_be_met(tmp_path):
 def test_they_are_targets_and_no_claims_of_the_paper(tmp_path):
     found = EXPERIMENT.judge(fake_store(tmp_path / "r.jsonl", MET), "full")
     assert {each.kind for each in found} == {"target"}
-    assert all(each.words.startswith("Target: ") for each in found)
+    assert all(each.statement.startswith("Target: ") for each in found)
 
 
 def test_all_targets_can_be_missed(tmp_path):
@@ -84,7 +84,7 @@ def test_each_side_is_judged_by_itself(tmp_path):
 
 def test_numbers_come_from_the_records(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", MET)
-    found = {each.id: each.found for each in EXPERIMENT.judge(store, "full")}
+    found = {each.id: each.finding for each in EXPERIMENT.judge(store, "full")}
     # AdamW's median ends at 2.601; the middle seed of a method that falls twice as fast gets there in half the steps.
     assert found["language-model/online-steps"] == (
         "Steps to a validation loss of 2.601: AdamW 800, EGOP online 400, 0.50 of that."
@@ -98,7 +98,7 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", MET | {ONLINE: (0.001, 1.0), SOAP: (0.001, 1.0)})
     judged = {each.id.removeprefix("language-model/"): each for each in EXPERIMENT.judge(store, "full")}
     assert judged["online-time"].verdict == "does not hold"
-    assert "EGOP online never." in judged["online-time"].found
+    assert "EGOP online never." in judged["online-time"].finding
     assert judged["online-soap-time"].verdict == "cannot be judged", "neither got there"
     assert judged["two-sided-soap-time"].verdict == "holds"
     bars = EXPERIMENT.pictures(store, "full")[1].panels[0].series[0]

@@ -8,13 +8,13 @@ from egop_lab.experiments import layer_spectra
 from egop_lab.experiments.layer_spectra import NORMAL, LayerSpectraExperiment
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
-from egop_lab.training.spectra import subsampled
+from egop_lab.training.spectra import subsample
 from fakes import verdicts
 
 
 def layer(size, decades):
     values = 10.0 ** (-decades * np.arange(size) / size)
-    return {**subsampled(list(values), leading=50), "stable rank": float(np.sqrt(values).sum())}
+    return {**subsample(list(values), leading=50), "stable rank": float(np.sqrt(values).sum())}
 
 
 def judged(tmp_path, digits=(8, 2), fashion=(8, 2), as_digits=None):
@@ -36,7 +36,7 @@ def test_another_initialisation_of_fashion_mnist_stands_beside_its_own(tmp_path)
     experiment, store = faked(tmp_path, fashion=(4, 2), as_digits=(8, 2))
     similar = experiment.judge(store, "quick")[-1]
     assert similar.verdict == "does not hold"
-    assert [other.verdict for other in similar.beside] == ["holds"]
+    assert [other.verdict for other in similar.alternatives] == ["holds"]
 
 
 def test_claims_hold_where_the_first_layer_decays_faster(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from egop_lab.experiments.linear_networks import LinearNetworksExperiment
-from egop_lab.experiments.linear_networks_claims import _to_levels
+from egop_lab.experiments.linear_networks_claims import _compare_levels
 from egop_lab.training import batched
 from egop_lab.training import linear as linear_problem
 from egop_lab.training.context import Context
@@ -28,14 +28,14 @@ def judged(tmp_path, monkeypatch):
 
     def go(finals, only_at_chosen=False, diverging=None, slow=True):
         def train(problem, optimizer, rates, steps, *, basis, record_every, **_):
-            final = finals[optimizer][basis or ORIGINAL]
+            final_loss = finals[optimizer][basis or ORIGINAL]
             every = LinearNetworksExperiment().settings("quick")["rates"][optimizer]
             factors = torch.tensor([1.0 if rate == every[1] else 3.0 for rate in rates], dtype=torch.float64)
             if only_at_chosen and basis is not None and optimizer in ("Adam", "Adagrad"):
                 factors = torch.where(factors > 1, 1e9, factors)
             if optimizer == diverging:
                 factors[-1] = math.nan
-            last = (final * factors).expand(len(problem.seeds), -1)
+            last = (final_loss * factors).expand(len(problem.seeds), -1)
             count = steps // record_every + 1
             late = count // 2 if basis is None and optimizer in ("Adam", "Adagrad") and slow else 1
             before = torch.ones_like(last)
@@ -93,10 +93,10 @@ def test_a_loss_that_is_reached_no_sooner_is_not_faster(judged):
 
 def test_a_curve_that_is_mostly_lower_is_faster_and_levels_stand_beside():
     epochs, original = [0, 20, 40, 60, 80], [1.0, 1e-6, 1e-7, 1e-8, 1e-9]
-    late = _to_levels(epochs, [1.0, 1e-11, 1e-11, 1e-5, 1e-5], original)
+    late = _compare_levels(epochs, [1.0, 1e-11, 1e-11, 1e-5, 1e-5], original)
     assert late.verdict == "holds"
-    assert late.found.startswith("EGOP and original, by 20: 1e-05: 20 and 20; 1e-10: 20 and never; 1e-15: never")
-    assert _to_levels(epochs, original, original).verdict == "does not hold"
+    assert late.finding.startswith("EGOP and original, by 20: 1e-05: 20 and 20; 1e-10: 20 and never; 1e-15: never")
+    assert _compare_levels(epochs, original, original).verdict == "does not hold"
 
 
 def test_losses_at_the_rounding_floor_are_said_to_be(judged, tmp_path):
@@ -104,7 +104,7 @@ def test_losses_at_the_rounding_floor_are_said_to_be(judged, tmp_path):
     assert found["Adam-lower"] == found["Adam-validation"] == "does not hold"
     store = Store(tmp_path / "records.jsonl")
     lower = LinearNetworksExperiment().judge(store, "quick")[0]
-    assert lower.found.endswith("both at the rounding floor.")
+    assert lower.finding.endswith("both at the rounding floor.")
     assert lower.margin == 0
 
 
@@ -136,7 +136,7 @@ def test_a_toy_run_has_every_variant_and_keeps_curves_only_at_the_chosen_rate(tm
     experiment.run(store, Context(progress=False))
     assert len(store) == 4 * 2 + 2 * 2 * (4 * 2 + 2 * 2)
     for record in store:
-        rate = experiment.chosen(store, "quick", record.config["optimizer"])
+        rate = experiment.choose_rate(store, "quick", record.config["optimizer"])
         reported = record.config["seed"] < TUNING and record.config["lr"] == rate
         assert ("loss" in record.result) == reported
         assert record.result["best validation"] > 0
@@ -162,7 +162,7 @@ def problem(monkeypatch):
 
 
 def test_the_data_have_the_papers_singular_values():
-    inputs, target = linear_problem._data(0, 400)
+    inputs, target = linear_problem._draw_data(0, 400)
     wanted = torch.arange(1, 11, dtype=torch.float64) ** -2.0
     assert torch.allclose(torch.linalg.svdvals(inputs), wanted)
     assert target.shape == (10, 10)

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from egop_lab.experiments import tuned
+from egop_lab.experiments import tuned_experiment
 from egop_lab.experiments.matrix_factorization import CONSTANT, MatrixFactorizationExperiment
 from egop_lab.experiments.matrix_factorization_claims import SPEED, crossing
-from egop_lab.experiments.tuned import Method
+from egop_lab.experiments.tuned_experiment import Method
 from egop_lab.training.context import Context
 from egop_lab.training.factorization import PRINTED, Factorization
 from egop_lab.training.records import Store
@@ -31,7 +31,7 @@ def test_the_start_is_the_spectral_one():
     product = start["L"][0] @ start["R"][0].mT
     assert torch.allclose(product, U[:, :2] * values[:2] @ Vh[:2])
     assert torch.allclose(start["L"][0].mT @ start["L"][0], start["R"][0].mT @ start["R"][0])  # balanced
-    printed = Factorization([3], **SIZES, start=PRINTED).alone(3).start()
+    printed = Factorization([3], **SIZES, start=PRINTED).single_trial(3).start()
     assert torch.allclose(printed["L"][0] @ printed["R"][0].mT, U[:, :2] / values[:2] @ Vh[:2])
 
 
@@ -62,7 +62,7 @@ class Toy(MatrixFactorizationExperiment):
 
 def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
-    monkeypatch.setattr(tuned, "in_processes", in_this_process)
+    monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
     Toy().run(store, Context(progress=False))
     (picture,) = Toy().pictures(store, "quick")
@@ -80,7 +80,7 @@ def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
-    monkeypatch.setattr(tuned, "in_processes", in_this_process)
+    monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
     Toy().run(store, Context(preset="full", progress=False))
     first, second = Toy().pictures(store, "full")
@@ -138,8 +138,10 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
     judged = experiment.judge(store, "full")
     assert {each.verdict for each in judged} == {"holds"}
     apart = [each for each in judged if "superimposed" not in each.id]
-    assert {other.verdict for each in apart for other in each.beside if other.rule == "from Σ^½"} == {"does not hold"}
-    sooner = [other for each in judged for other in each.beside if other.rule.startswith("fewer steps")]
+    assert {other.verdict for each in apart for other in each.alternatives if other.rule == "from Σ^½"} == {
+        "does not hold"
+    }
+    sooner = [other for each in judged for other in each.alternatives if other.rule.startswith("fewer steps")]
     assert [other.verdict for other in sooner] == ["holds"] * 2, "without a schedule"
     assert [each.kind for each in judged] == ["claim", "claim", "reading", "reading"] * 2 + ["claim"] * 3
     methods = {record.config["optimizer"] for record in store if "start" in record.config}
@@ -178,15 +180,15 @@ def test_traces_that_come_apart_are_not_superimposed(tmp_path):
 
     experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path)
     judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}["superimposed"]
-    assert judged.verdict == judged.beside[0].verdict == "does not hold"
-    assert "furthest apart at step 0, by a factor of 50." in judged.found
+    assert judged.verdict == judged.alternatives[0].verdict == "does not hold"
+    assert "furthest apart at step 0, by a factor of 50." in judged.finding
 
 
 def test_traces_that_differ_only_in_what_is_left_are_superimposed_in_the_loss(tmp_path):
     falls = {"Adam": 30, "Adagrad": 40, "SOAP": 50, "Shampoo": 60}
     made, store = faked(MatrixFactorizationExperiment, outcome(lambda m, rate: falls.get(m.optimizer, 30)), tmp_path)
     judged = {each.id.partition("/")[2]: each for each in made.judge(store, "quick")}["superimposed"]
-    assert (judged.verdict, judged.beside[0].verdict) == ("holds", "does not hold")
+    assert (judged.verdict, judged.alternatives[0].verdict) == ("holds", "does not hold")
 
 
 def test_a_difference_that_is_rounding_is_no_lower_loss(tmp_path):
@@ -196,7 +198,7 @@ def test_a_difference_that_is_rounding_is_no_lower_loss(tmp_path):
     experiment, store = faked(MatrixFactorizationExperiment, outcome(all_at_the_optimum), tmp_path)
     judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}
     assert judged["Adam-lower"].verdict == judged["Adam-closer"].verdict == "does not hold"
-    assert "Both have found the optimum." in judged["Adam-lower"].found
+    assert "Both have found the optimum." in judged["Adam-lower"].finding
     assert judged["Adam-faster"].verdict == "holds"
 
 
@@ -209,9 +211,9 @@ def test_the_fastest_rate_is_chosen_apart_from_the_one_of_the_lowest_loss(tmp_pa
 
     experiment, store = faked(MatrixFactorizationExperiment, fast_or_deep, tmp_path)
     case = experiment.cases("quick")[0]
-    assert experiment.chosen(store, "quick", case, Method("Adam")) < 0.01
+    assert experiment.choose_rate(store, "quick", case, Method("Adam")) < 0.01
     assert experiment.fastest(store, "quick", Method("Adam")) >= 0.01
-    assert len(experiment.reported(store, "quick", case, Method("Adam"), 0.01)) == 3
+    assert len(experiment.reported_runs(store, "quick", case, Method("Adam"), 0.01)) == 3
 
 
 def test_steps_to_a_threshold():

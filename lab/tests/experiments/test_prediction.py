@@ -151,7 +151,7 @@ def test_a_predictor_may_be_small_where_gains_are_large(tmp_path):
     assert (chosen.candidate.name, chosen.sign) == ("right", -1)
     judged = verdicts(store)
     assert {each.verdict for each in judged.values()} == {"holds"}
-    assert "Leave it above -0.2" in judged["leave-it"].found
+    assert "Leave it above -0.2" in judged["leave-it"].finding
     left = [problem for place, problem in enumerate(PROBLEMS) if place < 10 and half(problem) == HALVES[1]]
     assert list(chosen.left) == left
 
@@ -186,9 +186,9 @@ def test_a_short_probe_is_within_the_budget(tmp_path):
         middle = [[3.0, 2.0, 2.0], [3.0, 2.0 * math.exp(-gain), 2.0], [3.0, math.nan, math.nan]]
         store.add(*records(problem, gain, {"poor": float(place % 5)}, probes={EGOP: middle}))
     judged = verdicts(store)
-    assert "Chosen: probe: EGOP" in judged["correlation"].found
+    assert "Chosen: probe: EGOP" in judged["correlation"].finding
     assert {each.verdict for each in judged.values()} == {"holds"}
-    assert judged["budget"].found == "5%."
+    assert judged["budget"].finding == "5%."
 
 
 def test_what_is_not_complete_is_left_out_and_not_judged(tmp_path):

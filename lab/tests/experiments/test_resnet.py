@@ -11,7 +11,7 @@ import pytest
 
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import resnet_long
-from egop_lab.experiments.base import Beside, Judged, also
+from egop_lab.experiments.base import Alternative, Judgement, add_alternatives
 from egop_lab.experiments.resnet import ResnetExperiment
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
@@ -27,14 +27,14 @@ from egop_lab.experiments.resnet_claims import (
 )
 from egop_lab.experiments.resnet_long import FIRST, LongRuns
 from egop_lab.experiments.resnet_runs import OPTIONAL, ShortRuns
-from egop_lab.methods import RESNET, compared, label
+from egop_lab.methods import RESNET, get_label, get_methods
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from fakes import image_folder
 
-METHODS = compared(RESNET)
-ONLINE, MUON = label(RESNET, "shared-online"), label(RESNET, "muon")
+METHODS = get_methods(RESNET)
+ONLINE, MUON = get_label(RESNET, "shared-online"), get_label(RESNET, "muon")
 EXPERIMENT = ResnetExperiment()
 SMALL = {"batch": 8, "trials": 1, "side": 20, "crop": 16, "depths": [1], "width": 4, "images": ["all", "all"]}
 
@@ -209,7 +209,7 @@ UNKNOWN = "resnet/training-accuracy"
 
 def ours(judged):
     """Of what is judged, what our rule says: AdamW's lowest validation loss is the target."""
-    return (*judged.beside, judged)[0]
+    return (*judged.alternatives, judged)[0]
 
 
 def verdicts(store):
@@ -220,13 +220,13 @@ def verdicts(store):
 def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
     twice = {name: (2 * fall, *others) for name, (fall, *others) in PAPER.items()}
     judged = EXPERIMENT.judge(fake_store(tmp_path / "r.jsonl", twice, floor=1.5), "full")
-    found = {each.id: each for each in judged if each.found.startswith(("Epochs", "Seconds"))}
+    found = {each.id: each for each in judged if each.finding.startswith(("Epochs", "Seconds"))}
     assert len(found) == 15
     assert {each.verdict for each in found.values()} == {"holds"}
     upfront = found["resnet/upfront-epochs"]
     # SOAP's median ends at 1.51, and 1.05 times that is 1.586.
-    assert upfront.found == "Epochs to a validation loss of 1.586: EGOP up-front: 6; AdamW: 8."
-    assert (upfront.paper, upfront.beside[0].rule) == ("15 and 24", "to the lowest of AdamW's medians")
+    assert upfront.finding == "Epochs to a validation loss of 1.586: EGOP up-front: 6; AdamW: 8."
+    assert (upfront.paper, upfront.alternatives[0].rule) == ("15 and 24", "to the lowest of AdamW's medians")
 
 
 def test_what_the_images_are_is_said_first(tmp_path):
@@ -256,7 +256,7 @@ def test_all_claims_can_fail(tmp_path):
 
 def test_numbers_come_from_the_records(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
-    found = {each.id: ours(each).found for each in EXPERIMENT.judge(store, "full")}
+    found = {each.id: ours(each).finding for each in EXPERIMENT.judge(store, "full")}
     # AdamW's median ends at 2.01; the others' middle seeds get there after 8 and 5 epochs.
     assert found["resnet/upfront-epochs"] == "Epochs to a validation loss of 2.010: EGOP up-front: 8; AdamW: 10."
     assert found["resnet/periodic-time"] == "Seconds to a validation loss of 2.010: EGOP each epoch: 60; AdamW: 100."
@@ -268,7 +268,7 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", never)
     judged = {each.id: each for each in EXPERIMENT.judge(store, "full")}
     assert ours(judged["resnet/periodic-epochs"]).verdict == "does not hold"
-    assert "EGOP each epoch: never" in judged["resnet/periodic-epochs"].found
+    assert "EGOP each epoch: never" in judged["resnet/periodic-epochs"].finding
     assert ours(judged["resnet/periodic-soap"]).verdict == "cannot be judged", "neither got there"
     bars = EXPERIMENT.pictures(store, "full")[1].panels[0].series[0]
     assert math.isinf(bars.median[list(bars.x).index(PERIODIC)])
@@ -276,13 +276,15 @@ def test_a_method_that_never_gets_there_is_said_so(tmp_path):
 
 def test_the_learning_rate_is_that_of_the_best_tuning_accuracy(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG)
-    assert EXPERIMENT.short.chosen(store, "full", ADAMW) == EXPERIMENT.long.chosen(store, "full", ADAMW) == 1e-3
+    assert (
+        EXPERIMENT.short.choose_rate(store, "full", ADAMW) == EXPERIMENT.long.choose_rate(store, "full", ADAMW) == 1e-3
+    )
 
 
 def test_long_runs_are_tuned_by_runs_of_their_own(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
     with pytest.raises(LookupError, match=r"AdamW has no tuning run with learning rate 0\.0003"):
-        EXPERIMENT.long.chosen(store, "full", ADAMW)
+        EXPERIMENT.long.choose_rate(store, "full", ADAMW)
     assert EXPERIMENT.settings("full")["tuning epochs"] == "10; 3 in the short runs"
 
 
@@ -297,7 +299,7 @@ def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path)
     store = fake_store(tmp_path / "r.jsonl", PAPER)
     fewer = Store(tmp_path / "fewer.jsonl")
     fewer.add(*(run for run in store if not (run.config["method"] == MUON and run.config["seed"] == 2)))
-    assert len(EXPERIMENT.short.reported(fewer, "full")[MUON]) == 2
+    assert len(EXPERIMENT.short.reported_runs(fewer, "full")[MUON]) == 2
     assert "over 3 trials, Muon: 2." in EXPERIMENT.pictures(fewer, "full")[0].caption
     assert "Muon" not in EXPERIMENT.pictures(store, "full")[0].caption
 
@@ -325,7 +327,7 @@ def test_long_runs_are_judged_where_they_are_all_there(tmp_path):
     failed = [each.id.removeprefix("resnet/") for each in judged if each.verdict == "does not hold"]
     assert failed == ["upfront-often-time", "upfront-period-time"], "up front it does not get to SOAP's loss"
     assert sum(each.verdict == "holds" for each in judged) > 15
-    assert judged[0].beside[-1].rule == "10 epochs"
+    assert judged[0].alternatives[-1].rule == "10 epochs"
     assert EXPERIMENT.remarks(store, "full")[2].startswith(
         "8 of 8 methods have their lowest validation loss in the last"
     )
@@ -340,7 +342,7 @@ def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_one
     judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.judge(store, "full")}
     assert ours(judged["upfront-epochs"]).verdict == "holds"
     short = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.short.judge(store, "full")}
-    assert judged["upfront-epochs"].found != short["upfront-epochs"].found
+    assert judged["upfront-epochs"].finding != short["upfront-epochs"].finding
     assert judged["upfront-soap"] == short["upfront-soap"]
     assert EXPERIMENT.remarks(store, "full")[-1].startswith("Not run with 30 epochs: SOAP each epoch, SOAP once,")
 
@@ -348,17 +350,17 @@ def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_one
 def test_adamw_has_a_second_chance_at_another_rate(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG)
     known = EXPERIMENT.long.judge(store, "full")
-    runs = EXPERIMENT.long.reported(store, "full")[ADAMW]
+    runs = EXPERIMENT.long.reported_runs(store, "full")[ADAMW]
     better = [{**run.result, "ten-crop accuracy": 0.9, "seconds": [math.nan] * 31} for run in runs]
     store.add(*(Record({**run.config, "lr": 3e-4}, result) for run, result in zip(runs, better, strict=True)))
     judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.long.judge(store, "full")}
     assert [each.verdict for each in judged.values()] == [each.verdict for each in known], "the chosen rate counts"
-    (other,) = (each for each in judged["upfront-accuracy"].beside if each.rule == "AdamW at 0.0003")
-    assert (other.verdict, other.found) == (
+    (other,) = (each for each in judged["upfront-accuracy"].alternatives if each.rule == "AdamW at 0.0003")
+    assert (other.verdict, other.finding) == (
         "does not hold",
         "Share of wrong answers, ten crops: EGOP up-front: 0.25; AdamW: 0.1.",
     )
-    times = [each.found for each in judged["upfront-time"].beside if "0.0003" in each.rule]
+    times = [each.finding for each in judged["upfront-time"].alternatives if "0.0003" in each.rule]
     assert times
     assert "never" not in "".join(times), "it has the pace of AdamW's other runs"
     two = Store(tmp_path / "two.jsonl")
@@ -370,20 +372,24 @@ def test_our_form_of_soap_stands_beside_the_packages(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG | {SOAP_OURS: (0.25, 9.0, 0.3, 0.1)})
     judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.long.judge(store, "full")}
     assert judged["often-time"].verdict == "holds"
-    (other,) = (each for each in judged["often-time"].beside if each.rule == "SOAP 100 in our form")
+    (other,) = (each for each in judged["often-time"].alternatives if each.rule == "SOAP 100 in our form")
     assert other.verdict == "does not hold"
-    same = [each.verdict for each in judged["soap-accuracy"].beside if each.rule == "SOAP 100 in our form"]
+    same = [each.verdict for each in judged["soap-accuracy"].alternatives if each.rule == "SOAP 100 in our form"]
     assert same == ["does not hold"], "where it is compared itself it is always shown"
-    assert "SOAP 100, ours: " in other.found
+    assert "SOAP 100, ours: " in other.finding
     without = long_store(tmp_path / "s.jsonl", {name: LONG[name] for name in FIRST})
-    assert not any("our form" in each.rule for one in EXPERIMENT.long.judge(without, "full") for each in one.beside)
+    assert not any(
+        "our form" in each.rule for one in EXPERIMENT.long.judge(without, "full") for each in one.alternatives
+    )
 
 
 def test_what_only_the_other_rule_has_is_shown_where_it_differs():
-    one = Judged("resnet/a", "It is.", "holds", "1 and 2.")
-    other = replace(one, beside=(Beside("to b", "does not hold", "3 and 2."), Beside("to c", "holds", "1 and 3.")))
-    (joined,) = also([one], "x", [other])
-    assert joined.beside == (Beside("x, to b", "does not hold", "3 and 2."),)
+    one = Judgement("resnet/a", "It is.", "holds", "1 and 2.")
+    other = replace(
+        one, alternatives=(Alternative("to b", "does not hold", "3 and 2."), Alternative("to c", "holds", "1 and 3."))
+    )
+    (joined,) = add_alternatives([one], "x", [other])
+    assert joined.alternatives == (Alternative("x, to b", "does not hold", "3 and 2."),)
 
 
 def test_without_three_trials_the_short_runs_count(tmp_path):
@@ -395,7 +401,7 @@ def test_without_three_trials_the_short_runs_count(tmp_path):
 def test_runs_beside_others_have_the_time_of_those_alone(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG, timed=False)
     (_, first, *_), (_, second, *_) = (
-        [run.result["seconds"] for run in EXPERIMENT.long.reported(store, "full")[method]]
+        [run.result["seconds"] for run in EXPERIMENT.long.reported_runs(store, "full")[method]]
         for method in (SOAP_OURS, ADAMW)
     )
     assert first == pytest.approx([21.0 * epoch for epoch in range(31)])
@@ -427,9 +433,9 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
 
     monkeypatch.setattr(LongToy, "training", Fake)
     store = Store(tmp_path / "resnet.jsonl")
-    assert not LongToy().all_of_them(store, context(folder, time_budget=-1.0), 1)
+    assert not LongToy().run_missing(store, context(folder, time_budget=-1.0), 1)
     assert not done
-    assert LongToy().all_of_them(store, context(folder), 1)
+    assert LongToy().run_missing(store, context(folder), 1)
     assert done[:6] == [(method, TUNING, 1e-3) for method in (*FIRST, SOAP_EPOCH, SOAP_ONCE)]
     # The best is at an end of those tried, again and again, until 1e-2 is worse.
     own = [lr for method, seed, lr in done if method == ADAMW and seed == TUNING]
@@ -445,15 +451,15 @@ def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
     stores = []
     for processes in (1, 2):
         store = Store(tmp_path / f"{processes}.jsonl")
-        assert LongToy().all_of_them(store, context(folder), processes)
+        assert LongToy().run_missing(store, context(folder), processes)
         stores.append({run.key: run.result for run in store})
     alone, beside = stores
     assert set(alone) == set(beside)
     for key, result in alone.items():
         assert beside[key]["validation loss"] == pytest.approx(result["validation loss"], rel=1e-5)
     assert sum(math.isfinite(result["seconds"][-1]) for result in beside.values()) == 1, "one is timed"
-    assert LongToy().reported(Store(tmp_path / "2.jsonl"), "quick")[ADAMW][0].result["seconds"][-1] > 0
+    assert LongToy().reported_runs(Store(tmp_path / "2.jsonl"), "quick")[ADAMW][0].result["seconds"][-1] > 0
 
 
 def test_a_process_starts_nothing_when_the_time_is_over(folder):
-    assert resnet_long.in_own_process({"device": None}, time.monotonic() - 1, {}) is None
+    assert resnet_long.train_in_process({"device": None}, time.monotonic() - 1, {}) is None

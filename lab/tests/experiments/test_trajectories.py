@@ -42,7 +42,7 @@ def test_the_hessian_is_the_one_of_autograd():
 def test_level_sets_have_one_height():
     plane = Plane([4, 5], **SIZES)
     ring = plane.level_set(1, 0.3, 9)
-    heights = plane.alone(5).evaluate({"theta": ring[None]})["loss"]
+    heights = plane.single_trial(5).evaluate({"theta": ring[None]})["loss"]
     assert heights.flatten().tolist() == pytest.approx([0.3] * 9)
     assert torch.allclose(ring[0], ring[-1])
 

@@ -11,7 +11,7 @@ import pytest
 
 import egop
 from egop_lab import theory
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judgement
 from egop_lab.experiments.registry import IDS, experiment
 from egop_lab.report import index, reproduction
 from egop_lab.report.statements import STATEMENTS
@@ -39,7 +39,7 @@ TEX = r"""
 
 
 def test_labels_are_those_of_figures_tables_algorithms_and_statements():
-    assert index.labels(TEX) == {
+    assert index.parse_labels(TEX) == {
         "fig:part": "figure",
         "table:part": "table",
         "fig:whole": "figure",
@@ -51,12 +51,12 @@ def test_labels_are_those_of_figures_tables_algorithms_and_statements():
 
 def test_an_environment_that_was_not_begun_is_an_error():
     with pytest.raises(ValueError, match=r"Invalid LaTeX: \\end\{lemma\} without its \\begin"):
-        index.labels(r"\begin{figure}\end{lemma}")
+        index.parse_labels(r"\begin{figure}\end{lemma}")
 
 
 @pytest.mark.skipif(PAPER is None, reason="the paper's LaTeX is not in shared/paper beside or above the repository")
 def test_every_label_of_the_paper_has_a_row_in_its_order():
-    found = index.labels(PAPER.read_text(encoding="utf-8"))
+    found = index.parse_labels(PAPER.read_text(encoding="utf-8"))
     assert {each.label: each.kind for each in STATEMENTS} == found
     assert [each.label for each in STATEMENTS] == list(found)
 
@@ -105,7 +105,7 @@ def test_every_function_of_the_theory_and_every_experiment_on_the_paper_is_named
 
 def test_verdicts_are_those_of_the_sections(tmp_path):
     judged = tuple(
-        Judged(f"convex/{i}", "It is.", verdict, "1.") for i, verdict in enumerate(["holds", "does not hold"])
+        Judgement(f"convex/{i}", "It is.", verdict, "1.") for i, verdict in enumerate(["holds", "does not hold"])
     )
     sections = [
         reproduction.Section(experiment("convex"), "full", judged),

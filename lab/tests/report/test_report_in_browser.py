@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from egop_lab.experiments.base import Beside, Judged
+from egop_lab.experiments.base import Alternative, Judgement
 from egop_lab.experiments.registry import experiment
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.report import reproduction
@@ -40,7 +40,8 @@ def test_a_link_opens_its_part_and_figures_fit_in_the_pages_own_colours(tmp_path
     series = [Series(name, [1, 2, 3], [1.0, 0.1, 0.01], method=name) for name in ("AdamW", "Muon", "SOAP")]
     panels = [Panel(title, "epoch", "loss", series) for title in ("One", "Two", "Three")]
     rows = tuple(
-        Judged(f"resnet/{name}", "A claim.", "holds", "1 and 2.", beside=(Beside("r", "holds", "x"),)) for name in "ab"
+        Judgement(f"resnet/{name}", "A claim.", "holds", "1 and 2.", alternatives=(Alternative("r", "holds", "x"),))
+        for name in "ab"
     )
     sections = [
         reproduction.Section(experiment(id), "full", rows, (Picture(id, "Caption.", panels),))

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from egop_lab.cli import app
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import registry, reproduce
-from egop_lab.experiments.base import Beside, Experiment, Judged, Table, compare
+from egop_lab.experiments.base import Alternative, Experiment, Judgement, Table, compare
 from egop_lab.experiments.curves import quartiles
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.report import reproduction, words
-from egop_lab.training.context import Context, finished
+from egop_lab.report import reproduction, wording
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.records import Store
 
 
@@ -36,7 +36,7 @@ class Toy(Experiment):
             for seed in range(2):
                 config = self.config(context.preset, method=method, seed=seed)
                 if config not in store:
-                    store.add(finished(config, {"loss": [1.0, end + seed / 100]}, 0.5))
+                    store.add(make_record(config, {"loss": [1.0, end + seed / 100]}, 0.5))
 
     def judge(self, store, preset):
         ends = {method: self.records(store, preset, method=method)[0].result["loss"][-1] for method in self.ends}
@@ -90,8 +90,8 @@ def test_a_claim_can_come_out_both_ways(tmp_path, kind, verdict):
     kind().run(store, Context())
     (judged,) = kind().judge(store, "quick")
     assert judged.verdict == verdict
-    assert "0.25" in judged.found
-    assert "0.5" in judged.found
+    assert "0.25" in judged.finding
+    assert "0.5" in judged.finding
 
 
 def test_what_is_missing_is_said_and_the_others_go_on(tmp_path, toys):
@@ -104,7 +104,7 @@ def test_what_is_missing_is_said_and_the_others_go_on(tmp_path, toys):
 
 def test_the_report_shows_claims_numbers_settings_device_and_figures(tmp_path, toys):
     reproduce.reproduce(["toy"], tmp_path / "records", Context(progress=False), say=lambda line: None)
-    found = reproduction.sections(tmp_path / "records")
+    found = reproduction.load_sections(tmp_path / "records")
     reproduction.write_markdown(found, tmp_path / "out" / "reproduction.md")
     reproduction.write_html(found, tmp_path / "out" / "reproduction.html")
     text = (tmp_path / "out" / "reproduction.md").read_text()
@@ -130,7 +130,7 @@ def section(*judged, preset="full", **options):
 
 
 def judged(name, verdict="holds", kind="claim", words="So it is."):
-    return Judged(f"toy/{name}", words, verdict, "1 and 2.", kind)
+    return Judgement(f"toy/{name}", words, verdict, "1 and 2.", kind)
 
 
 def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
@@ -145,27 +145,29 @@ def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
         judged("h", kind="check"),
         judged("i", kind="check"),
     )
-    assert reproduction.counts([found, section()]) == (
+    assert reproduction.format_counts([found, section()]) == (
         "Of 4 claims of the paper 2 hold, 1 does not hold, 1 cannot be judged; "
         "of 3 targets of this project 1 is met, 2 are not; 2 checks passed."
     )
-    assert reproduction.counts([section(judged("h", kind="check"))]) == "1 check passed."
-    assert reproduction.counts([section()]) == "Nothing has been run yet."
+    assert reproduction.format_counts([section(judged("h", kind="check"))]) == "1 check passed."
+    assert reproduction.format_counts([section()]) == "Nothing has been run yet."
 
 
 def test_readings_of_ours_are_not_claims_of_the_paper(tmp_path):
     found = section(judged("a"), judged("b", "does not hold", "reading"))
-    assert reproduction.counts([found]) == (
+    assert reproduction.format_counts([found]) == (
         "Of 1 claim of the paper 1 holds; of 1 reading of ours of its figures 1 does not hold."
     )
-    assert words.held(found.judged) == "1 / 1"
+    assert wording.count_holding(found.judged) == "1 / 1"
     reproduction.write_markdown([found], tmp_path / "r.md")
     assert "| Our reading: So it is. | **does not hold** |" in (tmp_path / "r.md").read_text()
 
 
 def flipped(name, verdict, other):
-    beside = (Beside("ours", other, "3 and 4."),)
-    return Judged(f"toy/{name}", "So it is.", verdict, "1 and 2.", paper="5 and 6", threshold="by 7", beside=beside)
+    beside = (Alternative("ours", other, "3 and 4."),)
+    return Judgement(
+        f"toy/{name}", "So it is.", verdict, "1 and 2.", paper="5 and 6", threshold="by 7", alternatives=beside
+    )
 
 
 def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
@@ -184,33 +186,35 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     assert "In the paper: 5 and 6." in (tmp_path / "r.html").read_text()
 
 
-def compared(experiment, name, verdict, margin, kind="claim"):
-    return Judged(f"{experiment}/{name}", f"{name}.", verdict, "1 and 2.", kind, margin=margin)
+def get_methods(experiment, name, verdict, margin, kind="claim"):
+    return Judgement(f"{experiment}/{name}", f"{name}.", verdict, "1 and 2.", kind, margin=margin)
 
 
 def test_what_cannot_be_judged_for_one_reason_is_shown_as_one():
-    unknown = [Judged(f"t/{name}", f"Target: {name}.", "cannot be judged", "Not there.", "target") for name in "abc"]
-    other = Judged("t/d", "d.", "cannot be judged", "Not there.", "target", beside=(Beside("ours", "holds", "1."),))
-    held = [Judged(f"t/{name}", f"{name}.", "holds", "Not there.", "target") for name in "ef"]
-    shown = words.together([unknown[0], held[0], *unknown[1:], other, held[1]])
-    assert [item.words for item in shown] == ["Target: a; b; c.", "e.", "d.", "f."]
+    unknown = [Judgement(f"t/{name}", f"Target: {name}.", "cannot be judged", "Not there.", "target") for name in "abc"]
+    other = Judgement(
+        "t/d", "d.", "cannot be judged", "Not there.", "target", alternatives=(Alternative("ours", "holds", "1."),)
+    )
+    held = [Judgement(f"t/{name}", f"{name}.", "holds", "Not there.", "target") for name in "ef"]
+    shown = wording.merge_unjudged([unknown[0], held[0], *unknown[1:], other, held[1]])
+    assert [item.statement for item in shown] == ["Target: a; b; c.", "e.", "d.", "f."]
 
 
 def test_the_strongest_and_the_clearest_are_those_furthest_apart_one_an_experiment():
     items = [
-        compared("one", "a", "holds", 2.0),
-        compared("one", "b", "holds", 3.0),
-        compared("two", "c", "holds", 1.0),
-        compared("three", "d", "does not hold", -0.5),
-        compared("three", "e", "does not hold", None),
-        compared("four", "f", "does not hold", -9.0, "target"),
-        compared("five", "g", "does not hold", -1.0),
-        compared("six", "h", "does not hold", 0.0),
+        get_methods("one", "a", "holds", 2.0),
+        get_methods("one", "b", "holds", 3.0),
+        get_methods("two", "c", "holds", 1.0),
+        get_methods("three", "d", "does not hold", -0.5),
+        get_methods("three", "e", "does not hold", None),
+        get_methods("four", "f", "does not hold", -9.0, "target"),
+        get_methods("five", "g", "does not hold", -1.0),
+        get_methods("six", "h", "does not hold", 0.0),
     ]
-    assert [item.words for item in words.furthest(items, "holds")] == ["b.", "c."]
-    assert [item.words for item in words.furthest(items, "does not hold")] == ["g.", "d."]
-    assert [words.apart(item) for item in (items[1], items[3])] == ["a factor of 1000", "a factor of 3.2"]
-    assert words.apart(compared("one", "a", "holds", 25.2)) == "25 decades"
+    assert [item.statement for item in wording.select_furthest(items, "holds")] == ["b.", "c."]
+    assert [item.statement for item in wording.select_furthest(items, "does not hold")] == ["g.", "d."]
+    assert [wording.format_distance(item) for item in (items[1], items[3])] == ["a factor of 1000", "a factor of 3.2"]
+    assert wording.format_distance(get_methods("one", "a", "holds", 25.2)) == "25 decades"
 
 
 class Named(Toy):
@@ -222,9 +226,11 @@ class Named(Toy):
 
 
 def test_what_differs_from_the_paper_is_said_from_the_settings(tmp_path):
-    assert words.deviations(Named(), "quick") == "Differs from the paper in rates: [0.1, 0.2] (paper: [0.1])."
-    assert words.deviations(Toy(), "quick") == ""
-    assert words.settings(Named(), "quick")[-2:] == [("tasks: one", "n 1"), ("tasks: two", "n 2, d 3")]
+    assert (
+        wording.describe_deviations(Named(), "quick") == "Differs from the paper in rates: [0.1, 0.2] (paper: [0.1])."
+    )
+    assert wording.describe_deviations(Toy(), "quick") == ""
+    assert wording.format_settings(Named(), "quick")[-2:] == [("tasks: one", "n 1"), ("tasks: two", "n 2, d 3")]
     reproduction.write_markdown([reproduction.Section(Named(), "quick")], tmp_path / "r.md")
     text = (tmp_path / "r.md").read_text()
     assert "In the paper: Figure 0 (`fig:toy`, `table:toy`)." in text
@@ -248,31 +254,31 @@ def test_the_quick_preset_is_explained_only_where_a_section_has_it(tmp_path):
 def test_one_run_in_one_thread_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     store = Store(tmp_path / "toy.jsonl")
-    store.add(finished(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
+    store.add(make_record(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
     monkeypatch.setattr(Toy, "ends", {"fast": 0.25})
     monkeypatch.setattr(Toy, "judge", lambda self, store, preset: [judged("a")])
     monkeypatch.setattr(reproduction, "experiment", lambda id: Toy())
-    reproduction.write_markdown(reproduction.sections(tmp_path, ["toy"]), tmp_path / "r.md")
+    reproduction.write_markdown(reproduction.load_sections(tmp_path, ["toy"]), tmp_path / "r.md")
     assert "1 run, 0 seconds in all, on CPU, 1 thread (" in (tmp_path / "r.md").read_text()
 
 
 def test_the_full_preset_is_reported_where_there_is_one(tmp_path, toys):
     for preset in ("quick", "full"):
         reproduce.reproduce(["toy"], tmp_path, Context(preset, progress=False), say=lambda line: None)
-    assert reproduction.sections(tmp_path, ["toy"])[0].preset == "full"
+    assert reproduction.load_sections(tmp_path, ["toy"])[0].preset == "full"
 
 
 def test_runs_that_are_still_to_come_are_said_to_be(tmp_path, toys):
     store = Store(tmp_path / "toy.jsonl")
-    store.add(finished(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
-    (section,) = reproduction.sections(tmp_path, ["toy"])
+    store.add(make_record(Toy().config("quick", method="fast", seed=0), {"loss": [1.0, 0.2]}, 0.5))
+    (section,) = reproduction.load_sections(tmp_path, ["toy"])
     assert section.problem.startswith("Not all of its runs are there yet")
 
 
 def test_the_same_records_give_the_same_report(tmp_path, toys):
     reproduce.reproduce(["toy"], tmp_path / "records", Context(progress=False), say=lambda line: None)
     for name in ("one", "two"):
-        reproduction.write_html(reproduction.sections(tmp_path / "records"), tmp_path / f"{name}.html")
+        reproduction.write_html(reproduction.load_sections(tmp_path / "records"), tmp_path / f"{name}.html")
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
 
 
@@ -303,7 +309,7 @@ def test_the_command_line_lists_runs_and_reports(tmp_path, toys):
         (["reproduce", "toy", "--device", "meta"], "Invalid device value: meta. Must be cpu or cuda."),
         (["reproduce", "toy", "--device", "cuda:99"], "There is no CUDA:99 device here. Use --device cpu."),
         (["reproduce", "toy", "--data", "/nonexist"], "There is no /nonexist: --data must name a folder or a file"),
-        (["report", "--records", "nowhere"], "There are no records in nowhere. Make some with"),
+        (["report", "--records", "nowhere"], "There are no records in nowhere. Create some with"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(toys, arguments, message):
@@ -331,7 +337,7 @@ def test_an_interrupted_reproduction_says_how_to_go_on(tmp_path, toys, monkeypat
     monkeypatch.setattr(Toy, "run", run)
     result = egop_command("reproduce", "toy", "--records", tmp_path)
     assert result.exit_code == 130
-    assert result.stderr == "Interrupted. The same command goes on from there.\n"
+    assert result.stderr == "Interrupted. Run the same command again to resume.\n"
 
 
 def test_an_experiment_says_what_it_uses_once(tmp_path, toys, monkeypatch):

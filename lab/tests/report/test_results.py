@@ -23,17 +23,19 @@ def test_some_page_shows_the_table():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_table_is_that_of_the_records(page):
     shown = page.read_text().split(results.BEGIN)[1].split(results.END)[0]
-    assert shown.strip() == results.table(RECORDS), "copy results.md of: egop-lab report --records docs/records"
+    assert shown.strip() == results.make_table(RECORDS), "copy results.md of: egop-lab report --records docs/records"
 
 
 def test_the_docstring_has_the_same_numbers():
     header, _, *rows = (
-        [cell.strip("* ") for cell in line.split("|")[1:-1]] for line in results.table(RECORDS).split("\n")
+        [cell.strip("* ") for cell in line.split("|")[1:-1]] for line in results.make_table(RECORDS).split("\n")
     )
     for name in ("EGOP", "Muon", "NorMuon", "SOAP", "AdamW"):
         column = header.index(name)
-        told = next(line.split(maxsplit=1)[1] for line in egop.EGOP.__doc__.splitlines() if line.split()[:1] == [name])
-        assert told.replace("not run", "–").split() == [row[column] for row in rows], name
+        format_loss = next(
+            line.split(maxsplit=1)[1] for line in egop.EGOP.__doc__.splitlines() if line.split()[:1] == [name]
+        )
+        assert format_loss.replace("not run", "–").split() == [row[column] for row in rows], name
 
 
 def test_a_file_has_the_table_between_its_marks(tmp_path):
@@ -42,4 +44,4 @@ def test_a_file_has_the_table_between_its_marks(tmp_path):
     assert not (tmp_path / "empty.md").exists()
     assert (
         tmp_path / "new" / "results.md"
-    ).read_text() == f"{results.BEGIN}\n{results.table(RECORDS)}\n{results.END}\n"
+    ).read_text() == f"{results.BEGIN}\n{results.make_table(RECORDS)}\n{results.END}\n"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import egop
-from egop_lab.making import TORCH
+from egop_lab.builders import TORCH
 from egop_lab.training import batched
 from egop_lab.training.instances import Trials
 from egop_lab.training.sweeps import EGOP, ORIGINAL
@@ -24,7 +24,7 @@ class Quartic(Trials):
         self.data = torch.stack([torch.randn(8, 7, generator=g, dtype=torch.float64) for g in generators])
         self.first = torch.stack([torch.randn(7, generator=g, dtype=torch.float64) for g in generators])
 
-    def alone(self, seed):
+    def single_trial(self, seed):
         return type(self)([seed])
 
     def start(self):

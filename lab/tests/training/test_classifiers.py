@@ -9,13 +9,13 @@ import torch
 
 import egop
 from egop_lab.data import images
-from egop_lab.methods import RESNET, compared
+from egop_lab.methods import RESNET, get_methods
 from egop_lab.training.classifiers import Run
 from fakes import image_folder
 
 CPU = torch.device("cpu")
 CONFIG = {"depths": [1], "width": 4, "seed": 0, "batch": 8, "crop": 16, "lr": 1e-3, "weight decay": 1e-4}
-METHODS = compared(RESNET)
+METHODS = get_methods(RESNET)
 ADAMW, UPFRONT, *_ = METHODS
 
 
@@ -33,7 +33,7 @@ def test_a_run_that_diverges_is_a_result(data):
 
 
 def test_convolutions_and_the_head_get_a_shared_basis_from_enough_kernel_gradients(data):
-    start = Run(data, CONFIG, CPU).start()
+    start = Run(data, CONFIG, CPU).make_setup()
     assert start.samples == 250
     assert start.period == 3
     optimizer = METHODS[UPFRONT].make(start)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import egop
+from egop_lab.builders import CombinedOptimizer
 from egop_lab.data.images import HeldImages
 from egop_lab.data.text import Text
-from egop_lab.making import Together
-from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, compared
+from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, get_methods
 from egop_lab.training import coordinates
 from egop_lab.training.coordinates import ImageRun, LanguageRun, step_times
 
 CPU = torch.device("cpu")
-METHODS = compared(COORDINATES)
+METHODS = get_methods(COORDINATES)
 COMMON = {"task": "tiny", "seed": 0, "lr": 1e-2, "weight decay": 0.1, "batch": 4, "samples": 2, "warm-up": 2}
 GPT = COMMON | {"layers": 2, "width": 8, "heads": 2, "context": 8, "interval": 5, "windows": 4, "steps": 10}
 RESNET = COMMON | {"network": "residual", "depths": [1, 1], "width": 4, "crop": 16, "epochs": 2}
@@ -44,7 +44,7 @@ def run_of(name, **further):
 def stepped(run, steps=3):
     """The names of what has moved after some steps."""
     before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
-    run.begin()
+    run.set_up()
     batches = [batch for _ in range(steps) for batch in run][:steps]
     for batch in batches:
         run.optimizer.zero_grad()
@@ -62,13 +62,13 @@ def test_every_method_steps_hidden_weights_and_what_is_outside(method, network):
         pytest.importorskip("pytorch_optimizer")
     run = run_of(network, method=method)
     moved = stepped(run)
-    hidden = {id(weight) for weight in run.start().hidden}
+    hidden = {id(weight) for weight in run.make_setup().hidden}
     wanted = {name for name, weight in run.model.named_parameters() if id(weight) in hidden}
     assert wanted <= moved
     assert {"GPT": "tokens.weight", "ResNet": "fc.bias", "ViT": "head.weight"}[network] in moved
     if isinstance(run.optimizer, egop.ReparameterizedOptimizer):
         assert set(run.optimizer.basis) == wanted, "coordinates differ in nothing else than coordinates"
-    elif isinstance(run.optimizer, Together):
+    elif isinstance(run.optimizer, CombinedOptimizer):
         inside = run.optimizer.parts[0].param_groups[0]["params"]
         assert {id(each) for each in inside} == hidden
         outside = run.optimizer.parts[1].param_groups[0]
@@ -92,7 +92,7 @@ def test_the_grid_is_complete_but_for_one_cell():
 @pytest.mark.parametrize(("name", "total"), [("GPT", 10), ("ViT", 4)])
 def test_the_rate_rises_stays_and_falls(name, total):
     run = run_of(name, method="AdamW", decay=0.4)
-    run.begin()
+    run.set_up()
     rates = [run.optimizer.param_groups[0]["lr"] for _ in range(run.passes) for _ in run]
     expected = [1e-2 * min(1, k / 2, (total - k + 1) / (0.4 * total)) for k in range(1, total + 1)]
     assert rates == pytest.approx(expected, rel=1e-12)
@@ -101,7 +101,7 @@ def test_the_rate_rises_stays_and_falls(name, total):
 
 def test_without_a_decay_the_rate_stays():
     run = run_of("GPT", method="AdamW")
-    assert [run.factor(step) for step in (1, 2, 3, 10)] == [0.5, 1, 1, 1]
+    assert [run.lr_factor(step) for step in (1, 2, 3, 10)] == [0.5, 1, 1, 1]
 
 
 def test_a_basis_from_before_the_training_is_made_once_for_runs_of_one_seed(monkeypatch):

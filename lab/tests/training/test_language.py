@@ -9,14 +9,14 @@ import torch
 
 import egop
 from egop_lab.data.text import load
-from egop_lab.methods import LANGUAGE, compared
-from egop_lab.training import timed
+from egop_lab.methods import LANGUAGE, get_methods
+from egop_lab.training import timed_runs
 from egop_lab.training.language import Run
 from fakes import TINY_LANGUAGE, text_folder
 
 CPU = torch.device("cpu")
 CONFIG = TINY_LANGUAGE | {"heads": 2, "weight decay": 0.1}
-METHODS = compared(LANGUAGE)
+METHODS = get_methods(LANGUAGE)
 ADAMW, FIXED, PERIODIC, ONLINE, BOTH_SIDES, SOAP, MUON = METHODS
 
 
@@ -55,10 +55,10 @@ def test_weights_of_the_blocks_get_bases_and_the_others_none(text):
     config = CONFIG | {"method": FIXED, "lr": 1e-3, "seed": 0}
     run = Run(text, config, CPU)
     expected = {f"blocks.0.{name}.weight" for name in ("qkv", "mixed", "wider", "narrower")}
-    fixed = METHODS[FIXED].make(run.start())
+    fixed = METHODS[FIXED].make(run.make_setup())
     assert isinstance(fixed, egop.ReparameterizedOptimizer)
     for method, kind in ((FIXED, "Shared"), (ONLINE, "Shared"), (BOTH_SIDES, "Kronecker")):
-        optimizer = METHODS[method].make(run.start())
+        optimizer = METHODS[method].make(run.make_setup())
         run.training_loss(next(iter(run.batches))).backward()
         optimizer.step()
         assert {name: change.kind for name, change in optimizer.basis.items()} == dict.fromkeys(expected, kind)
@@ -69,7 +69,7 @@ def test_weights_of_the_blocks_get_bases_and_the_others_none(text):
 def test_muon_and_adamw_step_as_one(text):
     config = CONFIG | {"method": MUON, "lr": 1e-3, "seed": 0}
     run = Run(text, config, CPU)
-    optimizer = METHODS[MUON].make(run.start())
+    optimizer = METHODS[MUON].make(run.make_setup())
     before = {name: value.clone() for name, value in run.model.named_parameters()}
     for rate, moves in ((0.0, False), (0.1, True)):
         for group in optimizer.param_groups:
@@ -84,7 +84,7 @@ def test_muon_and_adamw_step_as_one(text):
 def test_the_learning_rate_warms_up_and_stays(text):
     config = CONFIG | {"method": ADAMW, "lr": 1e-3, "seed": 0}
     run = Run(text, config, CPU)
-    run.optimizer = METHODS[ADAMW].make(run.start())
+    run.optimizer = METHODS[ADAMW].make(run.make_setup())
     rates = [run.optimizer.param_groups[0]["lr"] for _ in range(2) for _ in run]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
 
@@ -102,7 +102,7 @@ def test_a_decomposition_that_fails_is_a_run_that_diverges(text, monkeypatch):
     def fail(*arguments, **options):
         raise torch.linalg.LinAlgError("did not converge")
 
-    monkeypatch.setattr(timed, "train", fail)
+    monkeypatch.setattr(timed_runs, "train", fail)
     found = Run(text, CONFIG | {"method": ADAMW, "lr": 1e-3, "seed": 0, "steps": 4}, CPU)(progress=False)
     assert found["diverged"]
     assert len(found["validation loss"]) == len(found["seconds"]) == 2

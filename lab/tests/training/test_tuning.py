@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from egop_lab.training.tuning import doublings, powers_of_ten, two_stage
+from egop_lab.training.tuning import doublings, powers_of_ten, search_two_stage
 
 
 def searched(function, lowest=-3, highest=2):
@@ -12,7 +12,7 @@ def searched(function, lowest=-3, highest=2):
         calls.append(list(rates))
         return {rate: function(rate) for rate in rates}
 
-    best, scores = two_stage(evaluate, lowest, highest)
+    best, scores = search_two_stage(evaluate, lowest, highest)
     return best, scores, calls
 
 

@@ -15,9 +15,9 @@ from egop.basis import Accumulator, Block
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.starts import MEMORY
-from egop_lab.bench.steps import gradients_of
-from egop_lab.bench.timing import PeakMemory, reason, taken
+from egop_lab.bench.setups import MEMORY
+from egop_lab.bench.steps import compute_gradients
+from egop_lab.bench.timing import PeakMemory, describe_error, time_call
 
 
 @dataclass
@@ -30,13 +30,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Timed(egop.Structure):
-    """A structure whose accumulators are timed; for each timing the device is waited for.
-
-    Args:
-        inner: the structure.
-        device: where it works.
-        shares: where the seconds are added up.
-    """
+    """A structure that times its accumulators; each timing waits for the device."""
 
     inner: egop.Structure
     device: torch.device
@@ -44,28 +38,28 @@ class Timed(egop.Structure):
 
     @property
     def change_type(self) -> type[egop.ChangeOfBasis]:  # type: ignore[override]
-        """That of the inner one, as everything else."""
+        """Class of the inner structure's changes of basis."""
         return self.inner.change_type
 
     @property
     def joint(self) -> bool:  # type: ignore[override]
-        """Whether it takes several tensors as one."""
+        """Whether the inner structure treats several tensors as one."""
         return self.inner.joint
 
     def samples(self, block: Block) -> int:
-        """How many gradients it wants."""
+        """Return the number of gradients that the inner structure asks for."""
         return self.inner.samples(block)
 
     def settings(self, block: Block) -> dict[str, Any]:
-        """The plain values of its changes."""
+        """Return the settings of the inner structure's changes."""
         return self.inner.settings(block)
 
     def check(self, block: Block) -> None:
-        """Whether it can be had."""
+        """Check that the inner structure supports the tensors."""
         self.inner.check(block)
 
     def accumulator(self, block: Block) -> Accumulator:
-        """An empty accumulator, timed."""
+        """Create an empty accumulator that is timed."""
         return _TimedAccumulator(self.inner.accumulator(block), self)
 
 
@@ -74,7 +68,7 @@ class _TimedAccumulator(Accumulator):
         self.inner, self.timed = inner, timed
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        self.timed.shares.accumulation += taken(lambda: self.inner.add(gradients), self.timed.device)
+        self.timed.shares.accumulation += time_call(lambda: self.inner.add(gradients), self.timed.device)
 
     def merge(self, other: Accumulator) -> None:
         assert isinstance(other, _TimedAccumulator)
@@ -82,14 +76,14 @@ class _TimedAccumulator(Accumulator):
 
     def finish(self) -> tuple[egop.Spectrum | None, egop.ChangeOfBasis]:
         results: list[tuple[egop.Spectrum | None, egop.ChangeOfBasis]] = []
-        self.timed.shares.decomposition += taken(lambda: results.append(self.inner.finish()), self.timed.device)
+        self.timed.shares.decomposition += time_call(lambda: results.append(self.inner.finish()), self.timed.device)
         return results[0]
 
 
 def estimate(
     network: Network, structure: egop.Structure, samples: int | None, device: torch.device
 ) -> tuple[egop.Basis, Row]:
-    """A basis of a network around its start, and what it took."""
+    """Estimate a basis around a network's start; return it with its time and memory."""
     objective = egop.Objective(network.make(device), network.loss, network.batches(device, 13))
     timed = Timed(structure, device)
     bases: list[egop.Basis] = []
@@ -99,7 +93,7 @@ def estimate(
         bases.append(egop.estimate(objective, structure=timed, partition="parameter", progress=False, **options))
 
     with PeakMemory(device) as peak:
-        seconds = taken(work, device)
+        seconds = time_call(work, device)
     shares = timed.shares
     return bases[0], {
         "seconds": seconds,
@@ -111,7 +105,7 @@ def estimate(
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The basis part of the benchmark."""
+    """Run the basis part of the benchmark."""
     every = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=64), egop.Reduced(rank=64)]
     lean = [egop.Shared(), egop.Kronecker()]
     tiny = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=2), egop.Reduced(rank=2)]
@@ -130,17 +124,17 @@ def run(setting: Setting) -> Iterator[Row]:
             (networks.resnet(128, 112), [egop.Shared()], 16),
         ],
     )
-    with contextlib.suppress(Exception):  # loads what decompositions need; what fails will fail again below
+    with contextlib.suppress(Exception):  # warm up decompositions; a failure will show again below
         estimate(networks.perceptron((6, 4, 3), 4), egop.Shared(), 8, setting.device)
     for network, structures, samples in cases:
         with contextlib.suppress(Exception):  # the same for the network
-            gradients_of(network, network.make(setting.device), network.batches(setting.device, 1))
+            compute_gradients(network, network.make(setting.device), network.batches(setting.device, 1))
         for structure in structures:
             row: Row = {"network": network.name, "structure": _name(structure)}
             try:
                 basis, took = estimate(network, structure, samples, setting.device)
-            except Exception as error:  # the other rows are still to come
-                yield row | {"failed": reason(error)}
+            except Exception as error:  # go on with the other rows
+                yield row | {"failed": describe_error(error)}
                 continue
             drawn = samples or max(structure.samples(change.block) for change in basis.values())
             held = sum(change.nbytes for change in basis.values())

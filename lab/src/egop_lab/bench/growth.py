@@ -10,16 +10,16 @@ import egop
 from egop_lab.bench import bases, networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.starts import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, available
+from egop_lab.bench.setups import ADAMW, KRONECKER, KRONECKER_ONLINE, SHARED, SHARED_ONLINE, SOAP, find_available
 from egop_lab.bench.steps import trials
-from egop_lab.bench.timing import interleaved, reason
-from egop_lab.making import RENEWED
+from egop_lab.bench.timing import describe_error, interleave
+from egop_lab.builders import REFRESH_EVERY
 
 _METHODS = (ADAMW, SHARED, SHARED_ONLINE, KRONECKER, KRONECKER_ONLINE, SOAP)
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The growth part of the benchmark."""
+    """Run the growth part of the benchmark."""
     widths = setting.pick(smoke=(8, 16), cpu=(256, 512, 1024), gpu=(512, 1024, 2048))
     yield from _steps("width", {width: networks.perceptron((64, width, width, 10), 64) for width in widths}, setting)
     depths, width = setting.pick(smoke=((1, 2), 8), cpu=((2, 4, 8), 256), gpu=((2, 4, 8), 512))
@@ -29,13 +29,13 @@ def run(setting: Setting) -> Iterator[Row]:
 
 
 def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[Row]:
-    """The seconds of a step alone, and how much longer it is than at half the size."""
+    """Time a step, and compare it with the step at half the size."""
     last: dict[str, float] = {}
     for size, network in sizes.items():
-        methods = {name: method for name, method in available(network)[0].items() if name in _METHODS}
+        methods = {name: method for name, method in find_available(network)[0].items() if name in _METHODS}
         ready, unready = trials(network, methods, setting.device, whole=False)
-        turns = {name: functools.partial(trial.alone, RENEWED) for name, trial in ready.items()}
-        results, failed = interleaved(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
+        turns = {name: functools.partial(trial.time_steps, REFRESH_EVERY) for name, trial in ready.items()}
+        results, failed = interleave(turns, setting.turns(3), limit=setting.pick(smoke=1.0, cpu=5.0, gpu=3.0))
         now = {name: median([turn.step for turn in rounds]) for name, rounds in results.items()}
         for name, seconds in now.items():
             row: Row = {"what": what, "size": size, "of": name, "seconds": seconds}
@@ -48,7 +48,7 @@ def _steps(what: str, sizes: dict[int, Network], setting: Setting) -> Iterator[R
 
 
 def _estimates(setting: Setting) -> Iterator[Row]:
-    """The seconds of an estimate on the digits network, and how much longer it is than with half the samples."""
+    """Time an estimate on the digits network, and compare it with the estimate from half the samples."""
     structures = {"Shared": egop.Shared(), "Full": egop.Full()}
     network = networks.perceptron((6, 4, 3), 4) if setting.smoke else networks.digits()
     for name, structure in structures.items():
@@ -57,8 +57,8 @@ def _estimates(setting: Setting) -> Iterator[Row]:
             row: Row = {"what": "samples", "size": samples, "of": f"estimate, {name}"}
             try:
                 row["seconds"] = bases.estimate(network, structure, samples, setting.device)[1]["seconds"]
-            except Exception as error:  # the other rows are still to come
-                yield row | {"failed": reason(error)}
+            except Exception as error:  # go on with the other rows
+                yield row | {"failed": describe_error(error)}
                 continue
             yield row | ({} if last is None else {"growth": row["seconds"] / last})
             last = row["seconds"]

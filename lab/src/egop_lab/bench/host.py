@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 import egop
 from egop_lab.bench.machine import Row, Setting
-from egop_lab.bench.starts import some_basis
-from egop_lab.bench.timing import interleaved, spread
+from egop_lab.bench.setups import make_basis
+from egop_lab.bench.timing import interleave, spread
 
 ADAMW, FIXED, FULL = "AdamW", "AdamW in a fixed Shared basis", "EGOP"
 _WIDTH, _LAYERS, _WARM_UP = 8, 7, 45  # 45 steps: past the first bases, and not at a renewal
@@ -48,7 +48,7 @@ def _rows(rounds: int, steps: int) -> Iterator[Row]:
     optimizers = {name: make(models[name]) for name, make in OPTIMIZERS.items()}
     calls = {name: count_calls(optimizer) for name, optimizer in optimizers.items()}
     turns = {name: _timer(models[name], optimizers[name], steps) for name in OPTIMIZERS}
-    times, failed = interleaved(turns, rounds)
+    times, failed = interleave(turns, rounds)
     for name, seconds in times.items():
         ratios = [own / adamw for own, adamw in zip(seconds, times[ADAMW], strict=True)]
         row: Row = {"method": name, "step": median(seconds), "step spread": spread(seconds)}
@@ -66,7 +66,7 @@ def _network() -> nn.Module:
 
 
 def _fixed(model: nn.Module) -> Optimizer:
-    basis = some_basis(model, egop.Shared())
+    basis = make_basis(model, egop.Shared())
     return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-4, foreach=True)
 
 

@@ -1,4 +1,4 @@
-"""The machine that is measured on: its name, its settings, and how fast it multiplies and copies."""
+"""Name, settings and peak speed of the machine that is measured on."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any, TypeVar
 import torch
 
 from egop_lab.bench.timing import Marks
-from egop_lab.training.timed import fast
+from egop_lab.training.timed_runs import fast_math
 
 T = TypeVar("T")
-Row = dict[str, Any]  # what is measured of one method or structure on one network
+Row = dict[str, Any]  # measurements of one method or structure on one network
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine reaches in the best of cases, which makes the floor of a step.
+    """Peak rates of the machine, which give a lower bound on the time of a step.
 
     Attributes:
-        flops: floating-point operations a second, of a large product in float32 at the precision that is set.
-        bytes: read or written a second, in a large copy.
+        flops: floating-point operations per second of a large float32 product, at the precision that is set.
+        bytes: bytes read or written per second by a large copy.
     """
 
     flops: float
     bytes: float
 
     def seconds(self, flops: float, size: float) -> float:
-        """The least time for so many operations on so many bytes."""
+        """Return the least time for some operations and memory traffic."""
         return max(flops / self.flops, size / self.bytes)
 
 
@@ -44,10 +44,10 @@ class Setting:
     """How to measure.
 
     Attributes:
-        device: where.
-        smoke: tiny sizes, only to see that everything works.
-        rounds: how often each method has its turn; by default what the part of the benchmark says.
-        rates: what the machine reaches.
+        device: the device to measure on.
+        smoke: use tiny sizes, only to see that everything works.
+        rounds: turns of each method; by default what the part of the benchmark says.
+        rates: peak rates of the machine.
     """
 
     device: torch.device
@@ -57,27 +57,27 @@ class Setting:
 
     @property
     def gpu(self) -> bool:
-        """Whether this is a GPU."""
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def pick(self, *, smoke: T, cpu: T, gpu: T) -> T:
-        """One of three, by what is measured on."""
+        """Pick one of three values: for a smoke run, the CPU or a GPU."""
         return smoke if self.smoke else gpu if self.gpu else cpu
 
     def turns(self, usual: int) -> int:
-        """How many rounds there are."""
+        """Return the number of rounds."""
         return self.rounds or (1 if self.smoke else usual)
 
 
 @contextlib.contextmanager
-def settled(device: torch.device) -> Iterator[None]:
-    """On a GPU, TF32 products and the fastest convolutions. No garbage is collected in the middle of a measurement."""
+def measurement_mode(device: torch.device) -> Iterator[None]:
+    """Use TF32 and the fastest convolutions on a GPU, and keep the garbage collector off while measuring."""
     convolutions, collecting = torch.backends.cudnn.benchmark, gc.isenabled()
-    with fast(device), warnings.catch_warnings():
+    with fast_math(device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # of attention under vmap
         torch.backends.cudnn.benchmark = device.type == "cuda"
         gc.collect()
-        gc.freeze()  # what is there now need not be looked at again and again
+        gc.freeze()  # keep the collector from visiting existing objects again
         gc.disable()
         try:
             yield
@@ -89,14 +89,14 @@ def settled(device: torch.device) -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Give back what the part before this one held."""
+    """Free the memory that the previous part held."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """What a reader has to know of the machine; called inside :func:`settled`."""
+    """Describe the machine and its settings; call it inside :func:`settled`."""
     gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else _processor(),
@@ -110,7 +110,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def measure(device: torch.device, *, smoke: bool) -> Rates:
-    """The best of some large products and copies."""
+    """Measure the best rate of some large products and copies."""
     side, entries = (256, 2**20) if smoke else (8192, 2**28) if device.type == "cuda" else (2048, 2**26)
     left, right = torch.randn(2, side, side, device=device)
     source, target = torch.zeros(2, entries, device=device)
@@ -133,7 +133,7 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
 def _version(package: str) -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    with contextlib.suppress(ImportError):  # it may lie on the path without having been installed
+    with contextlib.suppress(ImportError):  # it may be importable without being installed
         return str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
     return None
 

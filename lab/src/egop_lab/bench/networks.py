@@ -1,4 +1,4 @@
-"""The networks that are measured, with random batches: what they learn does not matter here."""
+"""Networks to measure, on random batches: what they learn does not matter here."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Network:
     """A network and the batches that it is trained on.
 
     Attributes:
-        name: as shown.
-        build: makes it.
-        inputs: the shape of a batch; whole numbers below ``classes`` where the network reads tokens.
-        classes: how many outputs there are.
-        tokens: whether it reads tokens; it has an output for each of them then.
+        name: the name shown.
+        build: builds the network.
+        inputs: the shape of a batch; integers below ``classes`` if the network reads tokens.
+        classes: the number of outputs.
+        tokens: whether it reads tokens; it then has an output for each of them.
         half: whether it computes in bfloat16 on a GPU, with its parameters in float32.
     """
 
@@ -38,7 +38,7 @@ class Network:
     half: bool = False
 
     def make(self, device: torch.device) -> nn.Module:
-        """The network on a device, always with the same weights."""
+        """Build the network on a device, always with the same weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self.build().to(device)
@@ -47,7 +47,7 @@ class Network:
         return model
 
     def batches(self, device: torch.device, count: int) -> list[Batch]:
-        """Random batches on a device, always the same ones."""
+        """Draw random batches on a device, always the same ones."""
         generator = torch.Generator().manual_seed(1)
         batches = []
         for _ in range(count):
@@ -65,49 +65,49 @@ class Network:
 
     @property
     def images(self) -> bool:
-        """Whether it reads images."""
+        """Whether the network reads images."""
         return len(self.inputs) == 4
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean cross-entropy of a batch."""
-        return loss_of(self.outputs(model, batch[0]), batch[1])
+        """Compute the mean cross-entropy of a batch."""
+        return compute_loss(self.outputs(model, batch[0]), batch[1])
 
     def outputs(self, model: nn.Module, inputs: Tensor, **options: Any) -> Tensor:
-        """What the network says, in float32."""
+        """Compute the network's outputs in float32."""
         kind = inputs.device.type
         with torch.autocast(kind, torch.bfloat16, enabled=self.half and kind == "cuda", **options):
             return model(inputs).float()
 
 
-def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of a network's outputs."""
+def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the mean cross-entropy of a network's outputs."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def perceptron(widths: Sequence[int], batch: int, name: str | None = None) -> Network:
-    """Linear layers with ReLU between them."""
+    """Build linear layers with ReLU between them."""
     shown = name or f"MLP {'-'.join(map(str, widths))}"
     return Network(shown, lambda: models.perceptron(*widths), (batch, widths[0]), widths[-1])
 
 
 def digits(batch: int = 300) -> Network:
-    """The network of the digits experiment."""
+    """Build the network of the digits experiment."""
     return Network("digits MLP", models.digits_network, (batch, 64))
 
 
 def convolutions(batch: int, channels: int) -> Network:
-    """A small convolution net without batch norm."""
+    """Build a small convolutional network without batch norm."""
     name = f"convolution net, {channels} channels"
     return Network(name, lambda: models.convolution_network(channels), (batch, 1, 28, 28))
 
 
 def gpt(layers: int, width: int, batch: int, context: int = 256, *, half: bool = True) -> Network:
-    """A GPT on bytes, with heads of 64."""
+    """Build a GPT on bytes, with heads of 64."""
     sizes = {"layers": layers, "width": width, "heads": max(1, width // 64), "context": context}
     return Network(f"GPT {layers}x{width}", lambda: GPT(**sizes), (batch, context), 256, tokens=True, half=half)
 
 
 def resnet(batch: int, pixels: int, width: int = 64, depths: Sequence[int] = (3, 4, 6, 3)) -> Network:
-    """ResNet-34 for ten classes, or a narrower one of the same depth."""
+    """Build ResNet-34 for ten classes, or a narrower network of the same depth."""
     name = f"ResNet-{2 + 2 * sum(depths)}" + ("" if width == 64 else f", width {width}")
     return Network(name, lambda: ResidualNetwork(depths, width, 10), (batch, 3, pixels, pixels), half=True)

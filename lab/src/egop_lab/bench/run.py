@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from egop_lab.bench import bases, epoch, growth, host, machine, sampling, steps, sweep, tables, targets
-from egop_lab.bench.timing import reason
+from egop_lab.bench.timing import describe_error
 from egop_lab.files import write_json
 from egop_lab.formatting import pluralize
 
@@ -37,17 +37,17 @@ def run(
     """Measure, print a table a part and the targets, and write everything to a file after every row.
 
     Args:
-        device: what to measure on.
+        device: the device to measure on.
         out: the JSON file; it is replaced.
         only: the parts to measure; all by default.
-        smoke: tiny sizes, only to see that everything works.
-        rounds: how often each method has its turn; by default what the part says.
-        say: takes the text.
+        smoke: use tiny sizes, only to see that everything works.
+        rounds: turns of each method; by default what the part says.
+        say: called with each piece of text.
 
     Returns:
         What was written.
     """
-    with machine.settled(device):
+    with machine.measurement_mode(device):
         rates = machine.measure(device, smoke=smoke)
         about = machine.describe(device) | {"flops a second": rates.flops, "bytes a second": rates.bytes}
         kept: dict[str, Any] = {"smoke": smoke, "complete": False, "machine": about, "seconds": {}, "parts": {}}
@@ -62,19 +62,19 @@ def run(
                     rows.append(row)
                     kept["targets"] = targets.judge(kept["parts"], device.type)
                     write_json(out, kept)
-            except Exception as error:  # the other parts are still to come
-                rows.append({"failed": reason(error)})
+            except Exception as error:  # go on with the other parts
+                rows.append({"failed": describe_error(error)})
             machine.release(device)
             kept["seconds"][name] = time.perf_counter() - began
-            say(f"\n{tables.table(name, rows)}\n({kept['seconds'][name]:.0f} s)")
+            say(f"\n{tables.format_rows(name, rows)}\n({kept['seconds'][name]:.0f} s)")
         kept |= {"complete": True, "targets": targets.judge(kept["parts"], device.type)}
         write_json(out, kept)
-    say(f"\n{tables.verdicts(kept['targets'])}" if not smoke else "\nA smoke run: its numbers mean nothing.")
+    say(f"\n{tables.format_targets(kept['targets'])}" if not smoke else "\nA smoke run: its numbers mean nothing.")
     return kept
 
 
 def failures(kept: dict[str, Any]) -> list[str]:
-    """What failed in a run, in one line each."""
+    """Return one line for each row that failed."""
     return [f"{part}: {row['failed']}" for part, rows in kept["parts"].items() for row in rows if "failed" in row]
 
 

@@ -1,4 +1,4 @@
-"""Gradient samples a second: one at a time against many at once."""
+"""Gradient samples per second: one at a time and vmapped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from egop.estimation import sample_gradients
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.timing import interleaved, summary, taken
+from egop_lab.bench.timing import interleave, summary, time_call
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.models.small import xavier_
@@ -24,7 +24,7 @@ _INITIALIZATION = egop.Initialization(init_fn=xavier_)
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The sampling part of the benchmark."""
+    """Run the sampling part of the benchmark."""
     cases: list[tuple[Network, egop.Distribution, int, int]] = setting.pick(
         smoke=[
             (networks.digits(8), _INITIALIZATION, 2, 4),
@@ -57,15 +57,15 @@ def _row(network: Network, rho: egop.Distribution, few: int, many: int, setting:
         for method, count in counts.items()
     }
     for turn in turns.values():
-        interleaved({"warm-up": functools.partial(turn, samples=2)}, rounds=1)
-    times, failed = interleaved(turns, setting.turns(3))
+        interleave({"warm-up": functools.partial(turn, samples=2)}, rounds=1)
+    times, failed = interleave(turns, setting.turns(3))
     row: Row = {"network": network.name, "rho": type(rho).__name__, "batch": list(network.inputs), "samples": counts}
     row |= summary(times, failed)
     return row if failed else row | {"vmap over loop": row["vmap"] / row["loop"]}
 
 
 def _batches(network: Network, device: torch.device) -> Iterable[Any]:
-    """For the digits network what the experiment has: the images in a new order on every pass."""
+    """Return batches; for the digits network those of the experiment, in a new order on every pass."""
     if network.name != networks.digits().name:
         return network.batches(device, 13)
     images, labels = (tensor.to(device) for tensor in digits().train.batch)
@@ -84,4 +84,4 @@ def _per_second(
         for _ in sample_gradients(objective, rho, samples, generator=generator, method=method):
             pass
 
-    return samples / taken(sample, device)
+    return samples / time_call(sample, device)

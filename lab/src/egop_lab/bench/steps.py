@@ -1,4 +1,4 @@
-"""An optimizer's step alone and a whole training step, beside AdamW, SOAP and the floor of the basis products."""
+"""Optimizer steps and whole training steps, compared with AdamW, SOAP and a lower bound."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import egop
 from egop_lab.bench import networks
 from egop_lab.bench.machine import Rates, Row, Setting, release
 from egop_lab.bench.networks import Network
-from egop_lab.bench.starts import ADAMW, INSTALL, SOAP, available, period, start
-from egop_lab.bench.timing import Marks, interleaved, spread
-from egop_lab.making import RENEWED
-from egop_lab.methods import COMPILED, Method, compared
+from egop_lab.bench.setups import ADAMW, INSTALL, SOAP, find_available, make_setup, period
+from egop_lab.bench.timing import Marks, interleave, spread
+from egop_lab.builders import REFRESH_EVERY
+from egop_lab.methods import COMPILED, Method, get_methods
 
-_BATCHES = 4  # so that the mean of Gram matrices is that of several gradients, as in training
+_BATCHES = 4  # Gram matrices average several gradients, as in training
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One round of a method, in seconds: the mean step, the longest one, and the mean whole step with its gradient."""
+    """Seconds in one round of a method: the mean step, the longest step, and the mean training step."""
 
     step: float
     longest: float
@@ -33,16 +33,7 @@ class Turn:
 
 
 class Trial:
-    """A method at work on a network of its own.
-
-    Args:
-        network: the network.
-        name: of the method, as shown.
-        method: the optimizer.
-        model: the one to train a copy of.
-        batches: what it is trained on.
-        gradients: the gradients of these batches, for steps without a backward pass.
-    """
+    """A method that trains its own network."""
 
     def __init__(
         self,
@@ -54,22 +45,22 @@ class Trial:
         gradients: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self.network, self.name, self.period, self.batches = network, name, period(method), batches
-        self.gradients = [[gradient.clone() for gradient in group] for group in gradients]  # some methods write to them
+        self.gradients = [[gradient.clone() for gradient in group] for group in gradients]  # some methods modify them
         self.model = copy.deepcopy(model)
         self.device = batches[0][0].device
-        self.optimizer = method.make(start(self.model, network))
+        self.optimizer = method.make(make_setup(self.model, network))
         self._parameters = list(self.model.parameters())
 
-    def warmed_up(self, *, whole: bool) -> Trial:
-        """The first steps set things up and make a first basis; on a GPU a renewal also loads what it needs."""
+    def warm_up(self, *, whole: bool) -> Trial:
+        """Run the first steps, which set things up and build a first basis; on a GPU a refresh also loads kernels."""
         if self.gradients:
-            self.alone(self.period + 2 if self.device.type == "cuda" else 2)
+            self.time_steps(self.period + 2 if self.device.type == "cuda" else 2)
         if whole:
-            self.whole(2)
+            self.time_training_steps(2)
         return self
 
-    def alone(self, steps: int) -> Turn:
-        """Steps with gradients that are there already."""
+    def time_steps(self, steps: int) -> Turn:
+        """Time steps for given gradients."""
         marks = Marks(self.device)
         for index in range(steps):
             for parameter, gradient in zip(self._parameters, self.gradients[index % len(self.gradients)], strict=True):
@@ -80,8 +71,8 @@ class Trial:
         times = marks.seconds()[::2]
         return Turn(sum(times) / steps, max(times))
 
-    def whole(self, steps: int) -> Turn:
-        """Forward, backward and step."""
+    def time_training_steps(self, steps: int) -> Turn:
+        """Time training steps: forward, backward and step."""
         marks = Marks(self.device)
         for index in range(steps):
             marks.mark()
@@ -95,16 +86,16 @@ class Trial:
         return Turn(sum(times) / steps, max(times), sum(seconds) / steps)
 
     def turn(self, steps: int) -> Turn:
-        """One round: on the CPU a whole step is the sum of its parts; on a GPU they overlap, and each is measured."""
-        steps = -(-steps // self.period) * self.period  # whole periods, each with one renewal
+        """Run one round. On the CPU a training step is the sum of its parts; on a GPU they overlap."""
+        steps = -(-steps // self.period) * self.period  # whole periods, each with one refresh
         if self.device.type != "cuda":
-            return self.whole(steps)
-        alone = self.alone(steps)
-        return Turn(alone.step, alone.longest, self.whole(steps).whole)
+            return self.time_training_steps(steps)
+        alone = self.time_steps(steps)
+        return Turn(alone.step, alone.longest, self.time_training_steps(steps).whole)
 
 
-def gradients_of(network: Network, model: nn.Module, batches: Sequence[networks.Batch]) -> list[list[Tensor]]:
-    """The gradients of each batch."""
+def compute_gradients(network: Network, model: nn.Module, batches: Sequence[networks.Batch]) -> list[list[Tensor]]:
+    """Compute the gradients of each batch."""
     parameters = list(model.parameters())
     return [list(torch.autograd.grad(network.loss(model, batch), parameters)) for batch in batches]
 
@@ -112,29 +103,22 @@ def gradients_of(network: Network, model: nn.Module, batches: Sequence[networks.
 def trials(
     network: Network, methods: Mapping[str, Method], device: torch.device, *, whole: bool
 ) -> tuple[dict[str, Trial], dict[str, str]]:
-    """All methods set up for a network, and why some could not be.
-
-    Args:
-        network: the network.
-        methods: the optimizers, by name.
-        device: where.
-        whole: whether whole steps are to be measured, not only steps with gradients that are there already.
-    """
+    """Set up all methods for a network; return also why some could not be."""
     model = network.make(device)
     batches = network.batches(device, _BATCHES)
-    gradients = [] if whole and device.type == "cpu" else gradients_of(network, model, batches)
+    gradients = [] if whole and device.type == "cpu" else compute_gradients(network, model, batches)
 
     def ready(name: str) -> Trial:
-        return Trial(network, name, methods[name], model, batches, gradients).warmed_up(whole=whole)
+        return Trial(network, name, methods[name], model, batches, gradients).warm_up(whole=whole)
 
-    results, failed = interleaved({name: functools.partial(ready, name) for name in methods}, rounds=1)
+    results, failed = interleave({name: functools.partial(ready, name) for name in methods}, rounds=1)
     return {name: trial for name, (trial,) in results.items()}, failed
 
 
 def measure(network: Network, methods: Mapping[str, Method], setting: Setting, steps: int, rounds: int) -> list[Row]:
-    """The rows of one network: each method's seconds, and what they are to AdamW's, SOAP's and the floor."""
+    """Return the rows of one network: seconds of each method, and ratios to AdamW, SOAP and the lower bound."""
     ready, unready = trials(network, methods, setting.device, whole=True)
-    results, failed = interleaved(
+    results, failed = interleave(
         {name: functools.partial(trial.turn, steps) for name, trial in ready.items()},
         setting.turns(rounds),
         limit=setting.pick(smoke=1.0, cpu=15.0, gpu=6.0),
@@ -167,7 +151,7 @@ def _row(trial: Trial, turns: Sequence[Turn], rates: Rates) -> Row:
 
 
 def floor(basis: egop.Basis, rates: Rates) -> Row:
-    """The least time for the products of one encode and one decode of every block."""
+    """Return the least time for the products of one encode and one decode of every block."""
     needs = [(change.cost_per_step, _bytes_moved(change)) for change in basis.values()]
     return {
         "basis flops": sum(flops for flops, _ in needs),
@@ -178,7 +162,7 @@ def floor(basis: egop.Basis, rates: Rates) -> Row:
 
 
 def _bytes_moved(change: egop.ChangeOfBasis) -> int:
-    """Encode and decode each read the basis, read the block and write it; Auxiliary needs its basis twice for each."""
+    """Return the memory traffic of encode and decode: each reads the basis and the block and writes the block."""
     reads = 4 if change.kind == "Auxiliary" else 2
     return reads * change.nbytes + 4 * change.block.size * change.block.dtype.itemsize
 
@@ -194,7 +178,7 @@ def _compare(row: Row, rows: Mapping[str, Row]) -> None:
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """The step part of the benchmark."""
+    """Run the step part of the benchmark."""
     cases = setting.pick(
         smoke=[
             (networks.perceptron((12, 16, 16, 4), 8), 1, 1),
@@ -202,22 +186,22 @@ def run(setting: Setting) -> Iterator[Row]:
             (networks.gpt(1, 16, batch=2, context=8), 1, 1),
         ],
         cpu=[
-            (networks.perceptron((784, 1024, 1024, 10), 256), RENEWED, 3),
-            (networks.resnet(16, 96, width=32), RENEWED // 2, 2),
-            (networks.gpt(6, 384, batch=2), RENEWED // 2, 2),
+            (networks.perceptron((784, 1024, 1024, 10), 256), REFRESH_EVERY, 3),
+            (networks.resnet(16, 96, width=32), REFRESH_EVERY // 2, 2),
+            (networks.gpt(6, 384, batch=2), REFRESH_EVERY // 2, 2),
         ],
-        gpu=[  # many short rounds: the speed of the host, which whole steps depend on, changes from second to second
-            (networks.perceptron((784, 1024, 1024, 10), 512), RENEWED, 31),
-            (networks.resnet(128, 112), RENEWED, 15),
-            (networks.gpt(6, 384, batch=64), RENEWED, 31),
-            (networks.gpt(12, 768, batch=32), RENEWED, 9),
+        gpu=[  # many short rounds: the speed of the host changes from second to second
+            (networks.perceptron((784, 1024, 1024, 10), 512), REFRESH_EVERY, 31),
+            (networks.resnet(128, 112), REFRESH_EVERY, 15),
+            (networks.gpt(6, 384, batch=64), REFRESH_EVERY, 31),
+            (networks.gpt(12, 768, batch=32), REFRESH_EVERY, 9),
         ],
     )
     for network, steps, rounds in cases:
-        methods, missing = available(network)
+        methods, missing = find_available(network)
         if missing:
             yield {"network": network.name, "note": INSTALL}
         if setting.gpu and not setting.smoke and network.name == "GPT 6x384":
-            methods |= compared(COMPILED)  # compiling takes long, so these run on one network only
+            methods |= get_methods(COMPILED)  # on one network only, since compiling takes long
         yield from measure(network, methods, setting, steps, rounds)
         release(setting.device)

@@ -1,4 +1,4 @@
-"""The rows as tables for people."""
+"""Tables of the benchmark's rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Row = Mapping[str, Any]
 Format = Callable[[Any], str]
 
 
-def duration(seconds: float) -> str:
-    """``0.00123`` as ``"1.23 ms"``."""
+def format_duration(seconds: float) -> str:
+    """Format ``0.00123`` as ``"1.23 ms"``."""
     if seconds >= 10:
         return f"{seconds:.1f} s"
     if seconds >= 1:
@@ -36,7 +36,7 @@ def _words(*keys: str) -> list[tuple[str, str, Format]]:
     return [(key, key, str) for key in keys]
 
 
-# For each part of the benchmark its title and its columns: heading, key, how a value is written.
+# Title and columns (heading, key, formatter) of each part of the benchmark.
 COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     "sampling": (
         "Gradient samples a second",
@@ -51,7 +51,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
         "Time and memory to a basis",
         [
             *_words("network", "structure", "samples"),
-            ("time", "seconds", duration),
+            ("time", "seconds", format_duration),
             ("sampling", "sampling", _share),
             ("accumulation", "accumulation", _share),
             ("decomposition", "decomposition", _share),
@@ -63,13 +63,13 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
         "Optimizer step and whole training step",
         [
             *_words("network", "method"),
-            ("step", "step", duration),
+            ("step", "step", format_duration),
             ("/ AdamW", "step over AdamW", _ratio),
-            ("longest", "longest step", duration),
-            ("floor", "floor", duration),
+            ("longest", "longest step", format_duration),
+            ("floor", "floor", format_duration),
             ("/ floor", "step over floor", _ratio),
             ("SOAP /", "SOAP over step", _ratio),
-            ("whole", "whole", duration),
+            ("whole", "whole", format_duration),
             ("/ AdamW", "whole over AdamW", _ratio),
         ],
     ),
@@ -77,7 +77,7 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
         "Host time of a step on seven small linear layers, one CPU thread",
         [
             *_words("method"),
-            ("step", "step", duration),
+            ("step", "step", format_duration),
             ("/ AdamW", "step over AdamW", _ratio),
             ("over the rounds", "range", str),
             ("own calls", "calls", str),
@@ -87,14 +87,18 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     ),
     "epoch": (
         "A whole epoch",
-        [*_words("network", "form", "method"), ("epoch", "epoch", duration), ("/ AdamW", "epoch over AdamW", _ratio)],
+        [
+            *_words("network", "form", "method"),
+            ("epoch", "epoch", format_duration),
+            ("/ AdamW", "epoch over AdamW", _ratio),
+        ],
     ),
     "growth": (
         "How cost grows",
         [
             ("twice the", "what", str),
             *_words("of", "size"),
-            ("time", "seconds", duration),
+            ("time", "seconds", format_duration),
             ("growth", "growth", _ratio),
         ],
     ),
@@ -102,17 +106,17 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
         "The digits sweep: seconds a run and epoch",
         [
             *_words("coordinates", "runs"),
-            ("together", "together", duration),
-            ("one at a time", "one at a time", duration),
-            ("(batched code)", "one at a time, in the batched programme", duration),
+            ("together", "together", format_duration),
+            ("one at a time", "one at a time", format_duration),
+            ("(batched code)", "one at a time, in the batched programme", format_duration),
             ("speed-up", "speed-up", _ratio),
         ],
     ),
 }
 
 
-def table(part: str, rows: Sequence[Row]) -> str:
-    """The rows of one part, and below them what failed or was left out."""
+def format_rows(part: str, rows: Sequence[Row]) -> str:
+    """Format the rows of one part, with failures and omissions below."""
     title, columns = COLUMNS[part]
     shown = [row for row in rows if "note" not in row]
     cells = [
@@ -128,8 +132,8 @@ def table(part: str, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *dict.fromkeys(row["note"] for row in rows if "note" in row)])
 
 
-def verdicts(judged: Sequence[Row]) -> str:
-    """The targets: what was wanted, what was measured."""
+def format_targets(judged: Sequence[Row]) -> str:
+    """Format the targets: wanted and measured."""
     lines = ["Targets", ""]
     for row in judged:
         measured = "" if row["measured"] is None else f"measured {row['measured']:.3g}, "

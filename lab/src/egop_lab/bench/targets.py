@@ -1,4 +1,4 @@
-"""What the numbers are meant to be, as data, and what they are."""
+"""Performance targets as data, and whether they are met."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from egop_lab.bench import epoch, host, starts
+from egop_lab.bench import epoch, host, setups
 
 Parts = Mapping[str, Sequence[Mapping[str, Any]]]  # rows by part of the benchmark
 
@@ -17,11 +17,11 @@ class Target:
 
     Attributes:
         id: a short name.
-        words: what is measured.
-        sense: which side of the bound is the good one.
-        bound: the bound.
-        kind: on which kind of device it is meant; None for both.
-        find: the ratio, from the rows; None when it was not measured.
+        words: the measured quantity.
+        sense: which side of the bound is good.
+        bound: the bound on the ratio.
+        kind: the kind of device it applies to; None for both.
+        find: finds the ratio in the rows; None if it was not measured.
     """
 
     id: str
@@ -31,8 +31,8 @@ class Target:
     kind: Literal["cpu", "cuda"] | None
     find: Callable[[Parts], float | None]
 
-    def judged(self, parts: Parts, kind: str) -> dict[str, Any]:
-        """The target beside what was measured."""
+    def evaluate(self, parts: Parts, kind: str) -> dict[str, Any]:
+        """Return the target with the measured value."""
         measured = self.find(parts) if self.kind in (None, kind) else None
         row = {"id": self.id, "words": self.words, "target": f"{self.sense} {self.bound:g}", "measured": measured}
         if measured is None:
@@ -71,7 +71,7 @@ def _epoch(id: str, words: str, bound: float, method: str, form: str) -> Target:
 
 
 def _soap() -> Iterator[Target]:
-    """Against SOAP on every network that is measured."""
+    """Return the targets against SOAP on every measured network."""
     networks: list[tuple[str, Literal["cpu", "cuda"] | None]] = [
         ("MLP 784-1024-1024-10", None),
         ("ResNet-34, width 32", "cpu"),
@@ -80,8 +80,8 @@ def _soap() -> Iterator[Target]:
         ("GPT 12x768", "cuda"),
     ]
     for structure, bound, method in (
-        ("Shared", 3.0, starts.SHARED_ONLINE),
-        ("Kronecker", 2.0, starts.KRONECKER_ONLINE),
+        ("Shared", 3.0, setups.SHARED_ONLINE),
+        ("Kronecker", 2.0, setups.KRONECKER_ONLINE),
     ):
         for network, kind in networks:
             find = _value("steps", "SOAP over step", network=network, method=method)
@@ -100,10 +100,13 @@ TARGETS: list[Target] = [
     _host("host-files", "files that an EGOP step goes through", 12, host.FULL, "files"),
     _sampling("cpu", 3, "2 CPU cores"),
     _sampling("cuda", 30, "GPU"),
-    _whole("gpt-online", "Shared online", 1.15, starts.SHARED_ONLINE),
-    _whole("gpt-fixed", "Shared fixed", 1.08, starts.SHARED),
+    _whole("gpt-online", "Shared online", 1.15, setups.SHARED_ONLINE),
+    _whole("gpt-fixed", "Shared fixed", 1.08, setups.SHARED),
     *(_epoch("resnet-fixed", "Shared fixed", 1.10, epoch.FIXED, form) for form in (epoch.EAGER, epoch.GRAPH)),
-    *(_epoch("resnet-renewed", "Shared each epoch", 1.20, epoch.RENEWED, form) for form in (epoch.EAGER, epoch.GRAPH)),
+    *(
+        _epoch("resnet-renewed", "Shared each epoch", 1.20, epoch.EACH_EPOCH, form)
+        for form in (epoch.EAGER, epoch.GRAPH)
+    ),
     *_soap(),
     Target(
         "floor",
@@ -111,7 +114,7 @@ TARGETS: list[Target] = [
         "at most",
         2,
         "cuda",
-        _value("steps", "step over floor", network="GPT 12x768", method=starts.SHARED),
+        _value("steps", "step over floor", network="GPT 12x768", method=setups.SHARED),
     ),
     *(
         Target(
@@ -128,5 +131,5 @@ TARGETS: list[Target] = [
 
 
 def judge(parts: Parts, kind: str) -> list[dict[str, Any]]:
-    """Every target beside what was measured on this kind of device."""
-    return [target.judged(parts, kind) for target in TARGETS]
+    """Compare every target for this kind of device with its measured value."""
+    return [target.evaluate(parts, kind) for target in TARGETS]

@@ -18,13 +18,13 @@ _STATM = Path("/proc/self/statm")  # the memory of this process, in pages
 
 
 def wait(device: torch.device) -> None:
-    """Until everything that was asked of the device is done."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Marks:
-    """Marks in the stream of work, and the seconds between them.
+    """Marks in a stream of work, and the seconds between them.
 
     On a GPU these are events: nobody waits for the device until the seconds are asked for.
     """
@@ -35,7 +35,7 @@ class Marks:
         wait(device)
 
     def mark(self) -> None:
-        """Put a mark after what has been asked for so far."""
+        """Put a mark after the work submitted so far."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -44,7 +44,7 @@ class Marks:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next."""
+        """Return the seconds between consecutive marks."""
         wait(self._device)
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if self._device.type == "cuda":
@@ -52,8 +52,8 @@ class Marks:
         return [end - start for start, end in pairs]
 
 
-def taken(work: Callable[[], object], device: torch.device) -> float:
-    """The seconds that a piece of work takes, by the clock on the wall."""
+def time_call(work: Callable[[], object], device: torch.device) -> float:
+    """Return the wall-clock seconds of a piece of work."""
     wait(device)
     began = time.perf_counter()
     work()
@@ -61,15 +61,15 @@ def taken(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def interleaved(
+def interleave(
     turns: Mapping[str, Callable[[], T]], rounds: int, limit: float | None = None
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
-    """Let everything have its turn, for some rounds.
+    """Give every method its turn, for some rounds.
 
     Args:
-        turns: what to do, by name.
-        rounds: how often.
-        limit: what has taken this many seconds in all has no further turn.
+        turns: the work of each method, by name.
+        rounds: the number of turns.
+        limit: seconds after which a method gets no further turn.
 
     Returns:
         What came back, by name and round, and why something failed, by name.
@@ -84,20 +84,20 @@ def interleaved(
             began = time.perf_counter()
             try:
                 results[name].append(turn())
-            except Exception as error:  # one method that fails is not to cost the others' numbers
-                failed[name] = reason(error)
+            except Exception as error:  # keep the other methods' results
+                failed[name] = describe_error(error)
             spent[name] += time.perf_counter() - began
     return {name: values for name, values in results.items() if name not in failed}, failed
 
 
-def reason(error: Exception) -> str:
-    """Why something failed, in one line."""
+def describe_error(error: Exception) -> str:
+    """Return why something failed, in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]
 
 
 def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> dict[str, Any]:
-    """The medians of several rounds with their spreads, and why something failed, in one row."""
+    """Return one row with the medians of several rounds and their spreads, or the reason of a failure."""
     row: dict[str, Any] = {}
     for name, values in found.items():
         row |= {name: median(values), f"{name} spread": spread(values)}
@@ -105,7 +105,7 @@ def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> 
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """The least and the largest of several rounds, and how many there were."""
+    """Return the smallest and the largest of several rounds, and their number."""
     known = list(values)
     return {"low": min(known), "high": max(known), "rounds": len(known)}
 
@@ -117,7 +117,7 @@ class PeakMemory:
     what is held for less than that, and counts nothing that was free in the process already.
 
     Attributes:
-        bytes: the answer, after the block; None where it cannot be had.
+        bytes: the result, after the block; None if it cannot be measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,6 +150,6 @@ class PeakMemory:
 
 
 def _held() -> int:
-    import resource  # not on every system; where /proc is, it is
+    import resource  # available wherever /proc is
 
     return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()

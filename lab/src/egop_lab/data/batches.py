@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Batches", "DataSet", "Split"]
 
 
-_GATHERED = 64  # batches that are gathered at a time
+_GATHERED = 64  # batches to gather at a time
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Split:
         return self.features, self.labels
 
     def cut(self, rows: int) -> tuple[Split, Split]:
-        """The first examples, and the others."""
+        """Split off the first examples."""
         return Split(self.features[:rows], self.labels[:rows]), Split(self.features[rows:], self.labels[rows:])
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """The examples to train, to validate and to test with."""
+    """Examples for training, validation and testing."""
 
     train: Split
     validation: Split
     test: Split
 
-    def on(self, device: torch.device | str) -> list[tuple[Tensor, ...]]:
-        """Features and labels of the three, each on a device."""
+    def to(self, device: torch.device | str) -> list[tuple[Tensor, ...]]:
+        """Return features and labels of the three splits, moved to a device."""
         splits = (self.train, self.validation, self.test)
         return [tuple(tensor.to(device) for tensor in split.batch) for split in splits]
 
@@ -87,6 +87,6 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         order = torch.randperm(len(self._tensors[0]), generator=self._generator, device=self._generator.device)
         order = order[: self._rows].to(self._tensors[0].device)
-        # Gathered many batches at a time, since a call costs more than the rows; not all, which would double the data.
+        # Gather many batches per call, which is faster, but not all, which would double the memory.
         for rows in order.split(self._size * _GATHERED):
             yield from zip(*(tensor[rows].split(self._size) for tensor in self._tensors), strict=True)

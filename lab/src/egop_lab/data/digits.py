@@ -19,7 +19,7 @@ _VALIDATION_SIZE = 598
 
 
 def digits() -> DataSet:
-    """The UCI handwritten digits, split as in the paper: 3823 to train, 598 to validate, 1199 to test.
+    """Load the UCI handwritten digits, split as in the paper: 3823 to train, 598 to validate, 1199 to test.
 
     Images of 8 x 8 as 64 numbers in [0, 1] (float32), labels 0 to 9 (int64).
 

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: looked for, else downloaded; checked before use."""
+"""Fashion-MNIST: found in a folder or downloaded, and checked before use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from egop_lab.files import replace_atomically
 __all__ = ["fashion_folder", "fashion_mnist", "four_classes"]
 
 
-# Of the unpacked files: the same images are packed differently by different distributors.
+# Checksums of the unpacked files: distributors pack the same images differently.
 _SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -42,7 +42,7 @@ _ADVICE = "Run 'apt-get install dataset-fashion-mnist', or name a folder that ha
 
 
 def fashion_mnist(folder: str | Path | None = None) -> DataSet:
-    """Fashion-MNIST, split as in the paper: 60000 to train; of the 10000 others 2500 to validate, 7500 to test.
+    """Load Fashion-MNIST, split as in the paper: 60000 to train; of the other 10000, 2500 to validate, 7500 to test.
 
     Pictures of clothing: 28 x 28 as 784 numbers in [0, 1] (float32), labels 0 to 9 (int64).
 
@@ -58,12 +58,12 @@ def fashion_mnist(folder: str | Path | None = None) -> DataSet:
 
 
 def fashion_folder(folder: str | Path | None = None) -> Path:
-    """Where the images of :func:`fashion_mnist` come from, or will be put."""
+    """Return the folder from which :func:`fashion_mnist` reads the images, or to which it downloads them."""
     return _path("train-images-idx3-ubyte", folder).parent
 
 
 def four_classes(data: DataSet) -> DataSet:
-    """The small version of the paper's spectra: classes 0 to 3, the largest pixel of each 2 x 2, 196 numbers each.
+    """Load the small version for the paper's spectra: classes 0 to 3, the largest pixel of each 2 x 2, 196 features.
 
     Of the real data set 24000 to train, 1000 to validate and 3000 to test.
     """
@@ -87,7 +87,7 @@ def _split(kind: str, folder: str | Path | None) -> Split:
 
 
 def _path(name: str, folder: str | Path | None) -> Path:
-    """Where one of the four files is, or else is to be put."""
+    """Return the path of one of the four files, or where to download it to."""
     given = (
         [] if folder is None else [Path(folder), Path(folder) / "fashion-mnist", Path(folder) / "FashionMNIST" / "raw"]
     )
@@ -97,12 +97,12 @@ def _path(name: str, folder: str | Path | None) -> Path:
 
 
 def _file(name: str, folder: str | Path | None) -> bytes:
-    """The unpacked content of one of the four files, checked."""
+    """Return the unpacked content of one of the four files, checked."""
     path = _path(name, folder)
     if not path.is_file():
-        return _checked(_download(name, path), name, path)
+        return _check(_download(name, path), name, path)
     try:
-        return _checked(path.read_bytes(), name, path)
+        return _check(path.read_bytes(), name, path)
     except OSError as error:
         raise MissingDataError(f"Fashion-MNIST: {path} cannot be read ({error}). {_ADVICE}") from error
 
@@ -116,13 +116,13 @@ def _download(name: str, path: Path) -> bytes:
         raise MissingDataError(
             f"Fashion-MNIST is not on this machine and cannot be downloaded ({error}). {_ADVICE}"
         ) from error
-    _checked(content, name, url)
+    _check(content, name, url)
     with replace_atomically(path) as beside:
         beside.write_bytes(content)
     return content
 
 
-def _checked(content: bytes, name: str, source: str | Path) -> bytes:
+def _check(content: bytes, name: str, source: str | Path) -> bytes:
     """Unpack and compare with the checksum."""
     try:
         plain = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
@@ -137,7 +137,7 @@ def _checked(content: bytes, name: str, source: str | Path) -> bytes:
 
 
 def _parse_idx(content: bytes, name: str) -> Tensor:
-    """A tensor from the idx format: two zeros, the type (8: bytes), the number of dimensions, their sizes, the data."""
+    """Parse the idx format: two zeros, the type (8: bytes), the number of dimensions, their sizes, the data."""
     zeros, kind, dimensions = struct.unpack(">HBB", content[:4]) if len(content) >= 4 else (1, 0, 0)
     start = 4 + 4 * dimensions
     if zeros or kind != 8 or len(content) < start:

@@ -1,4 +1,4 @@
-"""Image folders, ``train/CLASS/*`` and ``val/CLASS/*``: held on the device where they fit, else read by processes.
+"""Image folders, ``train/CLASS/*`` and ``val/CLASS/*``: held on the device if they fit, else read by processes.
 
 Training sees random resized crops and flips, evaluation the central crop or ten crops (corners, centre and their
 mirror images). What is held is augmented on the device, a batch at a time; what is read is cropped by the workers.
@@ -25,22 +25,22 @@ Batch = tuple[Tensor, Tensor]
 
 _ENDINGS = {".jpg", ".jpeg", ".png"}
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-_SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the area, its width over its height
+_SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # ranges for a random crop: share of the area, aspect ratio
 # Images that take more than this as uint8 are not held on the device.
 HOLD_BYTES = 8 * 2**30
 
 
 class Images(Protocol):
-    """What training needs of a set of images. A batch is normalised images and their labels."""
+    """Training and validation images. A batch is normalised images and their labels."""
 
     classes: int
     counts: dict[str, int]
 
     def training(self, size: int, seed: int) -> Iterable[Batch]:
-        """Batches of random crops, (size, 3, crop, crop), in a new order on every pass; no smaller one."""
+        """Return batches of random crops, (size, 3, crop, crop), in a new order on every pass; all of the same size."""
 
     def validation(self, *, ten: bool) -> Iterable[Batch]:
-        """Batches of views, (n, views, 3, crop, crop): the central crop, or ten."""
+        """Return batches of views, (n, views, 3, crop, crop): the central crop, or ten."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Files:
     labels: tuple[int, ...]
 
     def first(self, count: int | None) -> Files:
-        """So many files, spread evenly over all of them."""
+        """Return ``count`` files, spread evenly over all of them."""
         if count is None or count >= len(self.paths):
             return self
         rows = [index * len(self.paths) // count for index in range(count)]
@@ -59,7 +59,7 @@ class Files:
 
 
 def find(folder: str | None) -> tuple[Files, Files]:
-    """The training and the validation files: in the folder itself, or in ``imagenette`` or ``imagenet`` inside it."""
+    """Find the training and validation files: in the folder itself, or in ``imagenette`` or ``imagenet`` inside it."""
     places = [] if folder is None else [Path(folder), Path(folder, "imagenette"), Path(folder, "imagenet")]
     place = next((place for place in places if (place / "train").is_dir() and (place / "val").is_dir()), None)
     if place is None:
@@ -88,16 +88,16 @@ def load(
     workers: int = 2,
     hold_bytes: int = HOLD_BYTES,
 ) -> Images:
-    """The images of a folder.
+    """Load the images of a folder.
 
     Args:
-        folder: that has ``train`` and ``val``.
-        side: to which the shorter side of an image is resized; for evaluation, and of what is held on the device.
-        crop: the side of a crop, what the network sees.
-        device: where the batches are wanted.
-        limits: how many training and validation images are used at most; all by default.
-        workers: processes that read images; threads where all are read at once.
-        hold_bytes: what may be held on the device.
+        folder: the folder with ``train`` and ``val``.
+        side: length to which the shorter side of an image is resized, for evaluation and on the device.
+        crop: side of a crop, which is what the network sees.
+        device: the device of the batches.
+        limits: largest numbers of training and validation images; all by default.
+        workers: processes that read images; threads if all are read at once.
+        hold_bytes: bytes that may be held on the device.
     """
     train, validation = (files.first(limit) for files, limit in zip(find(folder), limits, strict=True))
     if 3 * side**2 * (len(train.paths) + len(validation.paths)) <= hold_bytes:
@@ -119,7 +119,7 @@ class HeldImages:
     def validation(self, *, ten: bool) -> Iterator[Batch]:
         images, labels = self.held_out
         for some, theirs in zip(images.split(100 if ten else 1000), labels.split(100 if ten else 1000), strict=True):
-            yield normalized(views(some, self.crop, ten=ten)), theirs
+            yield normalize(make_views(some, self.crop, ten=ten)), theirs
 
 
 class _HeldBatches:
@@ -133,11 +133,11 @@ class _HeldBatches:
     def __iter__(self) -> Iterator[Batch]:
         order = torch.randperm(len(self.labels), generator=self.generator, device=self.images.device)
         for rows in order[: len(self) * self.size].split(self.size):
-            yield normalized(random_crops(self.images[rows], self.crop, self.generator)), self.labels[rows]
+            yield normalize(random_crops(self.images[rows], self.crop, self.generator)), self.labels[rows]
 
 
 class FolderImages:
-    """Images that are read when they are needed, by worker processes; each one's crop depends on its own seed alone."""
+    """Images that worker processes read when they are needed; the crop of each depends on its own seed alone."""
 
     def __init__(
         self, train: Files, validation: Files, *, side: int, crop: int, device: torch.device, workers: int
@@ -197,8 +197,8 @@ class _Views(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, drawn: Any) -> tuple[Tensor, int]:
         row, _ = drawn
-        pixels = _pixels(_resized(_open(self.files.paths[row]), self.side))
-        return views(pixels[None], self.crop, ten=self.ten)[0], self.files.labels[row]
+        pixels = _pixels(_resize(_open(self.files.paths[row]), self.side))
+        return make_views(pixels[None], self.crop, ten=self.ten)[0], self.files.labels[row]
 
 
 class _OnDevice:
@@ -214,17 +214,17 @@ class _OnDevice:
 
     def __iter__(self) -> Iterator[Batch]:
         for images, labels in self.loader:
-            yield (normalized(images.to(self.device, non_blocking=True)), labels.to(self.device, non_blocking=True))
+            yield (normalize(images.to(self.device, non_blocking=True)), labels.to(self.device, non_blocking=True))
 
 
-def normalized(images: Tensor) -> Tensor:
-    """Bytes as float32, with ImageNet's mean 0 and deviation 1 by channel; of any leading dimensions."""
+def normalize(images: Tensor) -> Tensor:
+    """Convert bytes to float32 and normalise with ImageNet's mean and deviation by channel; any leading dimensions."""
     mean, deviation = (torch.tensor(values, device=images.device)[:, None, None] for values in (_MEAN, _DEVIATION))
     return (images.float() / 255 - mean) / deviation
 
 
 def crop_boxes(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Random boxes inside an image, (count, 4): left, top, width, height, in pixels.
+    """Draw random boxes inside an image, (count, 4): left, top, width, height, in pixels.
 
     Area and shape are drawn as usual (8 to 100 % of the image, 3:4 to 4:3): the first of ten draws that fits, or the
     largest box of a permitted shape when none does.
@@ -244,7 +244,7 @@ def crop_boxes(count: int, height: int, width: int, generator: torch.Generator) 
 
 
 def random_crops(images: Tensor, crop: int, generator: torch.Generator) -> Tensor:
-    """A random resized crop of each image, every other one mirrored: bytes as floats, (n, 3, crop, crop)."""
+    """Crop, resize and randomly mirror each image: bytes as floats, (n, 3, crop, crop)."""
     count, _, height, width = images.shape
     left, top, wide, tall = crop_boxes(count, height, width, generator).unbind(1)
     flipped = torch.rand(count, generator=generator, device=generator.device) < 0.5
@@ -256,8 +256,8 @@ def random_crops(images: Tensor, crop: int, generator: torch.Generator) -> Tenso
     return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def views(images: Tensor, crop: int, *, ten: bool) -> Tensor:
-    """The central crop, (n, 1, 3, crop, crop); or ten: four corners, centre, and the mirror images of these five."""
+def make_views(images: Tensor, crop: int, *, ten: bool) -> Tensor:
+    """Return the central crop, (n, 1, 3, crop, crop); or ten: four corners, centre, and their mirror images."""
     height, width = images.shape[-2:]
     if min(height, width) < crop:
         raise ValueError(f"A crop of {crop} pixels does not fit into images of {height} x {width}.")
@@ -282,7 +282,7 @@ def _files(folder: Path, names: Sequence[str]) -> Files:
 
 def _read_all(files: Files, side: int, workers: int, device: torch.device) -> Batch:
     def read(path: Path) -> Tensor:
-        return views(_pixels(_resized(_open(path), side))[None], side, ten=False)[0, 0]
+        return make_views(_pixels(_resize(_open(path), side))[None], side, ten=False)[0, 0]
 
     with ThreadPoolExecutor(max(1, workers)) as pool:  # decoding releases Python's lock
         images = torch.stack(list(pool.map(read, files.paths)))
@@ -299,8 +299,8 @@ def _open(path: Path) -> Any:
         raise MissingDataError(f"The image {path} cannot be read ({error}): replace it or delete it.") from error
 
 
-def _resized(image: Any, side: int) -> Any:
-    """The image with its shorter side at the wanted length."""
+def _resize(image: Any, side: int) -> Any:
+    """Resize the image so that its shorter side has the given length."""
     scale = side / min(image.width, image.height)
     if scale == 1:
         return image

@@ -1,4 +1,4 @@
-"""Matrices with orthonormal columns, to make problems of."""
+"""Matrices with orthonormal columns, and matrices with a given spectrum."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ __all__ = ["random_orthonormal"]
 
 
 def random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Orthonormal columns in a random direction (uniform by Haar measure), in float64."""
+    """Draw a matrix with orthonormal columns, uniform by Haar measure, in float64."""
     normal = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
     vectors, triangle = torch.linalg.qr(normal)
     return vectors * triangle.diagonal().sign()
 
 
-def with_decay(rows: int, columns: int, decay: float, generator: torch.Generator) -> Tensor:
-    """A matrix with singular values k^-decay and random singular vectors, in float64."""
+def matrix_with_decay(rows: int, columns: int, decay: float, generator: torch.Generator) -> Tensor:
+    """Draw a matrix with singular values k^-decay and random singular vectors, in float64."""
     rank = min(rows, columns)
     left, right = (random_orthonormal(size, rank, generator) for size in (rows, columns))
     values = torch.arange(1, rank + 1, dtype=torch.float64) ** -decay

@@ -1,5 +1,5 @@
-"""What is said when something that does not ship with the lab is not there."""
+"""The error for data that do not ship with the lab."""
 
 
 class MissingDataError(Exception):
-    """A data set is not there; the message says exactly what to do."""
+    """A data set is missing; the message says exactly what to do."""

@@ -38,28 +38,28 @@ class Text:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What tells this text from another one, for configurations."""
+        """Return a size and digest that identify the text, for configurations."""
         digest = hashlib.sha256(self.train.cpu().numpy().tobytes() + self.validation.cpu().numpy().tobytes())
         return {"train": len(self.train), "validation": len(self.validation), "sha256": digest.hexdigest()[:16]}
 
     def windows(self, length: int, count: int) -> Tensor:
-        """At most so many windows of the validation text, (n, length), spread evenly over it without overlap."""
+        """Return at most ``count`` windows of the validation text, (n, length), spread evenly without overlap."""
         rows = len(self.validation) // length
         chosen = torch.arange(min(count, rows), device=self.validation.device) * rows // min(count, rows)
         return self.validation[: rows * length].view(rows, length)[chosen]
 
 
 class Windows:
-    """Batches of windows of a text, (size, length), at random places; some more on every pass.
+    """Batches of windows of a text, (size, length), at random places; different ones on every pass.
 
     Two sources with the same seed give the same batches, pass by pass.
 
     Args:
         text: one long tensor.
-        length: of a window.
+        length: bytes in a window.
         size: windows in a batch.
         count: batches in a pass.
-        seed: of the places.
+        seed: the seed of the places.
     """
 
     def __init__(self, text: Tensor, *, length: int, size: int, count: int, seed: int) -> None:
@@ -76,12 +76,12 @@ class Windows:
 
 
 def load(place: str | None, device: torch.device, *, smallest: int) -> Text:
-    """The text at a place, see above.
+    """Load the text at a path, see above.
 
     Args:
         place: a file or a folder.
-        device: where it is wanted.
-        smallest: how many bytes the training part must have.
+        device: the device of the text.
+        smallest: the least number of bytes of the training part.
     """
     train, validation = _read(place)
     if len(train) < smallest or len(validation) < smallest // 100:
@@ -94,7 +94,7 @@ def load(place: str | None, device: torch.device, *, smallest: int) -> Text:
 
 
 def _read(place: str | None) -> tuple[bytes, bytes]:
-    """The training and the validation part."""
+    """Return the training and the validation part."""
     root = None if place is None else Path(place)
     folders = [] if root is None else [root / name for name in _INSIDE]
     for folder in folders:
@@ -102,11 +102,11 @@ def _read(place: str | None) -> tuple[bytes, bytes]:
             [file for file in _files(folder) if part in file.name.lower()] for part in ("train", "val")
         )
         if train and validation:
-            return _joined(train), _joined(validation)
+            return _join(train), _join(validation)
     alone = [root] if root is not None and root.is_file() else next(filter(None, map(_files, folders[:2])), [])
     if not alone:
         raise MissingDataError(f"There is no text{'' if place is None else f' at {place}'}. {_ADVICE}")
-    whole = _joined(alone)
+    whole = _join(alone)
     middle = len(whole) - len(whole) // 10
     return whole[:middle], whole[middle:]
 
@@ -121,7 +121,7 @@ def _plain(file: Path) -> Path:
     return file.with_suffix("") if file.suffix == ".gz" else file
 
 
-def _joined(files: list[Path]) -> bytes:
+def _join(files: list[Path]) -> bytes:
     try:
         contents = [file.read_bytes() for file in files]
         return b"".join(gzip.decompress(part) if part[:2] == b"\x1f\x8b" else part for part in contents)

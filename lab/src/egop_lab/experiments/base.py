@@ -1,4 +1,4 @@
-"""One experiment = settings, runs, claims, pictures. All of them are values; drawing and reporting happen elsewhere."""
+"""The interface of experiments: settings, runs, claims and pictures, all plain values; drawing happens elsewhere."""
 
 from __future__ import annotations
 
@@ -17,58 +17,46 @@ Kind = Literal["claim", "reading", "target", "check"]
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What another rule says of a claim.
-
-    Attributes:
-        rule: in what it differs.
-        verdict: by that rule.
-        found: the numbers it looks at.
-    """
+class Alternative:
+    """The result of judging a claim by an alternative rule."""
 
     rule: str
     verdict: Verdict
-    found: str
+    finding: str
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A claim of the paper and what was found.
+class Judgement:
+    """A claim with its verdict and the numbers behind it.
 
     Attributes:
-        id: of the claim, ``experiment/short-name``.
-        words: the paper's claim in short.
-        verdict: what the records say by the paper's own rule; "cannot be judged" where this preset is too small for it.
-        found: the measured numbers on both sides, in a sentence made from the records.
-        kind: a claim of the paper, a reading of a figure of it that is ours, a target of this project, or a check that
-            the code is right: one that fails is an error, so there are only checks that hold.
-        paper: the paper's numbers, where it has some.
-        threshold: where the paper's words have none: from when on it holds, by our choice.
-        beside: what it is by other rules, ours.
-        margin: how far apart the compared numbers are, in decades; negative where they are the other way round. None
-            where there are no two numbers.
+        id: identifies the claim: ``experiment/short-name``.
+        statement: the claim in short.
+        verdict: the verdict by the paper's own rule; "cannot be judged" if this preset is too small.
+        finding: the measured numbers on both sides, in a sentence made from the records.
+        kind: a claim of the paper, our reading of one of its figures, a target of this project, or a check of the
+            code (a failing check is an error, so all checks hold).
+        paper: the paper's numbers, if it gives any.
+        threshold: our threshold, if the paper gives none.
+        alternatives: results under alternative rules, which are ours.
+        margin: how far apart the compared numbers are in decades; negative if they are the other way round, None
+            if there are no two numbers.
     """
 
     id: str
-    words: str
+    statement: str
     verdict: Verdict
-    found: str
+    finding: str
     kind: Kind = "claim"
     paper: str = ""
     threshold: str = ""
-    beside: tuple[Beside, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     margin: float | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers in words, for reading.
-
-    Attributes:
-        title: what they are.
-        header: of the columns.
-        rows: as wide as the header.
-    """
+    """A table of formatted numbers."""
 
     title: str
     header: tuple[str, ...]
@@ -80,86 +68,90 @@ class Experiment(abc.ABC):
 
     id: ClassVar[str]
     title: ClassVar[str]
-    figures: ClassVar[str]  # which ones of the paper
-    labels: ClassVar[tuple[str, ...]] = ()  # what they are called in its source
-    # By setting, what the paper has; a setting of which it says nothing is not here.
+    figures: ClassVar[str]  # of the paper
+    labels: ClassVar[tuple[str, ...]] = ()  # their labels in the LaTeX source
+    # The paper's values by setting, for the settings that it names.
     paper: ClassVar[Mapping[str, str]] = {}
-    version: ClassVar[int] = 1  # goes into every configuration; raised when the code changes what a run does
+    version: ClassVar[int] = 1  # part of every configuration; increase it when the code changes what a run does
 
     @abc.abstractmethod
     def settings(self, preset: Preset) -> dict[str, Any]:
-        """Sizes, trials, grids: plain values, shown in the report."""
+        """Return sizes, trials and grids as plain values, which the report shows."""
 
     @abc.abstractmethod
     def run(self, store: Store, context: Context) -> None:
-        """Do the runs that the store does not have yet, adding each as it is finished."""
+        """Do the runs that the store does not have yet; add each as soon as it is finished."""
 
     @abc.abstractmethod
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        """Each claim with its verdict, from the records alone."""
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        """Return each claim with its verdict, from the records alone."""
 
     @abc.abstractmethod
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        """The figures, from the records alone."""
+        """Return the figures, from the records alone."""
 
     def tables(self, store: Store, preset: Preset) -> list[Table]:
-        """What is better read than seen, from the records alone; none by default."""
+        """Return tables, from the records alone; none by default."""
         return []
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
-        """What is to be said before anything else, from the records alone; nothing by default."""
+        """Return remarks that come before everything else, from the records alone; none by default."""
         return []
 
     def config(self, preset: Preset, **entries: Any) -> dict[str, Any]:
-        """The configuration of one run: what is common to all, and its own settings."""
+        """Return the configuration of one run: common entries and its own settings."""
         return {"experiment": self.id, "version": self.version, "preset": preset, **entries}
 
     def records(self, store: Store, preset: Preset, **wanted: Any) -> list[Record]:
-        """The finished runs of this preset and version whose configuration has these values."""
+        """Return the finished runs of this preset and version whose configuration has these values."""
         config = self.config(preset, **wanted)
         return [r for r in store if all(r.config.get(key) == value for key, value in config.items())]
 
 
-def verdict(holds: bool) -> Verdict:
-    """The verdict on a claim that was put to the test."""
+def to_verdict(holds: bool) -> Verdict:
+    """Return the verdict on a claim that was tested."""
     return "holds" if holds else "does not hold"
 
 
-def decades(smaller: float, larger: float, floor: float = 0.0) -> float | None:
-    """How many decades a number is below another one, both seen no lower than a floor; None without positive ones."""
+def count_decades(smaller: float, larger: float, floor: float = 0.0) -> float | None:
+    """Return how many decades a number is below another, both clamped to a floor; None if one is not positive."""
     one, other = max(smaller, floor), max(larger, floor)
     return math.log10(other / one) if 0 < one < math.inf and 0 < other < math.inf else None
 
 
-def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], **more: Any) -> Judged:
-    """The verdict on a claim that one measured number is smaller than another; more: of what is judged."""
+def compare(id: str, words: str, smaller: tuple[str, float], larger: tuple[str, float], **more: Any) -> Judgement:
+    """Judge the claim that one measured number is smaller than another; ``more`` are further fields."""
     finding = f"{smaller[0]}: {smaller[1]:.3g}; {larger[0]}: {larger[1]:.3g}."
-    margin = decades(smaller[1], larger[1])
-    return Judged(id, words, verdict(smaller[1] < larger[1]), finding, margin=margin, **more)
+    margin = count_decades(smaller[1], larger[1])
+    return Judgement(id, words, to_verdict(smaller[1] < larger[1]), finding, margin=margin, **more)
 
 
-def beside(rule: str, other: Judged) -> Beside:
-    """What was judged by another rule, to stand beside."""
-    return Beside(rule, other.verdict, other.found)
+def make_alternative(rule: str, other: Judgement) -> Alternative:
+    """Return the result of judging a claim by an alternative rule."""
+    return Alternative(rule, other.verdict, other.finding)
 
 
-def also(judged: Sequence[Judged], rule: str, others: Sequence[Judged], always: Collection[str] = ()) -> list[Judged]:
-    """Put beside what was judged what another rule finds of it, and its rules beside: where the verdict is another one.
+def add_alternatives(
+    judged: Sequence[Judgement], rule: str, others: Sequence[Judgement], always: Collection[str] = ()
+) -> list[Judgement]:
+    """Add the results of an alternative rule, and of its own alternatives, where the verdict differs.
 
     Args:
         judged: claims with their verdicts.
-        rule: the other one.
-        others: what it finds, for some of them.
-        always: the claims of which it is shown in any case.
+        rule: the alternative rule.
+        others: its results for some of the claims.
+        always: the claims for which it is always shown.
     """
     by_id = {each.id: each for each in others}
-    return [_with_other(each, rule, by_id[each.id], each.id in always) if each.id in by_id else each for each in judged]
+    return [
+        _add_alternative(each, rule, by_id[each.id], each.id in always) if each.id in by_id else each for each in judged
+    ]
 
 
-def _with_other(one: Judged, rule: str, other: Judged, always: bool) -> Judged:
-    known = {each.rule: each.verdict for each in one.beside}
-    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.beside
+def _add_alternative(one: Judgement, rule: str, other: Judgement, always: bool) -> Judgement:
+    known = {each.rule: each.verdict for each in one.alternatives}
+    more = [replace(each, rule=f"{rule}, {each.rule}") for each in other.alternatives
             if each.verdict != known.get(each.rule, one.verdict)]  # fmt: skip
     if always or other.verdict not in (one.verdict, "cannot be judged"):
-        more.insert(0, beside(rule, other))
-    return replace(one, beside=(*one.beside, *more))
+        more.insert(0, make_alternative(rule, other))
+    return replace(one, alternatives=(*one.alternatives, *more))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from egop_lab.data.matrices import with_decay
-from egop_lab.experiments.base import Beside, Judged, decades, verdict
-from egop_lab.experiments.curves import first_below, median, same_in_both
-from egop_lab.experiments.tuned import Case, Method, TunedExperiment
+from egop_lab.data.matrices import matrix_with_decay
+from egop_lab.experiments.base import Alternative, Judgement, count_decades, to_verdict
+from egop_lab.experiments.curves import check_same_in_both, first_below, median
+from egop_lab.experiments.tuned_experiment import Case, Method, TunedExperiment
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
 from egop_lab.training.context import Preset
@@ -28,11 +28,11 @@ STOP = 1e-8  # the gradient norm at which the paper stops
 
 # Within this factor, in steps or in gradient norm, two methods count as equally good.
 _EQUAL = 2.0
-_SEEN = 1.05  # what is nearer coincides in a figure
+_SEEN = 1.05  # curves within this factor coincide in a figure
 
 
 class ConvexTrials(Trials):
-    """One kind of objective: each trial has its own data, solution and start, which is drawn from N(0, I).
+    """One kind of objective: each trial has its own data and solution, and a start drawn from N(0, I).
 
     What is recorded as loss is above the minimum, which is log n, 0, or found by Newton's method.
     """
@@ -46,16 +46,16 @@ class ConvexTrials(Trials):
         rows = []
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
-            data = with_decay(n, d, decay, generator)
+            data = matrix_with_decay(n, d, decay, generator)
             solution, start = (torch.randn(d, generator=generator, dtype=torch.float64) for _ in ("θ*", "θ₀"))
             targets = data @ solution
-            if objective == LOGISTIC:  # the paper's labels follow the other sign than its loss; as written
+            if objective == LOGISTIC:  # as in the paper, whose labels have the opposite sign of its loss
                 targets = torch.bernoulli(torch.sigmoid(-targets), generator=generator)
             rows.append((data, targets, start))
         self.data, self.targets, self.first = (torch.stack(column) for column in zip(*rows, strict=True))
         self.least = self._newton() if objective == LOGISTIC else torch.zeros(len(rows), dtype=torch.float64)
 
-    def alone(self, seed: int) -> Self:
+    def single_trial(self, seed: int) -> Self:
         return type(self)([seed], **self.sizes)
 
     def start(self) -> batched.Point:
@@ -75,14 +75,14 @@ class ConvexTrials(Trials):
             above, outer = self.losses(point, 0) - self.least[:, None], values.sigmoid() - self.targets[:, None]
         elif self.kind == LEAST_SQUARES:
             above, outer = 0.5 * residuals.square().sum(-1), residuals
-        else:  # log mean exp, exact also where all residuals are tiny
+        else:  # log mean exp, accurate also for tiny residuals
             far = self.losses(point, 0) - math.log(residuals.shape[-1])
             above = torch.where(far < 1, residuals.square().expm1().mean(-1).log1p(), far)
             outer = 2 * residuals * residuals.square().softmax(-1)
         return {"loss": above, "gradient norm": torch.bmm(outer, self.data).norm(dim=-1)}
 
     def _newton(self) -> Tensor:
-        """The least loss of each trial; the logistic loss of these sizes is smooth enough for undamped steps."""
+        """Compute the least loss of each trial; at these sizes undamped Newton steps suffice."""
         theta = torch.zeros_like(self.first)
         for _ in range(50):
             chances = torch.einsum("tnd,td->tn", self.data, theta).sigmoid()
@@ -93,14 +93,14 @@ class ConvexTrials(Trials):
         return self.losses({"theta": theta[:, None]}, 0)[:, 0]
 
 
-def stopped(curve: Sequence[float]) -> list[float]:
-    """A curve of gradient norms under the paper's stopping rule: it stays where it first was below the tolerance."""
+def apply_stopping_rule(curve: Sequence[float]) -> list[float]:
+    """Apply the paper's stopping rule to a curve of gradient norms: it stays at the tolerance once it is below."""
     end = first_below(curve, STOP)
     return list(curve) if end is None else [*curve[:end], *[STOP] * (len(curve) - end)]
 
 
 class ConvexExperiment(TunedExperiment):
-    """Adagrad and Adam in both coordinates, each tuned for itself, and gradient descent, which has none."""
+    """Adagrad and Adam in both coordinates, each tuned separately, and gradient descent, which has none."""
 
     id: ClassVar[str] = "convex"
     title: ClassVar[str] = "Convex objectives"
@@ -153,30 +153,30 @@ class ConvexExperiment(TunedExperiment):
         return ConvexTrials(seeds, **{name: case[name] for name in ("objective", "n", "d", "decay", "samples")})
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The final loss; runs that stopped are better than any other, and the earlier the better."""
+        """Return the final loss; runs that stopped are better than any other, and the earlier the better."""
         end = first_below(result["gradient norm"], STOP)
         return float(result["loss"][-1]) if end is None else end / len(result["loss"]) - 1
 
-    def tuned_as(self, method: Method) -> Method:
+    def tuning_method(self, method: Method) -> Method:
         return Method(method.optimizer) if method.optimizer.startswith("SGD") else method
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         judged = []
         for case in self.cases(preset):
-            judged.append(self._better(store, preset, case, "Adagrad"))
+            judged.append(self._judge_better(store, preset, case, "Adagrad"))
             same = case["objective"] == LOGISTIC
-            judged.append((self._unchanged if same else self._better)(store, preset, case, "Adam"))
+            judged.append((self._judge_unchanged if same else self._judge_better)(store, preset, case, "Adam"))
             if same:
-                judged.append(self._competitive(store, preset, case))
+                judged.append(self._judge_competitive(store, preset, case))
             for name in ("SGD", "SGD+momentum"):
-                one, other = (self._clamped(store, preset, case, Method(name, kind)) for kind in (ORIGINAL, EGOP))
+                one, other = (self._stopped_runs(store, preset, case, Method(name, kind)) for kind in (ORIGINAL, EGOP))
                 who = f"{name} on {case['objective']}"
-                judged.append(same_in_both(_id(case, f"{name}-same"), who, one, other, "gradient norm", 0.05))
+                judged.append(check_same_in_both(_id(case, f"{name}-same"), who, one, other, "gradient norm", 0.05))
         return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         cases, methods = self.cases(preset), self.methods(preset)
-        tuned = [method for method in methods if self.tuned_as(method) == method]
+        tuned = [method for method in methods if self.tuning_method(method) == method]
         norms = [
             Panel(
                 case["objective"],
@@ -206,75 +206,84 @@ class ConvexExperiment(TunedExperiment):
             )
         ]
 
-    def measured(self, store: Store, preset: Preset, case: Case, method: Method) -> tuple[float, float]:
-        """Median final gradient norm and median number of steps, both under the stopping rule."""
+    def measure(self, store: Store, preset: Preset, case: Case, method: Method) -> tuple[float, float]:
+        """Return the median final gradient norm and the median number of steps under the stopping rule."""
         every, steps = (self.settings(preset)[name] for name in ("record every", "steps"))
         norms, ends = [], []
-        for run in self.reported(store, preset, case, method):
-            curve = stopped(run.result["gradient norm"])
+        for run in self.reported_runs(store, preset, case, method):
+            curve = apply_stopping_rule(run.result["gradient norm"])
             end = first_below(curve, STOP)
             norms.append(curve[-1])
             ends.append(float(steps if end is None else end * every))
         return median(norms), median(ends)
 
-    def _better(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
-        original, turned = (self.measured(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
+    def _judge_better(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judgement:
+        original, turned = (self.measure(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         words = f"EGOP {optimizer} converges better than {optimizer} on {case['objective']}."
         edges = "".join(self.at_edge(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
-        finding = f"EGOP: {_shown(turned)}; original: {_shown(original)}{edges}."
-        margin = decades(*(measure[0] if turned[0] < original[0] else measure[1] for measure in (turned, original)))
-        return Judged(_id(case, f"{optimizer}-better"), words, verdict(turned < original), finding, margin=margin)
+        finding = f"EGOP: {_format_result(turned)}; original: {_format_result(original)}{edges}."
+        margin = count_decades(
+            *(measure[0] if turned[0] < original[0] else measure[1] for measure in (turned, original))
+        )
+        return Judgement(_id(case, f"{optimizer}-better"), words, to_verdict(turned < original), finding, margin=margin)
 
-    def _unchanged(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judged:
-        original, turned = (self.measured(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
+    def _judge_unchanged(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judgement:
+        original, turned = (self.measure(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         words = f"EGOP does not change {optimizer} on {case['objective']}."
 
         def within(factor: float) -> bool:
             return all(a <= factor * b and b <= factor * a for a, b in zip(original, turned, strict=True))
 
-        rates = [self.chosen(store, preset, case, Method(optimizer, kind)) for kind in (EGOP, ORIGINAL)]
+        rates = [self.choose_rate(store, preset, case, Method(optimizer, kind)) for kind in (EGOP, ORIGINAL)]
         finding = (
-            f"EGOP: {_shown(turned)}, learning rate {rates[0]:g}; original: {_shown(original)}, learning rate "
-            f"{rates[1]:g}."
+            f"EGOP: {_format_result(turned)}, learning rate {rates[0]:g}; original: {_format_result(original)}, "
+            f"learning rate {rates[1]:g}."
         )
-        loosely = Beside(f"within a factor of {_EQUAL:g}", verdict(within(_EQUAL)), "The same numbers.")
-        return Judged(
+        loosely = Alternative(f"within a factor of {_EQUAL:g}", to_verdict(within(_EQUAL)), "The same numbers.")
+        return Judgement(
             _id(case, f"{optimizer}-unchanged"),
             words,
-            verdict(within(_SEEN)),
+            to_verdict(within(_SEEN)),
             finding,
             paper="the traces coincide",
             threshold=f"coincide: within {_SEEN - 1:.0%}",
-            beside=() if within(_SEEN) else (loosely,),
+            alternatives=() if within(_SEEN) else (loosely,),
         )
 
-    def _competitive(self, store: Store, preset: Preset, case: Case) -> Judged:
-        turned = self.measured(store, preset, case, Method("Adagrad", EGOP))
-        rivals = {name: self.measured(store, preset, case, Method(name)) for name in ("Adam", "SGD+momentum")}
+    def _judge_competitive(self, store: Store, preset: Preset, case: Case) -> Judgement:
+        turned = self.measure(store, preset, case, Method("Adagrad", EGOP))
+        rivals = {name: self.measure(store, preset, case, Method(name)) for name in ("Adam", "SGD+momentum")}
         best = min(rivals, key=lambda name: rivals[name])
         words = f"On {case['objective']}, EGOP makes Adagrad competitive with the methods that have momentum."
         close = all(mine <= _EQUAL * rival for mine, rival in zip(turned, rivals[best], strict=True))
-        finding = f"EGOP Adagrad: {_shown(turned)}; {best}: {_shown(rivals[best])}."
+        finding = f"EGOP Adagrad: {_format_result(turned)}; {best}: {_format_result(rivals[best])}."
         threshold = f"competitive: within a factor of {_EQUAL:g}"
-        return Judged(_id(case, "Adagrad-competitive"), words, verdict(close), finding, threshold=threshold)
+        return Judgement(_id(case, "Adagrad-competitive"), words, to_verdict(close), finding, threshold=threshold)
 
-    def _clamped(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
-        """The reported runs as the stopping rule leaves them: what comes after is rounding."""
-        runs = self.reported(store, preset, case, method)
-        return [replace(run, result={"gradient norm": stopped(run.result["gradient norm"])}) for run in runs]
+    def _stopped_runs(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
+        """Return the reported runs under the stopping rule: what comes later is rounding."""
+        runs = self.reported_runs(store, preset, case, method)
+        return [
+            replace(run, result={"gradient norm": apply_stopping_rule(run.result["gradient norm"])}) for run in runs
+        ]
 
     def _norms(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
         curve = self.curve(store, preset, case, method, "gradient norm")
         assert curve.low is not None
         assert curve.high is not None
-        return replace(curve, median=stopped(curve.median), low=stopped(curve.low), high=stopped(curve.high))
+        return replace(
+            curve,
+            median=apply_stopping_rule(curve.median),
+            low=apply_stopping_rule(curve.low),
+            high=apply_stopping_rule(curve.high),
+        )
 
     def _final_losses(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
         shown = self.sweep(store, preset, case, method, lambda result: max(result["loss"][-1], 1e-32))
         return replace(shown, label=str(method))
 
 
-def _shown(measured: tuple[float, float]) -> str:
+def _format_result(measured: tuple[float, float]) -> str:
     norm, steps = measured
     return f"stopped after {steps:g} steps" if norm <= STOP else f"gradient norm {norm:.2g} after {steps:g} steps"
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from egop_lab.builders import ADAM, REFRESH_EVERY, import_pytorch_optimizer
 from egop_lab.data import images, text
 from egop_lab.experiments import coordinates_pictures, coordinates_targets
-from egop_lab.experiments.base import Experiment, Judged, Table
+from egop_lab.experiments.base import Experiment, Judgement, Table
 from egop_lab.experiments.coordinates_found import (
     ADAMW,
     CHOSEN,
@@ -28,15 +29,14 @@ from egop_lab.experiments.coordinates_found import (
     as_last,
     unit,
 )
-from egop_lab.making import ADAM, RENEWED, foreign
 from egop_lab.methods import cell
 from egop_lab.plots.picture import Picture
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.coordinates import ImageRun, LanguageRun, step_times
 from egop_lab.training.language import BETAS
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed import Run, Trials, fast, precision
+from egop_lab.training.timed_runs import Run, Trials, describe_precision, fast_math
 
 PHASES = ("scouting", "trainings", "times", "rule")
 _SCHEDULE = {"warm-up": 50, "decay": 0.4, "samples": 32}
@@ -89,7 +89,7 @@ class CoordinatesExperiment(Experiment):
             "weights": "the base steps the blocks' weights and first layers; AdamW embeddings, head, norms and biases, "
             "with every method but SOAP, which takes everything",
             "betas": f"AdamW {BETAS} in GPTs, {ADAM} in image networks; all others have their own",
-            "renewal": f"online bases and SOAP's after {RENEWED} steps, aligned ones every step",
+            "renewal": f"online bases and SOAP's after {REFRESH_EVERY} steps, aligned ones every step",
             "left out": "PolarAdam, aligned: it offers no map of its momentum to align to",
             "finalists": "AdamW, EGOP as people type it, the rivals, the best cells by the short runs, and the same "
             "bases in original coordinates",
@@ -106,7 +106,7 @@ class CoordinatesExperiment(Experiment):
         methods: Sequence[str] | None = None,
         phases: Sequence[str] = PHASES,
     ) -> None:
-        """Do the runs that the store does not have yet: task by task, and last those for the rule of learning rates.
+        """Do the runs that the store does not have yet: task by task, then those for the rule of learning rates.
 
         Several processes may train at once, each other methods and with a store of its own (see
         :func:`egop_lab.training.records.merge`); times are to be measured by one process alone. The tasks after the
@@ -121,11 +121,11 @@ class CoordinatesExperiment(Experiment):
         """
         settings = self.settings(context.preset)
         if SOAP in settings["methods"]:
-            foreign(SOAP)  # which takes seconds to import
+            import_pytorch_optimizer(SOAP)  # which takes seconds to import
         names = list(tasks or settings["tasks"])
         ends = None if context.time_budget is None else time.monotonic() + context.time_budget
         # One after the other, lazily: what a task does may depend on what those before it have found.
-        with fast(context.device):
+        with fast_math(context.device):
             works = [(name, [phase for phase in phases if phase != "rule"]) for name in names]
             works += [(name, [phase for phase in phases if phase == "rule"]) for name in names]
             for name, parts in works:
@@ -136,7 +136,7 @@ class CoordinatesExperiment(Experiment):
     def _work(
         self, task: str, store: Store, context: Context, methods: Sequence[str] | None, phases: Sequence[str]
     ) -> bool:
-        """Some phases of a task; whether they are all done, as far as this process does them."""
+        """Run some phases of a task; return True if all runs of this process are done."""
         trials, make = self.trials(task, store, context)
         found = functools.partial(self._found, store, trials, task)
         settings = self.settings(context.preset)
@@ -167,13 +167,13 @@ class CoordinatesExperiment(Experiment):
         return all(done[phase]() for phase in phases)
 
     def _found(self, store: Store, trials: Trials, task: str) -> Found:
-        """What is known while a task is run: of it the runs with the same settings, of the first all that is there."""
+        """Return the findings so far: of the task its runs with the same settings, of the first task all runs."""
         settings = self.settings(trials.context.preset)
         others = as_last(self.records(store, trials.context.preset), list(settings["tasks"]))
         return Found(settings, others | {task: trials.done})
 
     def trials(self, task: str, store: Store, context: Context) -> tuple[Trials, Callable[[dict[str, Any]], Run]]:
-        """What does the runs of a task, and what makes one of a configuration."""
+        """Return the series of runs of a task, and the function that makes a run of a configuration."""
         settings, device = self.settings(context.preset)["tasks"][task], context.device
         make: Callable[[dict[str, Any]], Run]
         summary: dict[str, Any]
@@ -184,13 +184,13 @@ class CoordinatesExperiment(Experiment):
             held = _images(context.data, settings["side"], settings["crop"], *settings.get("made", ()), device=device)
             make, summary = functools.partial(_image, held, device), held.counts
         own = {key: value for key, value in settings.items() if key not in ("rates", "begin", "steps", "epochs")}
-        common = self.config(context.preset, task=task, **own, data=summary, precision=precision(device))
+        common = self.config(context.preset, task=task, **own, data=summary, precision=describe_precision(device))
         return Trials(store, context, lambda **entries: common | entries, make, lambda config: None), make
 
     def _time(self, trials: Trials, make: Callable[[dict[str, Any]], Run], methods: Sequence[str], eager: bool) -> bool:
         """Time the steps of methods that are not timed yet; eager ones without a CUDA graph of the network."""
         store, context = trials.store, trials.context
-        common = trials.configured()
+        common = trials.make_config()
         settings = self.settings(context.preset)
         task = settings["tasks"][common["task"]]
         timing = settings["timing"] | {"lr": 1e-3, "seed": 0, unit(task): task[unit(task)]}
@@ -205,10 +205,10 @@ class CoordinatesExperiment(Experiment):
         runs = {method: functools.partial(make, config) for method, config in left.items()}
         results = step_times(runs, settings["timing"])
         seconds = (time.perf_counter() - began) / len(left)
-        store.add(*(finished(left[method], result, seconds, context.device) for method, result in results.items()))
+        store.add(*(make_record(left[method], result, seconds, context.device) for method, result in results.items()))
         return True
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         return coordinates_targets.judged(self.found(store, preset), self.id)
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
@@ -218,23 +218,23 @@ class CoordinatesExperiment(Experiment):
         return coordinates_pictures.tables(self.found(store, preset))
 
     def found(self, store: Store, preset: Preset) -> Found:
-        """What the records say."""
+        """Return the findings of the records."""
         settings = self.settings(preset)
         return Found(settings, as_last(self.records(store, preset), list(settings["tasks"])))
 
 
 def _of(all_: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """Those that are wanted; all where nothing is said."""
+    """Return the wanted items; all if nothing is said."""
     return [method for method in all_ if wanted is None or method in wanted]
 
 
 def _scout(trials: Trials, found: Callable[[], Found], methods: Sequence[str]) -> bool:
-    """Do the short runs of the first task that choose learning rates and finalists; whether they are all done."""
+    """Do the short runs of the first task that choose learning rates and finalists; return True if all are done."""
     return all(_search(trials, found, found().grid, method, "scouting length") for method in methods)
 
 
 def _search(trials: Trials, found: Callable[[], Found], task: str, method: str, short: str | None = None) -> bool:
-    """Try learning rates while some are to be tried; whether there is a best one, or the time is over."""
+    """Try learning rates as long as the search asks for some; return True if it ended, False if the time is over."""
     length = found().length(task, 1.0 if short is None else found().settings[short])
     entries = {"method": method, unit(found().tasks[task]): length, "seed": TUNING}
     while left := (found().search(task, method) if short is None else found().scouted(method))[1]:
@@ -244,7 +244,7 @@ def _search(trials: Trials, found: Callable[[], Found], task: str, method: str, 
 
 
 def _train(trials: Trials, found: Callable[[], Found], task: str, method: str) -> bool:
-    """Do the whole runs that choose a finalist's learning rate, then those that are reported; whether all are done."""
+    """Do the full runs that choose a finalist's learning rate, then the reported ones; return True if all are done."""
     if method in found().finalists and not _search(trials, found, task, method):
         return False
     known = found()
@@ -257,7 +257,7 @@ def _train(trials: Trials, found: Callable[[], Found], task: str, method: str) -
 
 
 def _try_rates(trials: Trials, found: Callable[[], Found], task: str) -> bool:
-    """Do whole runs of EGOP with more rates around its best than tuning tries; whether they are all done."""
+    """Run EGOP with more rates around its best one than tuning tries; return True if all are done."""
     known = found()
     entries = {"method": CHOSEN, unit(known.tasks[task]): known.length(task), "seed": TUNING}
     best = known.rate(task, CHOSEN)
@@ -274,7 +274,7 @@ def _image(held: images.Images, device: torch.device, config: dict[str, Any]) ->
 
 @functools.lru_cache(maxsize=1)
 def _images(folder: str | None, side: int, crop: int, *made: int, device: torch.device) -> images.Images:
-    """The images of a folder; or, of the quick preset, some that are made here: noise, brighter in one colour."""
+    """Load the images of a folder; for the quick preset, make some: noise, brighter in one colour."""
     if not made:
         return images.load(folder, side=side, crop=crop, device=device)
     return images.HeldImages(*(_noise(count, side, device) for count in made), crop=crop)

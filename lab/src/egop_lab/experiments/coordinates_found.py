@@ -1,4 +1,4 @@
-"""What the records of the comparison of coordinates say: rates, reported runs, the best cells of the grid, times."""
+"""Findings of the comparison of coordinates: rates, reported runs, the best cells of the grid, times."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from egop_lab.experiments.curves import first_below, median
-from egop_lab.experiments.timed import is_tuning, search
-from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, compared
+from egop_lab.experiments.timed_experiment import is_tuning, search_rates
+from egop_lab.methods import BASES, COLUMNS, COORDINATES, cell, get_methods
 from egop_lab.training.records import Record
-from egop_lab.training.timed import shared
+from egop_lab.training.timed_runs import shared_config
 
 # The tasks of the full preset.
 SMALL_GPT, LARGE_GPT, RESNET, VIT = "GPT 6×384", "GPT 12×768", "ResNet-34", "ViT 6×384"
@@ -22,7 +22,7 @@ CELL = cell("PolarAdam", "online smaller")  # what it is made of: a cell of the 
 ADAMW, MUON, NORMUON, SOAP = "AdamW", "Muon", "NorMuon", "SOAP"
 RIVALS = (MUON, NORMUON, SOAP)
 
-GRID = [name for base in BASES for column in COLUMNS if (name := cell(base, column)) in compared(COORDINATES)]
+GRID = [name for base in BASES for column in COLUMNS if (name := cell(base, column)) in get_methods(COORDINATES)]
 
 
 class Found:
@@ -38,26 +38,26 @@ class Found:
         self.tasks: Mapping[str, Mapping[str, Any]] = settings["tasks"]
 
     def length(self, task: str, multiple: float = 1.0) -> int:
-        """Of a run, in steps or epochs."""
+        """Return the length of a run in steps or epochs."""
         return round(multiple * self.tasks[task][unit(self.tasks[task])])
 
     def seeds(self, task: str, multiple: float = 1.0) -> int:
-        """How many reported runs there are to be: longer ones have a single seed on all tasks but the first."""
+        """Return the number of reported runs: longer ones have a single seed on all tasks but the first."""
         return int(self.settings["trials"]) if multiple == 1 or task == self.grid else 1
 
     def trainings(self, task: str, method: str, multiple: float) -> list[Record]:
-        """The runs of a method that are so long."""
+        """Return the runs of a method at some length."""
         wanted = (method, self.length(task, multiple))
         where = unit(self.tasks[task])
         runs = (run for run in self.records.get(task, ()) if "rounds" not in run.config)
         return [run for run in runs if (run.config["method"], run.config[where]) == wanted]
 
     def scouted(self, method: str) -> tuple[float, list[float]]:
-        """A method's learning rate on the first task by short runs, and those to be tried before there is one."""
-        return search(self.settings["ladder"], self.tasks[self.grid]["rates"], self._scouting(method), final)
+        """Return a method's learning rate on the first task by short runs, and the rates still to try."""
+        return search_rates(self.settings["ladder"], self.tasks[self.grid]["rates"], self._scouting(method), final)
 
     def search(self, task: str, method: str) -> tuple[float, list[float]]:
-        """A method's learning rate, and those that are to be tried before there is one.
+        """Return a method's learning rate, and the rates still to try.
 
         Finalists are tuned by whole runs around the rate that is known already: that of short runs, or of the first
         task. The other cells have that of the short runs.
@@ -70,21 +70,21 @@ class Found:
         place = ladder.index(known) + self.tasks[task].get("begin", 0)
         first = ladder[max(0, place - 1) : place + 2]
         runs = [run for run in self.trainings(task, method, 1.0) if is_tuning(run)]
-        return search(ladder, first, runs, final)
+        return search_rates(ladder, first, runs, final)
 
     def _scouting(self, method: str) -> list[Record]:
         runs = self.trainings(self.grid, method, self.settings["scouting length"])
         return [run for run in runs if is_tuning(run)]
 
     def rate(self, task: str, method: str) -> float:
-        """A method's learning rate; a LookupError before there is one."""
+        """Return a method's learning rate; raise LookupError while it is open."""
         best, left = self.search(task, method)
         if left:
             raise LookupError(f"{task}: {method} has no tuning run with learning rate {', '.join(map(str, left))}")
         return best
 
     def reported(self, task: str, method: str, multiple: float = 1.0) -> list[Record]:
-        """The runs at a method's learning rate, one a seed; a LookupError while some are missing."""
+        """Return the runs at a method's learning rate, one per seed; raise LookupError while some are missing."""
         rate, count = self.rate(task, method), self.seeds(task, multiple)
         runs = [
             run for run in self.trainings(task, method, multiple) if run.config["lr"] == rate and not is_tuning(run)
@@ -94,14 +94,14 @@ class Found:
         return sorted(runs, key=lambda run: int(run.config["seed"]))
 
     def has(self, task: str, method: str) -> bool:
-        """Whether a method's reported runs are there."""
+        """Return True if a method's reported runs are there."""
         try:
             return bool(self.reported(task, method))
         except LookupError:
             return False
 
     def loss(self, task: str, method: str, multiple: float = 1.0) -> float:
-        """The median of the last validation loss."""
+        """Return the median final validation loss."""
         return median([final(run.result) for run in self.reported(task, method, multiple)])
 
     @property
@@ -111,7 +111,7 @@ class Found:
 
     @functools.cached_property
     def best(self) -> list[str]:
-        """The best cells of the grid by short runs, without those that others are compared with.
+        """Return the best cells of the grid by short runs, without those that others are compared with.
 
         Those runs have a seed of their own: what is reported later is not what was chosen by.
         """
@@ -125,7 +125,7 @@ class Found:
 
     @functools.cached_property
     def finalists(self) -> list[str]:
-        """What is run on all tasks, in this order: AdamW, EGOP, the rivals, the best cells, controls of these."""
+        """Return the methods that run on all tasks: AdamW, EGOP, the rivals, the best cells, their controls."""
         rivals = [name for name in RIVALS if name in self.settings["methods"]]
         cells = [CELL, *self.best]
         return list(
@@ -133,11 +133,11 @@ class Found:
         )
 
     def methods(self, task: str) -> list[str]:
-        """What is run on a task: finalists first; on the first the whole grid."""
+        """Return the methods that run on a task: finalists first; on the first task the whole grid."""
         return list(dict.fromkeys([*self.finalists, *(self.settings["methods"] if task == self.grid else ())]))
 
     def step(self, task: str, method: str, eager: bool = False) -> tuple[float, float]:
-        """Seconds before the first step and of a step, as last measured; or a LookupError.
+        """Return the seconds before the first step and of a step, as last measured; raise LookupError if never.
 
         Of rounds the shortest: what else a machine does, or sets up once, only ever adds to a time.
         """
@@ -148,25 +148,25 @@ class Found:
         raise LookupError(f"{task}: no step of {method} was timed")
 
     def steps_to(self, task: str, method: str, goal: float) -> float:
-        """The median number of steps or epochs until the validation loss is at most the goal; maybe never."""
+        """Return the median number of steps or epochs until the validation loss is at most the goal; maybe infinite."""
         every = self.tasks[task].get("interval", 1)
         places = [first_below(run.result["validation loss"], goal) for run in self.reported(task, method)]
         return median([math.inf if place is None else float(every * place) for place in places])
 
     def seconds_to(self, task: str, method: str, steps: float) -> float:
-        """The seconds that so many steps or epochs take, with what is before them."""
+        """Return the seconds that some steps or epochs take, with what comes before them."""
         before, step = self.step(task, method)
         return before + step * steps * self.pass_steps(task)
 
     def pass_steps(self, task: str) -> int:
-        """How many steps that is: one, or those of an epoch."""
+        """Return the number of steps of a unit of length: one, or those of an epoch."""
         if unit(self.tasks[task]) == "steps":
             return 1
         config = self.records[task][-1].config
         return int(config["data"]["train"]) // int(config["batch"])
 
     def multiple(self, task: str, goal: float) -> float:
-        """How many times its steps AdamW needs for a loss, by interpolation between its finished runs; maybe never."""
+        """Return how many times its steps AdamW needs for a loss, interpolated between its finished runs."""
         points = [(multiple, self.loss(task, ADAMW, multiple)) for multiple in (1.0, *self.settings["multiples"])]
         if points[0][1] <= goal:
             return 1.0
@@ -177,33 +177,33 @@ class Found:
 
 
 def as_last(records: Sequence[Record], tasks: Sequence[str]) -> dict[str, list[Record]]:
-    """The records by task, of each those with the same settings as its last training: others are not mixed in."""
+    """Group the records by task; keep those with the same settings as the last training of the task."""
     by_task = {}
     for task in tasks:
         own = [run for run in records if run.config["task"] == task]
         trainings = [run for run in own if "rounds" not in run.config]
         if trainings:
-            common = shared(trainings[-1])
-            by_task[task] = [run for run in own if common.items() <= shared(run).items()]
+            common = shared_config(trainings[-1])
+            by_task[task] = [run for run in own if common.items() <= shared_config(run).items()]
     return by_task
 
 
 def unit(task: Mapping[str, Any]) -> str:
-    """What the length of a task is counted in."""
+    """Return the unit of a task's length."""
     return "steps" if "steps" in task else "epochs"
 
 
 def final(result: Mapping[str, Any]) -> float:
-    """The last validation loss; infinite where it is not finite."""
+    """Return the final validation loss; infinite if it is not finite."""
     last = float(result["validation loss"][-1])
     return last if math.isfinite(last) else math.inf
 
 
 def column(name: str) -> str:
-    """The coordinates of a cell."""
+    """Return the coordinates of a cell."""
     return name.partition(", ")[2] or "original"
 
 
 def control_of(name: str) -> str:
-    """The same base in original coordinates."""
+    """Return the same base in original coordinates."""
     return cell(name.partition(", ")[0], "original")

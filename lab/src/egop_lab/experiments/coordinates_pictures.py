@@ -9,7 +9,7 @@ from egop_lab.experiments.base import Table
 from egop_lab.experiments.coordinates_found import ADAMW, CELL, CHOSEN, RIVALS, Found, control_of, final, unit
 from egop_lab.experiments.coordinates_targets import accuracy, to_goal
 from egop_lab.experiments.curves import quartiles
-from egop_lab.experiments.timed import number
+from egop_lab.experiments.timed_experiment import format_number
 from egop_lab.methods import BASES, COLUMNS, cell
 from egop_lab.plots.picture import Panel, Picture, Series
 
@@ -17,7 +17,7 @@ SHOWN = (ADAMW, *RIVALS, CHOSEN, CELL, control_of(CELL))  # few lines: all metho
 
 
 def pictures(found: Found) -> list[Picture]:
-    """The grid, the curves of each task, and what each method takes to AdamW's last loss."""
+    """Return the grid, the curves of each task, and what each method takes to AdamW's final loss."""
     tasks = [task for task in found.tasks if found.has(task, ADAMW)]
     results = [Picture("coordinates-grid", _GRID.format(found.grid), [_grid(found)])] if tasks else []
     results += [_curves(found, task, place) for place, task in enumerate(tasks)]
@@ -27,7 +27,7 @@ def pictures(found: Found) -> list[Picture]:
 
 
 def tables(found: Found) -> list[Table]:
-    """Every method of every task."""
+    """Return a table of every method for every task."""
     return [_table(found, task) for task in found.tasks if found.has(task, ADAMW)] + list(_longer(found))
 
 
@@ -55,7 +55,7 @@ def _or_nan(found: Found, method: str) -> float:
 
 
 def _curves(found: Found, task: str, place: int) -> Picture:
-    """By steps, by seconds where steps were timed, and the accuracy of classifiers."""
+    """Return curves by steps, by seconds where steps were timed, and the accuracy of classifiers."""
     methods = [method for method in SHOWN if found.has(task, method)]
     words = unit(found.tasks[task])
     goal = found.loss(task, ADAMW)
@@ -114,7 +114,7 @@ def _time_share(found: Found, task: str, method: str, steps: float) -> float:
 
 
 def _table(found: Found, task: str) -> Table:
-    """One row a method that is done, the best first."""
+    """Return one row per finished method, the best first."""
     words, images = unit(found.tasks[task]), unit(found.tasks[task]) == "epochs"
     goal = found.loss(task, ADAMW)
     header = [
@@ -146,14 +146,14 @@ def _row(found: Found, task: str, method: str, images: bool) -> tuple[str, ...]:
         f"{found.loss(task, method):.3f}",
         f"{min(losses):.3f} to {max(losses):.3f}",
         *([f"{accuracy(found, task, method):.3f}"] if images else []),
-        number(steps, 4),
+        format_number(steps, 4),
         f"{1000 * found.step(task, method)[1]:.2f}" if timed else "not timed",
-        number(seconds, 3) if timed else "not timed",
+        format_number(seconds, 3) if timed else "not timed",
     )
 
 
 def _longer(found: Found) -> Iterator[Table]:
-    """AdamW's finished runs of several lengths beside EGOP's."""
+    """Compare AdamW's finished runs of several lengths with EGOP's."""
     multiples: Sequence[float] = (1.0, *found.settings["multiples"])
     rows = []
     for task in found.tasks:

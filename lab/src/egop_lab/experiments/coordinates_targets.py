@@ -1,4 +1,4 @@
-"""The targets of the comparison of coordinates, each judged from what the records say; what is missing is said."""
+"""The targets of the comparison of coordinates, each judged from the records; missing runs are named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from egop_lab.experiments.base import Judged, verdict
+from egop_lab.experiments.base import Judgement, to_verdict
 from egop_lab.experiments.coordinates_found import (
     ADAMW,
     CHOSEN,
@@ -22,15 +22,15 @@ from egop_lab.experiments.coordinates_found import (
     unit,
 )
 from egop_lab.experiments.curves import median
-from egop_lab.experiments.timed import lowest, number
+from egop_lab.experiments.timed_experiment import format_number, lowest_loss
 
 RULE = 0.03  # how far from its own best loss EGOP may be with a rate that follows from AdamW's
 
 Decided = tuple[bool, str]  # whether a target is met, and the numbers in a sentence
 
 
-def judged(found: Found, id: str) -> list[Judged]:
-    """All targets with their verdicts."""
+def judged(found: Found, id: str) -> list[Judgement]:
+    """Judge all targets."""
     results = []
     for name, words, decide in _targets(found):
         try:
@@ -38,9 +38,9 @@ def judged(found: Found, id: str) -> list[Judged]:
                 raise LookupError("this preset has other tasks")
             holds, said = decide()
         except LookupError as error:
-            results.append(Judged(f"{id}/{name}", words, "cannot be judged", f"Not there: {error}.", "target"))
+            results.append(Judgement(f"{id}/{name}", words, "cannot be judged", f"Not there: {error}.", "target"))
         else:
-            results.append(Judged(f"{id}/{name}", words, verdict(holds), said, "target"))
+            results.append(Judgement(f"{id}/{name}", words, to_verdict(holds), said, "target"))
     return results
 
 
@@ -92,7 +92,7 @@ def _targets(found: Found) -> Iterator[tuple[str, str, Callable[[], Decided]]]:
 
 
 def to_goal(found: Found, task: str, method: str) -> tuple[float, float]:
-    """AdamW's last loss, and the steps or epochs of a method to it; AdamW's own are all of them."""
+    """Return AdamW's final loss, and a method's steps or epochs to it; for AdamW itself all of them."""
     goal = found.loss(task, ADAMW)
     return goal, float(found.length(task)) if method == ADAMW else found.steps_to(task, method, goal)
 
@@ -102,8 +102,8 @@ def _steps(found: Found, task: str, most: float) -> Decided:
     length, unit_ = found.length(task), unit(found.tasks[task])
     last = found.loss(task, CHOSEN)
     said = (
-        f"AdamW ends at {goal:.3f} after {length} {unit_}; EGOP is there after {number(steps, 4)} "
-        f"({number(steps / length, 2)}), in the middle of a schedule of {length}. "
+        f"AdamW ends at {goal:.3f} after {length} {unit_}; EGOP is there after {format_number(steps, 4)} "
+        f"({format_number(steps / length, 2)}), in the middle of a schedule of {length}. "
     )
     try:
         times = found.multiple(task, last)
@@ -117,7 +117,10 @@ def _steps(found: Found, task: str, most: float) -> Decided:
 def _time(found: Found, task: str, most: float) -> Decided:
     steps = to_goal(found, task, CHOSEN)[1]
     one, other = found.seconds_to(task, CHOSEN, steps), found.seconds_to(task, ADAMW, found.length(task))
-    return one <= most * other, f"AdamW {other:.3g} seconds, EGOP {number(one, 3)} ({number(one / other, 2)})."
+    return (
+        one <= most * other,
+        f"AdamW {other:.3g} seconds, EGOP {format_number(one, 3)} ({format_number(one / other, 2)}).",
+    )
 
 
 def _every_seed(found: Found, task: str, rival: str) -> Decided:
@@ -127,13 +130,13 @@ def _every_seed(found: Found, task: str, rival: str) -> Decided:
 
 
 def _lowest(found: Found, task: str, rival: str) -> Decided:
-    one, other = (median([lowest(run.result) for run in found.reported(task, name)]) for name in (CHOSEN, rival))
+    one, other = (median([lowest_loss(run.result) for run in found.reported(task, name)]) for name in (CHOSEN, rival))
     last = f"at the end {found.loss(task, CHOSEN):.3f} and {found.loss(task, rival):.3f}"
     return one <= other, f"EGOP {one:.3f}, {rival} {other:.3f}; {last}."
 
 
 def accuracy(found: Found, task: str, method: str) -> float:
-    """The median of the last accuracy."""
+    """Return the median final accuracy."""
     return -median([-float(run.result["accuracy"][-1]) for run in found.reported(task, method)])
 
 
@@ -148,7 +151,7 @@ def _step(found: Found, task: str, rival: str, most: float, eager: bool) -> Deci
 
 
 def _rule(found: Found) -> Decided:
-    """The factor with the smallest worst distance from EGOP's best loss, of those tried on all tasks."""
+    """Return the factor with the smallest worst distance from EGOP's best loss, of those tried on all tasks."""
     distances: dict[float, list[float]] = {}
     for task in (SMALL_GPT, LARGE_GPT, RESNET, VIT):
         rate = found.rate(task, ADAMW)
@@ -165,7 +168,7 @@ def _rule(found: Found) -> Decided:
 
 
 def _by_rate(found: Found, task: str) -> dict[float, float]:
-    """EGOP's last loss with each learning rate, of the trial with which most were tried."""
+    """Return EGOP's final loss with each learning rate, for the trial with which most were tried."""
     trials: dict[int, dict[float, float]] = {}
     for run in found.trainings(task, CHOSEN, 1.0):
         trials.setdefault(run.config["seed"], {})[run.config["lr"]] = final(run.result)

@@ -1,4 +1,4 @@
-"""Records as numbers over trials and learning rates, and as lines and bars of pictures."""
+"""Statistics of records over trials and learning rates, and their lines and bars."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from typing import Any
 
 import numpy as np
 
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judgement
 from egop_lab.plots.picture import Panel, Series
 from egop_lab.training.records import Record
 from egop_lab.training.sweeps import ORIGINAL
 
 
 def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
-    """First quartile, median and third quartile over trials, entry by entry; what is not finite counts as worst."""
+    """Return the quartiles over trials (first, median, third), entry by entry; non-finite values count as worst."""
     stacked = np.nan_to_num(np.asarray(curves, dtype=float), nan=np.inf, posinf=np.inf)
-    low, high = np.quantile(stacked, (0.25, 0.75), axis=0, method="nearest")  # between infinite ones there is nothing
+    low, high = np.quantile(stacked, (0.25, 0.75), axis=0, method="nearest")  # no interpolation between infinite values
     return low.tolist(), np.median(stacked, axis=0).tolist(), high.tolist()
 
 
 def bar_panel(title: str, what: str, runs: Mapping[str, Sequence[Record]], number: Callable[[Record], float]) -> Panel:
-    """One bar a method with a number of each of its runs; infinite where the median is."""
+    """Draw one bar per method for a number of each of its runs; infinite if the median is."""
     triples = [quartiles([[number(run)] for run in records]) for records in runs.values()]
     low, middle, high = ([triple[part][0] for triple in triples] for part in range(3))
     return Panel(title, "", what, [Series(what, list(runs), middle, low, high)], yscale="linear", kind="bar")
 
 
 def median(values: Sequence[float]) -> float:
-    """The median, what is not finite counting as worst (largest)."""
+    """Return the median, with nan counted as the worst (largest) value."""
     return statistics.median([value if value == value else math.inf for value in values])
 
 
 def first_below(curve: Sequence[float], target: float) -> int | None:
-    """The first index at which a curve is at most the target; None when that never happens."""
+    """Return the first index at which a curve is at most the target, or None."""
     return next((index for index, value in enumerate(curve) if value <= target), None)
 
 
-def by_rate(
+def quartiles_by_rate(
     records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]
 ) -> dict[float, tuple[float, float, float]]:
-    """First quartile, median and third quartile of a score over trials, for each learning rate, ascending."""
+    """Return the quartiles (first, median, third) of a score over trials for each learning rate, ascending."""
     scores: dict[float, list[float]] = {}
     for record in records:
         scores.setdefault(record.config["lr"], []).append(score(record.result))
@@ -54,8 +54,8 @@ def by_rate(
 
 
 def best_rate(records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]) -> float:
-    """The learning rate with the smallest median score; of equal ones the smaller."""
-    medians = {rate: middle for rate, (_, middle, _) in by_rate(records, score).items()}
+    """Return the learning rate with the smallest median score; the smaller one of a tie."""
+    medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(records, score).items()}
     return min(medians, key=lambda rate: medians[rate])
 
 
@@ -66,8 +66,8 @@ def rate_series(
     coordinates: str,
     chosen: float | None = None,
 ) -> Series:
-    """A score over learning rates as a line with quartiles."""
-    bands = by_rate(records, score)
+    """Return a score over learning rates as a line with quartiles."""
+    bands = quartiles_by_rate(records, score)
     columns = list(zip(*bands.values(), strict=True))
     label = optimizer if coordinates == ORIGINAL else f"{optimizer}, {coordinates}"
     return Series(label, list(bands), columns[1], columns[0], columns[2], optimizer, coordinates != ORIGINAL, chosen)
@@ -76,7 +76,7 @@ def rate_series(
 def curve_series(
     records: Sequence[Record], name: str, optimizer: str, coordinates: str, x: Sequence[float] | None = None
 ) -> Series:
-    """A recorded curve over steps or epochs, median and quartiles over trials."""
+    """Return a recorded curve over steps or epochs, median and quartiles over trials."""
     curves = [record.result[name] for record in records]
     low, middle, high = quartiles(curves)
     label = optimizer if coordinates == ORIGINAL else f"{optimizer}, {coordinates}"
@@ -84,10 +84,10 @@ def curve_series(
     return Series(label, places, middle, low, high, optimizer, coordinates != ORIGINAL)
 
 
-def same_in_both(
+def check_same_in_both(
     id: str, who: str, original: Sequence[Record], turned: Sequence[Record], name: str, tolerance: float
-) -> Judged:
-    """The check that an optimizer which knows no coordinates (SGD) has the same curve in both; an error otherwise.
+) -> Judgement:
+    """Check that an optimizer without preferred coordinates (SGD) has the same curve in both; raise otherwise.
 
     Training amplifies rounding, so the median over recorded points of the relative difference is compared.
     """
@@ -100,4 +100,4 @@ def same_in_both(
     if not worst <= tolerance:
         raise AssertionError(f"{id}: {who} differs between coordinates by {worst:.2g}: the implementation is wrong.")
     finding = f"Largest median relative difference of a trial: {worst:.2g}."
-    return Judged(id, f"Check: {who} is the same in both coordinates.", "holds", finding, "check")
+    return Judgement(id, f"Check: {who} is the same in both coordinates.", "holds", finding, "check")

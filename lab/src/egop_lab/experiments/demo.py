@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 import egop
+from egop_lab.builders import build_torch_optimizer
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
 from egop_lab.experiments import demo_language
-from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series, Span
 from egop_lab.training.loop import Curve, train
@@ -49,7 +49,7 @@ _SAME = 0.01
 
 @dataclass(frozen=True)
 class Run:
-    """A curve and the settings it was made with; ``coordinates`` is "original" or "EGOP"."""
+    """A curve and the settings of its training; ``coordinates`` is "original" or "EGOP"."""
 
     optimizer: str
     coordinates: str
@@ -59,11 +59,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Demo:
-    """Everything the demo found; table, picture and closing words are made from it.
+    """Everything the demo found; the table, the picture and the closing words are made from it.
 
     Attributes:
         epochs: passes over the training set in each run.
-        seed: the one seed everything was drawn from.
+        seed: the seed of everything.
         estimation_seconds: time to sample the gradients and find the basis.
         spectra: eigenvalues of each block, descending, by block name.
         runs: for each optimizer the run in original, then the one in EGOP coordinates.
@@ -76,7 +76,7 @@ class Demo:
     runs: tuple[Run, ...]
 
     def pairs(self) -> list[tuple[Run, Run]]:
-        """The runs of each optimizer: in original and in EGOP coordinates."""
+        """Return the runs of each optimizer in original and in EGOP coordinates."""
         return list(zip(self.runs[::2], self.runs[1::2], strict=True))
 
 
@@ -87,7 +87,7 @@ def run(
 
     Args:
         epochs: passes over the training set in each run.
-        seed: of the start, the batches and the sampled gradients.
+        seed: seed of the start, the batches and the sampled gradients.
         progress: show progress bars on standard error.
         show: called once with the printed basis, as soon as it is known.
     """
@@ -104,11 +104,11 @@ def run(
             model = copy.deepcopy(start)
             curve = train(
                 model,
-                torch_optimizer(name, model, lr, given),
+                build_torch_optimizer(name, model, lr, given),
                 cross_entropy,
                 Batches(*data.train.batch, size=BATCH_SIZE, generator=_generator(seed, "training batches")),
                 epochs,
-                evaluate=lambda model: scores(model, *data.on("cpu")),
+                evaluate=lambda model: scores(model, *data.to("cpu")),
                 progress=progress,
                 description=f"{name:>7}, {coordinates:<8} coordinates",
             )
@@ -118,7 +118,7 @@ def run(
 
 
 def _generator(seed: int, purpose: str) -> torch.Generator:
-    """Independent streams for independent things, so that the start is not also the first sampled point."""
+    """Return an independent random stream for each purpose, so that the start is not also the first sampled point."""
     purposes = ("start", "training batches", "sampling", "sampling batches")
     return torch.Generator().manual_seed(len(purposes) * seed + purposes.index(purpose))
 
@@ -136,14 +136,14 @@ def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> ego
 
 
 def picture(demo: Demo, language: demo_language.Language | None) -> Picture:
-    """Both halves side by side; the second one may be left out."""
+    """Put both halves side by side; the second one may be left out."""
     others = [] if language is None else [demo_language.panel(language)]
     caption = "Training loss of the digits network by epoch, and validation loss of a language model by seconds."
     return Picture("demo", caption, [panel(demo), *others])
 
 
 def panel(demo: Demo) -> Panel:
-    """Training loss by epoch, and how much of the training EGOP coordinates save."""
+    """Draw the training loss by epoch, and how much of the training EGOP coordinates save."""
     series: list[Series] = []
     spans: list[Span] = []
     for original, reparameterized in demo.pairs():
@@ -151,15 +151,15 @@ def panel(demo: Demo) -> Panel:
             label = run.optimizer if run is original else f"{run.optimizer}, EGOP"
             turned = run is reparameterized
             series.append(Series(label, range(len(run.curve.loss)), run.curve.loss, method=run.optimizer, egop=turned))
-        saved = _saved(original, reparameterized)
+        saved = _find_saving(original, reparameterized)
         if saved is not None and not spans:  # the first optimizer's: more would hide the lines
             words = f"the same loss after {saved} of {demo.epochs} epochs"
             spans.append(Span(words, demo.epochs, saved, original.curve.final, original.optimizer))
     return Panel("The digits network", "epoch", "training loss", series, spans=spans)
 
 
-def _saved(original: Run, reparameterized: Run) -> int | None:
-    """The epoch in which EGOP coordinates have the original's final loss, if that is earlier and they differ."""
+def _find_saving(original: Run, reparameterized: Run) -> int | None:
+    """Return the epoch in which EGOP coordinates reach the original's final loss, if earlier and if they differ."""
     before, after = original.curve, reparameterized.curve
     if before.diverged or after.diverged or _median_difference(before, after) < _SAME:
         return None
@@ -168,7 +168,7 @@ def _saved(original: Run, reparameterized: Run) -> int | None:
 
 
 def summary(demo: Demo) -> str:
-    """The closing words, computed from the numbers."""
+    """Return the closing words, computed from the numbers."""
     sentences = [_verdict(original, reparameterized, demo.epochs) for original, reparameterized in demo.pairs()]
     before, after = (sum(run.curve.seconds for run in runs) for runs in (demo.runs[::2], demo.runs[1::2]))
     cost = f"On this small network training in EGOP coordinates takes {after / before:.2g} times as long."
@@ -191,10 +191,10 @@ def _verdict(original: Run, reparameterized: Run, epochs: int) -> str:
         if reached is not None
         else f"does not reach the original's final loss in {epochs} epochs"
     )
-    return f"{name} in EGOP coordinates {speed} and ends {_compared(after.final, before.final)}."
+    return f"{name} in EGOP coordinates {speed} and ends {_compare_losses(after.final, before.final)}."
 
 
-def _compared(loss: float, reference: float) -> str:
+def _compare_losses(loss: float, reference: float) -> str:
     if loss == 0:
         return "at zero"
     return f"{reference / loss:.2g} times lower" if loss < reference else f"{loss / reference:.2g} times higher"

@@ -39,25 +39,17 @@ from egop_lab.training.loop import train
 __all__ = ["EVERY", "LEARNING_RATES", "RATES", "STEPS", "Language", "LanguageRun", "panel", "run", "summary"]
 
 STEPS = 200
-EVERY = 10  # steps of one turn, and between two looks at the loss
+EVERY = 10  # steps per turn, and between two evaluations
 LEARNING_RATES = {"AdamW": 2e-3, "EGOP": 3.2e-2}
 RATES = "Each at its best learning rate of a grid by factors of two, found with 200 steps of seed 0."
 _SIZES = {"layers": 3, "width": 96, "heads": 4, "context": 64}
-_BATCH, _HELD = 32, 32  # windows of a batch, and of the validation text
-_WARM_UP, _DECAY = 40, 0.4  # steps, and the share of all steps
+_BATCH, _HELD = 32, 32  # windows in a batch, and of validation text
+_WARM_UP, _DECAY = 40, 0.4  # in steps, and as a share of all steps
 
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """One training by turns; index 0 is the start.
-
-    Attributes:
-        optimizer: its name.
-        lr: its learning rate.
-        loss: validation losses, in nats for each byte.
-        seconds: spent in training steps until then.
-        steps: taken until then.
-    """
+    """One training in turns; index 0 is the start."""
 
     optimizer: str
     lr: float
@@ -66,20 +58,14 @@ class LanguageRun:
     steps: tuple[int, ...]
 
     def reached(self, loss: float) -> tuple[int, float] | None:
-        """The steps and seconds after which the loss is at most this; None if it never is."""
+        """Return the steps and seconds after which the loss is at most this, or None."""
         turns = zip(self.steps, self.seconds, self.loss, strict=True)
         return next(((steps, seconds) for steps, seconds, value in turns if value <= loss), None)
 
 
 @dataclass(frozen=True)
 class Language:
-    """What the second half found.
-
-    Attributes:
-        parameters: of the network.
-        characters: of the text, training and validation.
-        runs: AdamW's and EGOP's.
-    """
+    """Results of the second half."""
 
     parameters: int
     characters: int
@@ -87,20 +73,14 @@ class Language:
 
     @property
     def reached(self) -> tuple[int, float] | None:
-        """The steps and seconds in which EGOP has AdamW's last loss."""
+        """Steps and seconds in which EGOP reaches AdamW's final loss, or None."""
         adamw, rotated = self.runs
         return rotated.reached(adamw.loss[-1])
 
 
 def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language:
-    """Train both, in turns.
-
-    Args:
-        steps: of each.
-        seed: of the start and the batches.
-        progress: show a progress bar on standard error.
-    """
-    text = own_source()
+    """Train both in turns."""
+    text = read_own_source()
     sides = [_Side(name, lr, text, steps, seed) for name, lr in LEARNING_RATES.items()]
     with tqdm(total=2 * steps, desc="language model, in turns", unit="step", disable=not progress) as bar:
         for count in _turns(steps):
@@ -109,12 +89,12 @@ def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language
                 bar.update(count)
             bar.set_postfix_str(", ".join(f"{side.name} {side.loss[-1]:.2f}" for side in sides), refresh=False)
     size = sum(parameter.numel() for parameter in sides[0].model.parameters())
-    adamw, rotated = (side.finished() for side in sides)
+    adamw, rotated = (side.to_run() for side in sides)
     return Language(size, len(text.train) + len(text.validation), (adamw, rotated))
 
 
-def own_source() -> Text:
-    """Egop's own source, as bytes."""
+def read_own_source() -> Text:
+    """Read egop's own source as bytes."""
     folder = Path(str(resources.files("egop")))
     source = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     whole = torch.frombuffer(bytearray(source), dtype=torch.uint8)
@@ -141,7 +121,7 @@ class _Side:
         self.seconds, self.steps = [0.0], [0]
 
     def train(self, steps: int) -> None:
-        """Go on for some steps, and look at the loss."""
+        """Train for some more steps, and evaluate."""
         seed = int(torch.randint(2**31, (), generator=self._generator))
         length = _SIZES["context"] + 1
         batches = Windows(self._text.train, length=length, size=_BATCH, count=steps, seed=seed)
@@ -159,8 +139,8 @@ class _Side:
         self.seconds.append(self.seconds[-1] + curve.seconds)
         self.steps.append(self.steps[-1] + steps)
 
-    def finished(self) -> LanguageRun:
-        """What it leaves."""
+    def to_run(self) -> LanguageRun:
+        """Return the finished run."""
         return LanguageRun(self.name, self.lr, tuple(self.loss), tuple(self.seconds), tuple(self.steps))
 
 
@@ -171,18 +151,18 @@ def _optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
 
 
 def _factor(step: int, steps: int) -> float:
-    """Of the learning rate: warm-up, constant, and linear to zero."""
+    """Return the factor of the learning rate: warm-up, constant, and linear to zero."""
     return min(1.0, (step + 1) / min(_WARM_UP, max(1, steps // 2)), (steps - step) / max(1.0, _DECAY * steps))
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """The cross-entropy of every next byte, in nats."""
+    """Compute the cross-entropy of every next byte, in nats."""
     batch = batch.long()
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def panel(language: Language) -> Panel:
-    """Validation loss by seconds, and what is saved of AdamW's."""
+    """Draw the validation loss by seconds, and how much of AdamW's time is saved."""
     adamw, rotated = language.runs
     series = [
         Series(f"{run.optimizer}, lr {run.lr:g}", run.seconds, run.loss, method=run.optimizer, egop=run is rotated)
@@ -196,7 +176,7 @@ def panel(language: Language) -> Panel:
 
 
 def summary(language: Language) -> str:
-    """The closing words, computed from the numbers."""
+    """Return the closing words, computed from the numbers."""
     adamw, rotated = language.runs
     slower = rotated.seconds[-1] / adamw.seconds[-1]
     cost = f"A step of EGOP takes {slower:.2f} times AdamW's here."

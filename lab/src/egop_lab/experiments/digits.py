@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Judged, compare, decades, verdict
-from egop_lab.experiments.curves import curve_series, first_below, median, quartiles, rate_series, same_in_both
-from egop_lab.experiments.swept import SweptExperiment, by_both
+from egop_lab.experiments.base import Judgement, compare, count_decades, to_verdict
+from egop_lab.experiments.curves import check_same_in_both, curve_series, first_below, median, quartiles, rate_series
+from egop_lab.experiments.sweep_experiment import SweepExperiment, judge_by_both_rules
 from egop_lab.plots.picture import Panel, Picture
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset
@@ -17,11 +17,11 @@ from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
 from egop_lab.training.tuning import doublings
 
-# Every so many epochs the loss is kept.
+# Epochs between two recorded losses.
 _STRIDE = {"quick": 1, "full": 5}
 
 
-class DigitsExperiment(SweptExperiment):
+class DigitsExperiment(SweepExperiment):
     """EGOP Adam and Adagrad against their originals, SGD and SGD with momentum."""
 
     id: ClassVar[str] = "digits"
@@ -76,31 +76,39 @@ class DigitsExperiment(SweptExperiment):
             )
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The best validation accuracy, negated."""
+        """Return the best validation accuracy, negated."""
         return -float(result["best validation accuracy"])
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         judged = []
         for optimizer in ("Adam", "Adagrad"):
-            judged.append(by_both(partial(self._lower, store, preset, optimizer)))
-            judged.append(by_both(partial(self._below_sgd, store, preset, optimizer)))
-            judged.append(by_both(partial(self._faster, store, preset, optimizer, [optimizer])))
-            judged.append(by_both(partial(self._faster, store, preset, optimizer, ["SGD", "SGD+momentum"])))
-            judged.append(self._robust(store, preset, optimizer))
-            judged.append(by_both(partial(self._accurate, store, preset, optimizer)))
+            judged.append(judge_by_both_rules(partial(self._judge_lower, store, preset, optimizer)))
+            judged.append(judge_by_both_rules(partial(self._judge_below_sgd, store, preset, optimizer)))
+            judged.append(judge_by_both_rules(partial(self._judge_faster, store, preset, optimizer, [optimizer])))
+            judged.append(
+                judge_by_both_rules(partial(self._judge_faster, store, preset, optimizer, ["SGD", "SGD+momentum"]))
+            )
+            judged.append(self._judge_robust(store, preset, optimizer))
+            judged.append(judge_by_both_rules(partial(self._judge_accuracy, store, preset, optimizer)))
         for optimizer in ("SGD", "SGD+momentum"):
-            original_runs, turned_runs = (self.reported(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP))
-            judged.append(same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05))
+            original_runs, turned_runs = (
+                self.reported_runs(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP)
+            )
+            judged.append(
+                check_same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05)
+            )
         return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         methods = [(name, kind) for name in self.settings(preset)["rates"] for kind in (ORIGINAL, EGOP)]
         epochs = range(0, self.settings(preset)["epochs"] + 1, _STRIDE[preset])
-        losses = [curve_series(self.reported(store, preset, *method), "loss", *method, epochs) for method in methods]
+        losses = [
+            curve_series(self.reported_runs(store, preset, *method), "loss", *method, epochs) for method in methods
+        ]
         sweeps, accuracies = [], []
         for optimizer, kind in methods:
-            runs = self.fresh(store, preset, optimizer, kind)
-            chosen = self.chosen(store, preset, optimizer)
+            runs = self.fresh_runs(store, preset, optimizer, kind)
+            chosen = self.choose_rate(store, preset, optimizer)
             sweeps.append(rate_series(runs, lambda result: result["loss"][-1], optimizer, kind, chosen))
             accuracies.append(rate_series(runs, lambda result: result["test accuracy"], optimizer, kind, chosen))
         return [
@@ -116,68 +124,75 @@ class DigitsExperiment(SweptExperiment):
             )
         ]
 
-    def _final(self, store: Store, preset: Preset, optimizer: str, coordinates: str, apart: bool) -> float:
-        runs = self.reported(store, preset, optimizer, coordinates, apart=apart)
+    def _final(self, store: Store, preset: Preset, optimizer: str, coordinates: str, separate: bool) -> float:
+        runs = self.reported_runs(store, preset, optimizer, coordinates, separate=separate)
         return median([run.result["loss"][-1] for run in runs])
 
-    def _lower(self, store: Store, preset: Preset, optimizer: str, apart: bool) -> Judged:
-        original, turned = (self._final(store, preset, optimizer, kind, apart) for kind in (ORIGINAL, EGOP))
+    def _judge_lower(self, store: Store, preset: Preset, optimizer: str, separate: bool) -> Judgement:
+        original, turned = (self._final(store, preset, optimizer, kind, separate) for kind in (ORIGINAL, EGOP))
         words = f"EGOP {optimizer} ends at a lower training loss than {optimizer}."
         return compare(f"digits/{optimizer}-lower", words, ("EGOP", turned), (optimizer, original))
 
-    def _below_sgd(self, store: Store, preset: Preset, optimizer: str, apart: bool) -> Judged:
-        rivals = {name: self._final(store, preset, name, ORIGINAL, apart) for name in ("SGD", "SGD+momentum")}
+    def _judge_below_sgd(self, store: Store, preset: Preset, optimizer: str, separate: bool) -> Judgement:
+        rivals = {name: self._final(store, preset, name, ORIGINAL, separate) for name in ("SGD", "SGD+momentum")}
         best = min(rivals, key=lambda name: rivals[name])
-        turned = self._final(store, preset, optimizer, EGOP, apart)
+        turned = self._final(store, preset, optimizer, EGOP, separate)
         words = f"EGOP {optimizer} ends lower than SGD and SGD with momentum."
         return compare(f"digits/{optimizer}-below-sgd", words, ("EGOP", turned), (f"{best}, the better", rivals[best]))
 
-    def _faster(self, store: Store, preset: Preset, optimizer: str, rivals: Sequence[str], apart: bool) -> Judged:
-        """Compared by the epochs to the lowest loss that the rival's median has."""
-        turned = self._curve(store, preset, optimizer, EGOP, apart)
-        curves = {name: self._curve(store, preset, name, ORIGINAL, apart) for name in rivals}
+    def _judge_faster(
+        self, store: Store, preset: Preset, optimizer: str, rivals: Sequence[str], separate: bool
+    ) -> Judgement:
+        """Compare the epochs to the lowest loss of the rival's median."""
+        turned = self._curve(store, preset, optimizer, EGOP, separate)
+        curves = {name: self._curve(store, preset, name, ORIGINAL, separate) for name in rivals}
         best = min(curves, key=lambda name: min(curves[name]))
         goal, every = min(curves[best]), _STRIDE[preset]
         needed, epochs = first_below(turned, goal), curves[best].index(goal)
         against = optimizer if rivals == [optimizer] else "SGD and SGD with momentum"
         name = "faster" if rivals == [optimizer] else "faster-than-sgd"
         shown = "never" if needed is None else str(every * needed)
-        return Judged(
+        return Judgement(
             f"digits/{optimizer}-{name}",
             f"EGOP {optimizer} needs fewer epochs than {against}.",
-            verdict(needed is not None and needed < epochs),
+            to_verdict(needed is not None and needed < epochs),
             f"Epochs to {best}'s lowest training loss, {goal:.3g}: EGOP {shown}, {best} {every * epochs}.",
-            margin=decades(max(needed, 1), epochs) if needed is not None else None,
+            margin=count_decades(max(needed, 1), epochs) if needed is not None else None,
         )
 
-    def _curve(self, store: Store, preset: Preset, optimizer: str, coordinates: str, apart: bool) -> list[float]:
-        runs = self.reported(store, preset, optimizer, coordinates, apart=apart)
+    def _curve(self, store: Store, preset: Preset, optimizer: str, coordinates: str, separate: bool) -> list[float]:
+        runs = self.reported_runs(store, preset, optimizer, coordinates, separate=separate)
         return quartiles([run.result["loss"] for run in runs])[1]
 
-    def _robust(self, store: Store, preset: Preset, optimizer: str) -> Judged:
+    def _judge_robust(self, store: Store, preset: Preset, optimizer: str) -> Judgement:
         finals: dict[str, dict[float, list[float]]] = {ORIGINAL: {}, EGOP: {}}
         for kind, by in finals.items():
-            for run in self.fresh(store, preset, optimizer, kind):
+            for run in self.fresh_runs(store, preset, optimizer, kind):
                 by.setdefault(run.config["lr"], []).append(run.result["loss"][-1])
         better = [rate for rate, values in finals[EGOP].items() if median(values) < median(finals[ORIGINAL][rate])]
         share = len(better) / len(finals[EGOP])
         words = f"The gain of EGOP {optimizer} is robust to the learning rate."
         finding = f"Lower at {len(better)} of {len(finals[EGOP])} learning rates."
         threshold = "at more than three quarters of them"
-        return Judged(f"digits/{optimizer}-robust", words, verdict(share > 0.75), finding, threshold=threshold)
+        return Judgement(f"digits/{optimizer}-robust", words, to_verdict(share > 0.75), finding, threshold=threshold)
 
-    def _accurate(self, store: Store, preset: Preset, optimizer: str, apart: bool) -> Judged:
+    def _judge_accuracy(self, store: Store, preset: Preset, optimizer: str, separate: bool) -> Judgement:
         original, turned = (
-            median([run.result["test accuracy"] for run in self.reported(store, preset, optimizer, kind, apart=apart)])
+            median(
+                [
+                    run.result["test accuracy"]
+                    for run in self.reported_runs(store, preset, optimizer, kind, separate=separate)
+                ]
+            )
             for kind in (ORIGINAL, EGOP)
         )
         words = f"Test accuracy of EGOP {optimizer} is as good or better."
         finding = f"EGOP: {turned:.2%}; original: {original:.2%}."
-        return Judged(f"digits/{optimizer}-accuracy", words, verdict(turned >= original), finding)
+        return Judgement(f"digits/{optimizer}-accuracy", words, to_verdict(turned >= original), finding)
 
 
 def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """What figures and claims need of a run: of thousands of runs, whole curves would be tens of megabytes."""
+    """Keep what figures and claims need: whole curves of thousands of runs would take tens of megabytes."""
     return {
         "loss": result["loss"][:: _STRIDE[config["preset"]]],
         "best validation accuracy": max(result["validation accuracy"]),

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Experiment, Judged, decades, verdict
+from egop_lab.experiments.base import Experiment, Judgement, count_decades, to_verdict
 from egop_lab.experiments.digits_spectrum import NORMAL, DigitsSpectrumExperiment, measure
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.records import Record, Store
 
 _SEVERAL = 3
@@ -32,44 +32,44 @@ class DigitsDensityExperiment(Experiment):
     def run(self, store: Store, context: Context) -> None:
         if self._config(context.preset) in store:
             return
-        known = _measured(store, context.preset)
+        known = _find_record(store, context.preset)
         if known is None:
             began = time.perf_counter()
             result = measure(self._config(context.preset), context.device)
-            known = finished(self._config(context.preset), result, time.perf_counter() - began, context.device)
+            known = make_record(self._config(context.preset), result, time.perf_counter() - began, context.device)
         result = {key: known.result[key] for key in ("density", "dimension", "samples", "stable rank")}
         store.add(Record(self._config(context.preset), result, known.seconds, known.device, known.versions))
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         (record,) = self.records(store, preset)
         densities, size = record.result["density"], record.result["dimension"]
         dense = sum(density > 0.3 for density in densities)
         lowest = min(densities)
         count = len(densities)
         return [
-            Judged(
+            Judgement(
                 "digits-density/first",
                 "The leading eigenvector is dense: β₁ > 0.5.",
-                verdict(densities[0] > 0.5),
+                to_verdict(densities[0] > 0.5),
                 f"β₁ = {densities[0]:.3f}.",
                 paper="β₁ > 0.5",
             ),
-            Judged(
+            Judgement(
                 "digits-density/several",
                 "Several eigenvectors have β > 0.3.",
-                verdict(dense >= _SEVERAL),
+                to_verdict(dense >= _SEVERAL),
                 f"{dense} of the {count} leading ones.",
                 paper="several > 0.3",
                 threshold=f"several: from {_SEVERAL}",
             ),
-            Judged(
+            Judgement(
                 "digits-density/all",
                 f"All {count} leading eigenvectors have β ≫ 1/d.",
-                verdict(lowest * size > _FAR_ABOVE),
+                to_verdict(lowest * size > _FAR_ABOVE),
                 f"The smallest is {lowest:.3f}, {lowest * size:.3g} times 1/d.",
                 paper=f"1/d < 5e-4, here {1 / size:.2g}",
                 threshold=f"≫: above {_FAR_ABOVE} times",
-                margin=decades(1 / size, lowest),
+                margin=count_decades(1 / size, lowest),
             ),
         ]
 
@@ -88,8 +88,8 @@ class DigitsDensityExperiment(Experiment):
         return DigitsSpectrumExperiment().configs(preset)[0] | {"experiment": self.id, "version": self.version}
 
 
-def _measured(store: Store, preset: Preset) -> Record | None:
-    """The run of the spectrum experiment, where it has been done: in this store, or in its own file beside."""
+def _find_record(store: Store, preset: Preset) -> Record | None:
+    """Return the run of the spectrum experiment if it is finished: from this store, or from its own file."""
     spectrum = DigitsSpectrumExperiment()
     wanted = spectrum.configs(preset)[0]
     beside = store.path.with_name(f"{spectrum.id}{store.path.suffix}")

@@ -13,12 +13,12 @@ from tqdm.auto import tqdm
 
 import egop
 from egop_lab.data.digits import digits
-from egop_lab.experiments.base import Beside, Experiment, Judged, verdict
+from egop_lab.experiments.base import Alternative, Experiment, Judgement, to_verdict
 from egop_lab.models.small import cross_entropy, digits_network, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.records import Record, Store
-from egop_lab.training.spectra import decay, subsampled
+from egop_lab.training.spectra import decay, subsample
 
 INITIALIZATION = "initialisation"
 NORMAL = "N(0, 1²)"
@@ -53,7 +53,7 @@ class DigitsSpectrumExperiment(Experiment):
         }
 
     def configs(self, preset: Preset) -> list[dict[str, Any]]:
-        """The runs: one a sampling distribution, the standard normal one first."""
+        """Return the configurations: one per sampling distribution, the standard normal one first."""
         settings = self.settings(preset)
         names = [NORMAL] + [name for scale in settings["scales"] if (name := f"N(0, {scale:g}²)") != NORMAL]
         samples = settings["samples per dimension"]
@@ -66,14 +66,19 @@ class DigitsSpectrumExperiment(Experiment):
         for config in tqdm(left, desc="Spectra", unit="rho", disable=not context.progress):
             began = time.perf_counter()
             result = measure(config, context.device)
-            store.add(finished(config, result, time.perf_counter() - began, context.device))
+            store.add(make_record(config, result, time.perf_counter() - began, context.device))
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        records = self._found(store, preset)
-        return [_exponential(records[NORMAL]), _decays(records), _comparable(records), _shelf(records)]
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        records = self._load_results(store, preset)
+        return [
+            _judge_exponential(records[NORMAL]),
+            _judge_decay(records),
+            _judge_comparable(records),
+            _judge_shelf(records),
+        ]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        records = self._found(store, preset)
+        records = self._load_results(store, preset)
         whole = [_series(name, record.result, record.result["index"]) for name, record in records.items()]
         leading = [_series(name, record.result, range(1, _LEADING + 1)) for name, record in records.items()]
         return [
@@ -92,13 +97,13 @@ class DigitsSpectrumExperiment(Experiment):
             ),
         ]
 
-    def _found(self, store: Store, preset: Preset) -> dict[str, Record]:
+    def _load_results(self, store: Store, preset: Preset) -> dict[str, Record]:
         records = [store.get(config) for config in self.configs(preset)]
         return {record.config["rho"]: record for record in records if record is not None}
 
 
 def measure(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Estimate the EGOP matrix and keep the leading eigenvalues and densities, and evenly spaced ones of the rest."""
+    """Estimate the EGOP matrix; return the leading eigenvalues and densities, and evenly spaced ones of the rest."""
     train = tuple(tensor.to(device) for tensor in digits().train.batch)
     network = digits_network().to(device)
     name = config["rho"]
@@ -119,7 +124,7 @@ def measure(config: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     )
     spectrum = basis.spectrum["all"]
     return {
-        **subsampled(spectrum.eigenvalues.tolist()),
+        **subsample(spectrum.eigenvalues.tolist()),
         "density": spectrum.density[:_LEADING].tolist(),
         "stable rank": spectrum.stable_rank,
         "samples": spectrum.samples,
@@ -131,67 +136,69 @@ def _series(name: str, result: Mapping[str, Any], index: Sequence[int]) -> Serie
     return Series(name, list(index)[: len(ratios)], ratios, method=name)
 
 
-def explained(x: Sequence[float], y: Sequence[float]) -> float:
-    """The share of the variance of y that a straight line in x explains: R²."""
+def r_squared(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the share of the variance of y that a straight line in x explains: R²."""
     return float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
-def _exponential(record: Record) -> Judged:
+def _judge_exponential(record: Record) -> Judgement:
     even = record.result["even"]
     pairs = [(k, ratio) for k, ratio in zip(even, decay(record.result, even), strict=True) if ratio > _FLOOR]
     index, ratios = zip(*pairs, strict=True)
-    line = explained(index, np.log10(ratios).tolist())
-    power = explained(np.log10(index).tolist(), np.log10(ratios).tolist())
+    line = r_squared(index, np.log10(ratios).tolist())
+    power = r_squared(np.log10(index).tolist(), np.log10(ratios).tolist())
     finding = (
         f"log λₖ against k: a line explains {line:.1%} of the variance; against log k, that is a "
         f"power law, {power:.1%}; {-np.log10(ratios[-1]):.1f} decades over {index[-1]} of {even[-1]} eigenvalues."
     )
     words = "The eigenvalues decay roughly exponentially."
     threshold = "90 % of the variance, and more than a power law"
-    return Judged(
-        "digits-spectrum/exponential", words, verdict(line >= 0.9 and line > power), finding, threshold=threshold
+    return Judgement(
+        "digits-spectrum/exponential", words, to_verdict(line >= 0.9 and line > power), finding, threshold=threshold
     )
 
 
-def _decays(records: Mapping[str, Record]) -> Judged:
-    """By the paper's own measure of decay: where it is strong, the stable rank is much smaller than the dimension."""
+def _judge_decay(records: Mapping[str, Record]) -> Judgement:
+    """Judge by the paper's own measure of decay: strong if the stable rank is much smaller than the dimension."""
     ranks, ratios = {}, {}
     for name, record in records.items():
         quarter = next(k for k in record.result["index"] if 4 * k >= record.result["dimension"])
         ranks[name], ratios[name] = record.result["stable rank"], decay(record.result, [quarter])[0]
     dimension = next(iter(records.values())).result["dimension"]
     shown = "; ".join(f"{name}: {rank:.3g}" for name, rank in ranks.items())
-    holds = verdict(_MUCH * max(ranks.values()) <= dimension)
+    holds = to_verdict(_MUCH * max(ranks.values()) <= dimension)
     ends = "; ".join(f"{name}: {ratio:.1e}" for name, ratio in ratios.items())
-    strongly = Beside(f"λₖ/λ₁ below {_STRONG:g} at k = d/4", verdict(max(ratios.values()) < _STRONG), f"{ends}.")
-    return Judged(
+    strongly = Alternative(
+        f"λₖ/λ₁ below {_STRONG:g} at k = d/4", to_verdict(max(ratios.values()) < _STRONG), f"{ends}."
+    )
+    return Judgement(
         "digits-spectrum/robust",
         "The spectrum decays under every sampling distribution.",
         holds,
         f"Stable ranks: {shown}; d = {dimension}.",
         paper="decay: sr ≪ d",
         threshold=f"≪: by {_MUCH:g} times",
-        beside=() if strongly.verdict == holds else (strongly,),
+        alternatives=() if strongly.verdict == holds else (strongly,),
     )
 
 
-def _comparable(records: Mapping[str, Record]) -> Judged:
+def _judge_comparable(records: Mapping[str, Record]) -> Judgement:
     normal, initial = (records[name].result for name in (NORMAL, INITIALIZATION))
     pairs = zip(decay(normal, normal["even"]), decay(initial, normal["even"]), strict=True)
     gaps = [abs(np.log10(a / b)) for a, b in pairs if min(a, b) > _FLOOR]
     gap = float(np.median(gaps))
-    return Judged(
+    return Judgement(
         "digits-spectrum/initialisation",
         "The initialisation has a spectrum very comparable to that of the standard normal distribution.",
-        verdict(gap < 0.5),
+        to_verdict(gap < 0.5),
         f"λₖ/λ₁ differ by a factor of {10**gap:.2g} in the median over k; "
         f"stable ranks {initial['stable rank']:.3g} and {normal['stable rank']:.3g}.",
         threshold="very comparable: within half a decade",
     )
 
 
-def _shelf(records: Mapping[str, Record]) -> Judged:
-    """A shelf ends where the eigenvalue falls by far more than it usually does; λ₁ alone is not a shelf."""
+def _judge_shelf(records: Mapping[str, Record]) -> Judgement:
+    """Find where a shelf ends: the eigenvalue falls by far more than it usually does. λ₁ alone is not a shelf."""
     ends, drops, typical = {}, {}, []
     for name, record in records.items():
         ratios = decay(record.result, range(1, _LEADING + 2))
@@ -201,10 +208,10 @@ def _shelf(records: Mapping[str, Record]) -> Judged:
         typical.append(float(np.median(list(steps.values()))))
     same = len(set(ends.values())) == 1
     shown = "; ".join(f"{name}: after k = {ends[name]}, by a factor of {drops[name]:.2f}" for name in records)
-    return Judged(
+    return Judgement(
         "digits-spectrum/shelf",
         "The leading eigenvalues form shelves, the same under every sampling distribution.",
-        verdict(same and min(drops.values()) > 1.2),
+        to_verdict(same and min(drops.values()) > 1.2),
         f"The largest drop among k = 2…{_LEADING}: {shown}; the median drop is {max(typical):.3f} at most.",
         threshold="everywhere at one k, by more than 1.2",
     )

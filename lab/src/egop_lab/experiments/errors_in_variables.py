@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from egop_lab import theory
-from egop_lab.data.matrices import with_decay
-from egop_lab.experiments.base import Beside, Judged, decades, verdict
+from egop_lab.data.matrices import matrix_with_decay
+from egop_lab.experiments.base import Alternative, Judgement, count_decades, to_verdict
 from egop_lab.experiments.curves import median, quartiles
-from egop_lab.experiments.tuned import Case, Method, TunedExperiment
+from egop_lab.experiments.tuned_experiment import Case, Method, TunedExperiment
 from egop_lab.methods import describe
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.instances import Trials
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP
@@ -42,7 +42,7 @@ class MaskedRegression(Trials):
         instances = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
         self.data, self.mask, self.targets = (torch.stack(column)[:, None] for column in zip(*instances, strict=True))
 
-    def alone(self, seed: int) -> Self:
+    def single_trial(self, seed: int) -> Self:
         return type(self)([seed], nu=self.nu, size=self.size, decay=self.decay, samples=self.samples)
 
     def start(self) -> batched.Point:
@@ -55,12 +55,12 @@ class MaskedRegression(Trials):
         return {"loss": self.losses(point, 0)}
 
     def hessian(self, trial: int) -> Tensor:
-        """diag(m) (AᵀA ⊗ I) diag(m), in torch's order of the entries of W."""
+        """Return diag(m) (AᵀA ⊗ I) diag(m), in torch's order of the entries of W."""
         data, mask = self.data[trial, 0], self.mask[trial, 0].flatten()
         return mask[:, None] * torch.kron(data.mT @ data, torch.eye(self.size, dtype=data.dtype)) * mask
 
     def _instance(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        data = with_decay(self.size, self.size, self.decay, generator)
+        data = matrix_with_decay(self.size, self.size, self.decay, generator)
         noise, truth = (
             torch.randn(self.size, self.size, generator=generator, dtype=torch.float64) for _ in ("mask", "truth")
         )
@@ -69,7 +69,7 @@ class MaskedRegression(Trials):
 
 
 class ErrorsInVariablesExperiment(TunedExperiment):
-    """EGOP against SOAP and Shampoo, which renew their bases every step, as the Kronecker structure is lost."""
+    """EGOP against SOAP and Shampoo, which refresh every step, as the Kronecker structure is lost."""
 
     id: ClassVar[str] = "errors-in-variables"
     title: ClassVar[str] = "Regression with errors in variables"
@@ -112,7 +112,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         return MaskedRegression(seeds, **{name: case[name] for name in ("nu", "size", "decay", "samples")})
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The final loss; below the floor of rounding all are equally good."""
+        """Return the final loss, no smaller than the rounding floor."""
         return max(float(result["loss"][-1]), _FLOOR * float(result["loss"][0]))
 
     def run(self, store: Store, context: Context) -> None:
@@ -124,9 +124,9 @@ class ErrorsInVariablesExperiment(TunedExperiment):
                 size = case["size"]
                 hessian = self.trials(case, [config["seed"]]).hessian(0)
                 result = {"residual": theory.kronecker_residual(hessian, size, size)}
-                store.add(finished(config, result, time.perf_counter() - began))
+                store.add(make_record(config, result, time.perf_counter() - began))
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         cases = self.cases(preset)
         enough = len(cases) > 1
         final = {
@@ -143,30 +143,30 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             ordered = sorted(residuals, key=lambda nu: residuals[nu])
             numbers = "; ".join(f"residual {residuals[nu]:.2f}: {losses[nu]:.2g}" for nu in ordered)
             worse = losses[ordered[-1]] > 10 * losses[ordered[0]]
-            decided = verdict(worse) if enough else "cannot be judged"
-            always = verdict(all(losses[one] < losses[other] for one, other in pairwise(ordered)))
-            step_by_step = Beside("from each residual to the next larger one", always, "The same numbers.")
+            decided = to_verdict(worse) if enough else "cannot be judged"
+            always = to_verdict(all(losses[one] < losses[other] for one, other in pairwise(ordered)))
+            step_by_step = Alternative("from each residual to the next larger one", always, "The same numbers.")
             judged.append(
-                Judged(
+                Judgement(
                     f"{self.id}/{name}-degrades",
                     words,
                     decided,
                     f"Final loss{_WHICH[name]} at {numbers}.",
                     threshold="ten times the loss at the largest residual",
-                    beside=() if always == decided else (step_by_step,),
-                    margin=decades(losses[ordered[0]], losses[ordered[-1]]),
+                    alternatives=() if always == decided else (step_by_step,),
+                    margin=count_decades(losses[ordered[0]], losses[ordered[-1]]),
                 )
             )
-        judged.append(self._linear(store, preset))
+        judged.append(self._judge_linear(store, preset))
         for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
             words = f"{name} does not beat EGOP Adam for ν ≥ 0.5, although it renews its basis every step."
             far = [nu for nu in residuals if nu >= 0.5]
             numbers = "; ".join(f"ν = {nu:g}: EGOP Adam {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
-            better = verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"
+            better = to_verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"
             found = f"Final losses, {name} second{_WHICH[name].removesuffix(',')}: {numbers}."
-            margins = [decades(final[nu, EGOP_ADAM], losses[nu]) for nu in far]
+            margins = [count_decades(final[nu, EGOP_ADAM], losses[nu]) for nu in far]
             least = min((margin for margin in margins if margin is not None), default=None)
-            judged.append(Judged(f"{self.id}/{name}-no-better", words, better, found, margin=least))
+            judged.append(Judgement(f"{self.id}/{name}-no-better", words, better, found, margin=least))
         return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
@@ -176,7 +176,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             for method in methods
         ]
         residuals = [self.residual(store, preset, case) for case in cases]
-        against = [self._against(store, preset, method, residuals) for method in methods]
+        against = [self._judge_against(store, preset, method, residuals) for method in methods]
         sweeps = [
             Panel(
                 f"ν = {case['nu']:g}",
@@ -199,7 +199,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         ]
 
     def residual(self, store: Store, preset: Preset, case: Case) -> float:
-        """The median Kronecker residual of the reported trials."""
+        """Return the median Kronecker residual of the reported trials."""
         runs = [store.get(config) for config in self._residual_configs(preset, case)]
         if None in runs:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; residuals are missing.")
@@ -210,24 +210,24 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         return [self.config(preset, part="Kronecker residual", **case, seed=seed) for seed in seeds]
 
     def _final(self, store: Store, preset: Preset, case: Case, method: Method) -> float:
-        return median([run.result["loss"][-1] for run in self.reported(store, preset, case, method)])
+        return median([run.result["loss"][-1] for run in self.reported_runs(store, preset, case, method)])
 
     def _by_step(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
         curve = self.curve(store, preset, case, method, "loss")
         label = f"ν = {case['nu']:g}, residual {self.residual(store, preset, case):.2f}"
         return Series(label, curve.x, curve.median, curve.low, curve.high, f"ν = {case['nu']:g}", curve.egop)
 
-    def _against(self, store: Store, preset: Preset, method: Method, residuals: Sequence[float]) -> Series:
+    def _judge_against(self, store: Store, preset: Preset, method: Method, residuals: Sequence[float]) -> Series:
         rows = [
-            quartiles([[run.result["loss"][-1]] for run in self.reported(store, preset, case, method)])
+            quartiles([[run.result["loss"][-1]] for run in self.reported_runs(store, preset, case, method)])
             for case in self.cases(preset)
         ]
         low, middle, high = ([row[part][0] for row in rows] for part in range(3))
         egop = method.coordinates == EGOP
         return Series(str(method), residuals, middle, low, high, method.optimizer if egop else str(method), egop)
 
-    def _linear(self, store: Store, preset: Preset) -> Judged:
-        """Linear convergence is a straight line on a logarithmic axis that goes down far, whatever ν is."""
+    def _judge_linear(self, store: Store, preset: Preset) -> Judgement:
+        """Judge linear convergence: a straight, steep line on a logarithmic axis, whatever ν is."""
         words = "EGOP Adam converges linearly for every ν."
         shapes = {}
         for case in self.cases(preset):
@@ -239,11 +239,11 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         )
         straight = all(fall >= 10 and square >= 0.9 for fall, _, square in shapes.values())
         threshold = "ten decades, R² from 0.9"
-        return Judged(f"{self.id}/EGOP-Adam-linear", words, verdict(straight), f"{numbers}.", threshold=threshold)
+        return Judgement(f"{self.id}/EGOP-Adam-linear", words, to_verdict(straight), f"{numbers}.", threshold=threshold)
 
 
 def straightness(curve: Sequence[float], every: int) -> tuple[float, int, float]:
-    """Decades that a curve falls until the floor of rounding, the steps it takes, and R² of log loss over steps."""
+    """Return the decades that a curve falls until the rounding floor, the steps it takes, and R² of the log loss."""
     if not all(math.isfinite(value) for value in curve) or curve[0] <= 0:
         return 0.0, 0, 0.0
     floor = _FLOOR * curve[0]

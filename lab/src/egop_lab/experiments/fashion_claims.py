@@ -1,4 +1,4 @@
-"""What is claimed of the Fashion-MNIST runs, and what is found."""
+"""The paper's claims about Fashion-MNIST, judged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from egop_lab.experiments.base import Beside, Judged, beside, decades, verdict
+from egop_lab.experiments.base import Alternative, Judgement, count_decades, make_alternative, to_verdict
 from egop_lab.experiments.curves import first_below, median
 from egop_lab.training.records import Record
 
@@ -31,98 +31,100 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The reported runs of a method, and the seconds of a single one."""
+class MethodRuns:
+    """The reported runs of a method, and the time of a single one."""
 
     runs: Sequence[Record]
     seconds_per_epoch: float
     estimation: float
 
     def curves(self, name: str) -> list[list[float]]:
-        """A recorded curve of every run."""
+        """Return a recorded curve of every run."""
         return [run.result[name] for run in self.runs]
 
-    def converged(self) -> list[int]:
-        """The first epoch with 99.5 % of a run's best validation accuracy, for every run."""
+    def epochs_to_convergence(self) -> list[int]:
+        """Return for every run the first epoch with 99.5 % of its best validation accuracy."""
         curves = self.curves("validation accuracy")
         epochs = [first_below([-value for value in curve], -_CONVERGED * max(curve)) for curve in curves]
         return [epoch for epoch in epochs if epoch is not None]  # the best one is always above
 
     def seconds(self, estimation: bool) -> list[float]:
-        """Time in training steps until convergence, and that of the estimation where wanted, for every run."""
-        return [self.seconds_per_epoch * epochs + estimation * self.estimation for epochs in self.converged()]
+        """Return for every run the training time until convergence, with that of the estimation if wanted."""
+        return [
+            self.seconds_per_epoch * epochs + estimation * self.estimation for epochs in self.epochs_to_convergence()
+        ]
 
 
-def beats(rank: int, epochs: Mapping[int, int | None]) -> Judged:
-    """Compared by the epochs to the lowest training loss that original coordinates reach."""
+def judge_faster(rank: int, epochs: Mapping[int, int | None]) -> Judgement:
+    """Compare the epochs to the lowest training loss of original coordinates."""
     turned, original = epochs[rank], epochs[0]
     assert original is not None
     reached = f"after {turned}" if turned is not None else "not reached"
     words = f"With r = {rank} the training loss falls faster by epoch than in original coordinates."
     finding = f"Epochs to the lowest loss of original coordinates: {reached}; original: {original}."
-    holds = verdict(turned is not None and turned < original)
-    margin = None if turned is None else decades(turned, original)
+    holds = to_verdict(turned is not None and turned < original)
+    margin = None if turned is None else count_decades(turned, original)
     threshold = "faster: fewer epochs to that loss"
-    return Judged(f"fashion-mnist/r{rank}-faster", words, holds, finding, threshold=threshold, margin=margin)
+    return Judgement(f"fashion-mnist/r{rank}-faster", words, holds, finding, threshold=threshold, margin=margin)
 
 
-def grows(epochs: Mapping[int, int | None]) -> Judged:
-    """Compared by the same epochs."""
+def judge_growth(epochs: Mapping[int, int | None]) -> Judgement:
+    """Compare the same epochs across ranks."""
     needed = {rank: epochs[rank] for rank in sorted(epochs) if rank}
     values = [math.inf if value is None else value for value in needed.values()]
     ordered = all(earlier >= later for earlier, later in pairwise(values)) and values[0] > values[-1]
     shown = "; ".join(f"{Method(rank)}: {'not reached' if value is None else value}" for rank, value in needed.items())
     words = "The gain grows with r."
     finding = f"Epochs to the lowest loss of original coordinates: {shown}."
-    return Judged("fashion-mnist/grows", words, verdict(ordered), finding, threshold="they never rise, and fall")
+    return Judgement("fashion-mnist/grows", words, to_verdict(ordered), finding, threshold="they never rise, and fall")
 
 
-def grows_at_equal(ranks: Sequence[int], finals: Sequence[Sequence[float]]) -> Beside:
-    """From the final losses of each rank, in this order, for every learning rate and weight decay.
+def compare_at_equal_settings(ranks: Sequence[int], finals: Sequence[Sequence[float]]) -> Alternative:
+    """Compare the final losses of each rank, in this order, for every learning rate and weight decay.
 
     The first is original coordinates, whose gain is none: a gain that grows begins there.
     """
     finite = [losses for losses in finals if all(map(math.isfinite, losses))]
-    # From one rank to the next: at how many places the loss is lower.
+    # For each rank and the next: at how many settings the loss is lower.
     better = [sum(later < earlier for earlier, later in pairs) for pairs in zip(*map(pairwise, finite), strict=True)]
     steps = [
         f"{Method(one)} to {Method(other)}: {count}"
         for (one, other), count in zip(pairwise(ranks), better, strict=True)
     ]
-    return Beside(
+    return Alternative(
         "final loss at equal learning rate and weight decay: lower with the next larger r at most of them",
-        verdict(bool(finite) and all(2 * count > len(finite) for count in better)),
+        to_verdict(bool(finite) and all(2 * count > len(finite) for count in better)),
         f"Lower, of {len(finite)} combinations: {'; '.join(steps)}.",
     )
 
 
-def accurate(rank: int, found: Mapping[int, Found]) -> Judged:
-    """Compared by the medians of each run's best."""
+def judge_accuracy(rank: int, found: Mapping[int, MethodRuns]) -> Judgement:
+    """Compare the medians of each run's best validation accuracy."""
     turned, original = (median([max(curve) for curve in found[key].curves("validation accuracy")]) for key in (rank, 0))
     words = f"With r = {rank} the best validation accuracy is as good or better."
     shown = f"{Method(rank)}: {turned:.2%}; original: {original:.2%}."
-    return Judged(f"fashion-mnist/r{rank}-accuracy", words, verdict(turned >= original), shown)
+    return Judgement(f"fashion-mnist/r{rank}-accuracy", words, to_verdict(turned >= original), shown)
 
 
-def wall_clock(found: Mapping[int, Found], *, judged: bool) -> Judged:
-    """The winner is looked for with the estimation counted, as a user would have to."""
+def judge_wall_clock(found: Mapping[int, MethodRuns], *, judged: bool) -> Judgement:
+    """Find the fastest rank, with the estimation counted."""
     times = {rank: median(results.seconds(True)) for rank, results in found.items()}
     alone = {rank: median(results.seconds(False)) for rank, results in found.items()}
     winner = min(times, key=lambda rank: times[rank])
     shown = "; ".join(f"{Method(rank)}: {times[rank]:.3g} ({alone[rank]:.3g})" for rank in times)
     note = "" if judged else " This preset has too few images, epochs and ranks for convergence times to mean much."
-    return Judged(
+    return Judgement(
         "fashion-mnist/wall-clock",
         "Intermediate r converges first by the clock.",
-        verdict(winner in sorted(rank for rank in times if rank)[1:-1]) if judged else "cannot be judged",
+        to_verdict(winner in sorted(rank for rank in times if rank)[1:-1]) if judged else "cannot be judged",
         f"Seconds to 99.5 % of the best validation accuracy, in brackets without estimation: {shown}.{note}",
         paper="r = 1000 is fastest",
         margin=_against_ends(times) if judged else None,
     )
 
 
-def sooner(found: Mapping[int, Found], *, judged: bool) -> Judged:
-    """The best of all ranks against original coordinates, with the estimation counted; without it beside."""
+def judge_sooner(found: Mapping[int, MethodRuns], *, judged: bool) -> Judgement:
+    """Compare the best rank with original coordinates, with the estimation counted; without it as an alternative."""
     by_rule = {
         counted: {rank: median(own.seconds(counted)) for rank, own in found.items()} for counted in (True, False)
     }
@@ -131,47 +133,47 @@ def sooner(found: Mapping[int, Found], *, judged: bool) -> Judged:
     for counted, times in by_rule.items():
         best = min((rank for rank in times if rank), key=lambda rank: times[rank])
         shown = f"Seconds to 99.5 % of the best validation accuracy: {Method(best)}, the fastest: {times[best]:.3g}; "
-        compared[counted] = Judged(
+        compared[counted] = Judgement(
             "fashion-mnist/sooner",
             words,
-            verdict(times[best] < times[0]) if judged else "cannot be judged",
+            to_verdict(times[best] < times[0]) if judged else "cannot be judged",
             f"{shown}original: {times[0]:.3g}.",
-            margin=decades(times[best], times[0]) if judged else None,
+            margin=count_decades(times[best], times[0]) if judged else None,
         )
-    return replace(compared[True], beside=(beside("without estimation", compared[False]),))
+    return replace(compared[True], alternatives=(make_alternative("without estimation", compared[False]),))
 
 
 def _against_ends(times: Mapping[int, float]) -> float | None:
-    """How far the best of the ranks between the ends is below the best of the others."""
+    """Return how far the best intermediate rank is below the best of the others."""
     between = sorted(rank for rank in times if rank)[1:-1]
     best, other = (min(times[r] for r in times if (r in between) == inside) for inside in (True, False))
-    return decades(best, other)
+    return count_decades(best, other)
 
 
-def auxiliary(reduced: Method, whole: Found, alone: Found) -> Judged:
-    """The paper's expectation, compared by the medians of each run's best."""
+def judge_auxiliary(reduced: Method, whole: MethodRuns, alone: MethodRuns) -> Judgement:
+    """Judge the paper's expectation by the medians of each run's best validation accuracy."""
     with_rest, without = (
         median([max(curve) for curve in results.curves("validation accuracy")]) for results in (whole, alone)
     )
-    return Judged(
+    return Judgement(
         "fashion-mnist/auxiliary",
         "Auxiliary variables perform better than the leading directions alone.",
-        verdict(with_rest > without),
+        to_verdict(with_rest > without),
         f"Best validation accuracy with {Method(reduced.rank)}: {with_rest:.1%}; these alone: {without:.1%}.",
-        margin=decades(1 - with_rest, 1 - without),
+        margin=count_decades(1 - with_rest, 1 - without),
     )
 
 
-def suffices(spectrum: Mapping[str, Any], *, judged: bool) -> Judged:
-    """The part of the sum of the kept eigenvalues; those between kept ones have the mean of their neighbours."""
+def judge_rank(spectrum: Mapping[str, Any], *, judged: bool) -> Judgement:
+    """Compute the share of the sum of eigenvalues, interpolated between the recorded ones."""
     index, values = spectrum["index"], spectrum["eigenvalues"]
     every = np.interp(np.arange(1, index[-1] + 1), index, values)
     share = float(every[:_ENOUGH].sum() / every.sum())
     ratio = float(every[min(_ENOUGH, len(every)) - 1] / every[0])
-    return Judged(
+    return Judgement(
         "fashion-mnist/suffices",
         f"r = {_ENOUGH} directions suffice to capture the leading eigenspace of the first layer approximately.",
-        verdict(share >= _CAPTURED) if judged else "cannot be judged",
+        to_verdict(share >= _CAPTURED) if judged else "cannot be judged",
         f"They have {share:.1%} of the sum of the {index[-1]} leading eigenvalues; λₖ/λ₁ at k = {_ENOUGH}: "
         f"{ratio:.1e}.",
         threshold=f"{_CAPTURED:.0%} of the sum",

@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from egop_lab.experiments import fashion_claims as claims
-from egop_lab.experiments.base import Beside, Experiment, Judged, beside
+from egop_lab.experiments.base import Alternative, Experiment, Judgement, make_alternative
 from egop_lab.experiments.curves import first_below, median, quartiles
-from egop_lab.experiments.fashion_claims import Found, Method
+from egop_lab.experiments.fashion_claims import Method, MethodRuns
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, finished
-from egop_lab.training.fashion import Curves, Runs, train_together
+from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.fashion import Curves, Runs, train_batched
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import decay
 from egop_lab.training.sweeps import TUNING
 
-_FIRST_DECAY = 0.01  # at which the learning rate is searched first: AdamW's own
+_FIRST_DECAY = 0.01  # for the first search of the learning rate: AdamW's default
 
 SEARCHES = {
     "lines": f"(all rates with a weight decay of {_FIRST_DECAY:g}, then all weight decays with the best of them)",
@@ -89,13 +89,13 @@ class FashionMnistExperiment(Experiment):
         self.time(store, context)
 
     def train(self, store: Store, context: Context) -> None:
-        """All but the timing."""
+        """Do everything but the timing."""
         spectrum = self._spectrum_config(context.preset)
-        runs: Runs | None = None  # the data are needed only where something is left to do
+        runs: Runs | None = None  # load the data only if there is something to run
         if spectrum not in store:
             runs = self._runs(context)
             began = time.perf_counter()
-            store.add(finished(spectrum, runs.spectrum(spectrum), time.perf_counter() - began, context.device))
+            store.add(make_record(spectrum, runs.spectrum(spectrum), time.perf_counter() - began, context.device))
         for method in self._methods(context.preset):
             for search in self.settings(context.preset)["searches"]:
                 for configs in self._tuning(store, context.preset, method, search):
@@ -107,53 +107,58 @@ class FashionMnistExperiment(Experiment):
                     self._add(left, runs, store, lambda curves: curves)
 
     def time(self, store: Store, context: Context) -> None:
-        """Single runs, for their seconds; to be called when nothing else is running."""
-        configs = {method: self._timed(store, context.preset, method) for method in self._methods(context.preset)}
+        """Time single runs; call it when nothing else is running."""
+        configs = {
+            method: self._timing_config(store, context.preset, method) for method in self._methods(context.preset)
+        }
         if not (left := store.missing(configs.values())):
             return
         runs = self._runs(context)
-        # What is set up when first called, with a basis that is not used again.
-        runs.timed(next(config for config in configs.values() if config["rank"]) | {"seed": TUNING})
+        # Warm up with a basis that is not used again.
+        runs.time_epochs(next(config for config in configs.values() if config["rank"]) | {"seed": TUNING})
         for config in left:
             began = time.perf_counter()
-            store.add(finished(config, runs.timed(config), time.perf_counter() - began, context.device))
+            store.add(make_record(config, runs.time_epochs(config), time.perf_counter() - began, context.device))
 
-    def chosen(self, store: Store, preset: Preset, method: Method, search: str) -> tuple[float, float]:
-        """Learning rate and weight decay of a method's highest validation accuracy in a search; ties: the smaller."""
+    def choose_rates(self, store: Store, preset: Preset, method: Method, search: str) -> tuple[float, float]:
+        """Return the pair (rate, weight decay) of a method's best validation accuracy in a search."""
         (*_, configs) = self._tuning(store, preset, method, search)
         return _best([record for config in configs if (record := store.get(config)) is not None])
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        """By the search over the whole grid, as the paper's; beside it by the other one."""
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        """Judge by the search over the whole grid, as in the paper, with the other search as an alternative."""
         *others, papers = self.settings(preset)["searches"]
-        judged = self._judged(store, preset, papers)
+        judged = self._judge_search(store, preset, papers)
         for search in others:
             rule = f"search along {search}"
-            pairs = zip(judged, self._judged(store, preset, search), strict=True)
-            judged = [one if one.found == other.found else _and(one, beside(rule, other)) for one, other in pairs]
-        equal = self._equal(store, preset)
-        judged = [_and(one, equal) if equal and one.id.endswith("/grows") else one for one in judged]
+            pairs = zip(judged, self._judge_search(store, preset, search), strict=True)
+            judged = [
+                one if one.finding == other.finding else _add_alternative(one, make_alternative(rule, other))
+                for one, other in pairs
+            ]
+        equal = self._compare_at_equal_settings(store, preset)
+        judged = [_add_alternative(one, equal) if equal and one.id.endswith("/grows") else one for one in judged]
         (record,) = self.records(store, preset, kind="spectrum")
-        return [*judged, claims.suffices(record.result, judged=preset == "full")]
+        return [*judged, claims.judge_rank(record.result, judged=preset == "full")]
 
-    def _judged(self, store: Store, preset: Preset, search: str) -> list[Judged]:
-        by_method = self._found(store, preset, search)
+    def _judge_search(self, store: Store, preset: Preset, search: str) -> list[Judgement]:
+        by_method = self._load_runs(store, preset, search)
         by_rank = {method.rank: results for method, results in by_method.items() if not method.reduced}
         (reduced,) = (method for method in by_method if method.reduced)
         curves = {rank: quartiles(results.curves("loss"))[1] for rank, results in by_rank.items()}
         target = min(curves[0])
         epochs = {rank: first_below(curve, target) for rank, curve in curves.items()}
         return [
-            *(claims.beats(rank, epochs) for rank in by_rank if rank),
-            claims.grows(epochs),
-            *(claims.accurate(rank, by_rank) for rank in by_rank if rank),
-            claims.wall_clock(by_rank, judged=preset == "full"),
-            claims.sooner(by_rank, judged=preset == "full"),
-            claims.auxiliary(reduced, by_rank[reduced.rank], by_method[reduced]),
+            *(claims.judge_faster(rank, epochs) for rank in by_rank if rank),
+            claims.judge_growth(epochs),
+            *(claims.judge_accuracy(rank, by_rank) for rank in by_rank if rank),
+            claims.judge_wall_clock(by_rank, judged=preset == "full"),
+            claims.judge_sooner(by_rank, judged=preset == "full"),
+            claims.judge_auxiliary(reduced, by_rank[reduced.rank], by_method[reduced]),
         ]
 
-    def _equal(self, store: Store, preset: Preset) -> Beside | None:
-        """Whether the gain grows with r at the same learning rate and weight decay: by the runs of the search."""
+    def _compare_at_equal_settings(self, store: Store, preset: Preset) -> Alternative | None:
+        """Judge whether the gain grows with r at equal rate and weight decay, by the runs of the search."""
         ranks = [0, *self.settings(preset)["ranks"]]
         by_place: dict[tuple[float, float], dict[int, float]] = {}
         for run in self.records(store, preset, kind="run", epochs=self.settings(preset)["tuning epochs"], seed=TUNING):
@@ -161,16 +166,16 @@ class FashionMnistExperiment(Experiment):
                 place = run.config["lr"], run.config["weight_decay"]
                 by_place.setdefault(place, {})[run.config["rank"]] = run.result["final"]
         finals = [[losses[rank] for rank in ranks] for losses in by_place.values() if len(losses) == len(ranks)]
-        return claims.grows_at_equal(ranks, finals) if finals else None
+        return claims.compare_at_equal_settings(ranks, finals) if finals else None
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         return [each for search in self.settings(preset)["searches"] for each in self._pictures(store, preset, search)]
 
     def _pictures(self, store: Store, preset: Preset, search: str) -> list[Picture]:
-        by_method = self._found(store, preset, search)
+        by_method = self._load_runs(store, preset, search)
         losses = [_curve(method, results, "loss") for method, results in by_method.items()]
         accuracies = [
-            _curve(method, results, "validation accuracy", chosen=median(results.converged()))
+            _curve(method, results, "validation accuracy", chosen=median(results.epochs_to_convergence()))
             for method, results in by_method.items()
         ]
         (record,) = self.records(store, preset, kind="spectrum")
@@ -206,13 +211,16 @@ class FashionMnistExperiment(Experiment):
         settings = self.settings(preset)
         return [*map(Method, (0, *settings["ranks"])), Method(settings["leading directions alone"], reduced=True)]
 
-    def _found(self, store: Store, preset: Preset, search: str) -> dict[Method, Found]:
+    def _load_runs(self, store: Store, preset: Preset, search: str) -> dict[Method, MethodRuns]:
         by_method = {}
         for method in self._methods(preset):
-            runs, time = self._reported(store, preset, method, search), store.get(self._timed(store, preset, method))
+            runs, time = (
+                self._reported_runs(store, preset, method, search),
+                store.get(self._timing_config(store, preset, method)),
+            )
             if time is None or not runs:
                 raise LookupError(f"{self.id}: {method} has runs left")
-            by_method[method] = Found(runs, time.result["seconds per epoch"], time.result["estimation seconds"])
+            by_method[method] = MethodRuns(runs, time.result["seconds per epoch"], time.result["estimation seconds"])
         return by_method
 
     def _runs(self, context: Context) -> Runs:
@@ -225,13 +233,13 @@ class FashionMnistExperiment(Experiment):
         store: Store,
         kept: Callable[[Curves], Mapping[str, Any]],
     ) -> None:
-        curves, seconds = train_together(runs, configs)
+        curves, seconds = train_batched(runs, configs)
         device = runs.context.device
         pairs = zip(configs, curves, strict=True)
-        store.add(*(finished(config, kept(curves), seconds / len(configs), device) for config, curves in pairs))
+        store.add(*(make_record(config, kept(curves), seconds / len(configs), device) for config, curves in pairs))
 
     def _tuning(self, store: Store, preset: Preset, method: Method, search: str) -> Iterable[list[dict[str, Any]]]:
-        """The search of a method, stage by stage: the next one may depend on what the one before has found."""
+        """Yield the search of a method stage by stage: a stage may depend on the results of the one before."""
         settings = self.settings(preset)
         rates, decays = settings["rates"], settings["weight decays"]
         if search == "grid":
@@ -246,10 +254,10 @@ class FashionMnistExperiment(Experiment):
 
     def _reported_configs(self, store: Store, preset: Preset, method: Method, search: str) -> list[dict[str, Any]]:
         settings = self.settings(preset)
-        chosen = self.chosen(store, preset, method, search)
+        chosen = self.choose_rates(store, preset, method, search)
         return [self._config(preset, method, *chosen, settings["epochs"], seed) for seed in range(settings["trials"])]
 
-    def _reported(self, store: Store, preset: Preset, method: Method, search: str) -> list[Record]:
+    def _reported_runs(self, store: Store, preset: Preset, method: Method, search: str) -> list[Record]:
         records = [store.get(config) for config in self._reported_configs(store, preset, method, search)]
         return [record for record in records if record is not None]
 
@@ -260,9 +268,9 @@ class FashionMnistExperiment(Experiment):
         entries |= {"lr": lr, "weight_decay": weight_decay, "epochs": epochs, "seed": seed}
         return self.config(preset, kind="run", images=self.settings(preset)["images"], **entries)
 
-    def _timed(self, store: Store, preset: Preset, method: Method) -> dict[str, Any]:
-        """What is timed: its seconds do not depend on how learning rate and weight decay were found."""
-        chosen, epochs = self.chosen(store, preset, method, "lines"), self.settings(preset)["timed epochs"]
+    def _timing_config(self, store: Store, preset: Preset, method: Method) -> dict[str, Any]:
+        """Return the configuration to time: its seconds do not depend on the search."""
+        chosen, epochs = self.choose_rates(store, preset, method, "lines"), self.settings(preset)["timed epochs"]
         return self._config(preset, method, *chosen, epochs, 0) | {"kind": "timing"}
 
     def _spectrum_config(self, preset: Preset) -> dict[str, Any]:
@@ -271,12 +279,12 @@ class FashionMnistExperiment(Experiment):
         return self.config(preset, kind="spectrum", **entries)
 
 
-def _and(judged: Judged, other: Beside) -> Judged:
-    return replace(judged, beside=(*judged.beside, other))
+def _add_alternative(judged: Judgement, other: Alternative) -> Judgement:
+    return replace(judged, alternatives=(*judged.alternatives, other))
 
 
 def _best(records: Sequence[Record]) -> tuple[float, float]:
-    """Learning rate and weight decay of the highest validation accuracy; of equal ones the smaller."""
+    """Return the learning rate and weight decay of the highest validation accuracy; the smaller ones of a tie."""
     if not records:
         raise LookupError("the search for learning rate and weight decay has runs left")
     places = sorted(((r.config["lr"], r.config["weight_decay"]), r.result["best validation accuracy"]) for r in records)
@@ -285,11 +293,11 @@ def _best(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def _compact(curves: Curves) -> dict[str, float]:
-    """What is kept of a run of the search."""
+    """Keep what is needed of a run of the search."""
     return {"best validation accuracy": max(curves["validation accuracy"]), "final": curves["loss"][-1]}
 
 
-def _curve(method: Method, results: Found, name: str, chosen: float | None = None) -> Series:
+def _curve(method: Method, results: MethodRuns, name: str, chosen: float | None = None) -> Series:
     low, middle, high = quartiles(results.curves(name))
     label = str(method)
     return Series(label, list(range(len(middle))), middle, low, high, label, method.rank > 0, chosen)

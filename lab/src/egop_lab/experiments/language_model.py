@@ -7,25 +7,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from egop_lab.builders import REFRESH_EVERY, import_pytorch_optimizer
 from egop_lab.data.text import load
 from egop_lab.experiments.base import Kind
 from egop_lab.experiments.curves import bar_panel, quartiles, rate_series
-from egop_lab.experiments.timed import Claim, TimedExperiment, is_tuning, lowest, number, search
+from egop_lab.experiments.timed_experiment import (
+    Claim,
+    TimedExperiment,
+    format_number,
+    is_tuning,
+    lowest_loss,
+    search_rates,
+)
 from egop_lab.formatting import pluralize
-from egop_lab.making import RENEWED, foreign
-from egop_lab.methods import LANGUAGE, compared, label
+from egop_lab.methods import LANGUAGE, get_label, get_methods
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.language import BETAS, COMMON, Run
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import ORIGINAL, TUNING
-from egop_lab.training.timed import Trials, fast, precision
+from egop_lab.training.timed_runs import Trials, describe_precision, fast_math
 
-ADAMW, SOAP = label(LANGUAGE, "adamw"), label(LANGUAGE, "soap")
+ADAMW, SOAP = get_label(LANGUAGE, "adamw"), get_label(LANGUAGE, "soap")
 
 
 class LanguageModelExperiment(TimedExperiment):
-    """Time to quality on text: not in the paper, whose networks are classifiers; targets of this project instead."""
+    """Time to quality on text: not in the paper, whose networks are classifiers; judged by targets of this project."""
 
     id: ClassVar[str] = "language-model"
     title: ClassVar[str] = "A language model on bytes of text"
@@ -35,7 +42,7 @@ class LanguageModelExperiment(TimedExperiment):
     length: ClassVar[str] = "steps"
     kind: ClassVar[Kind] = "target"
     claims: ClassVar[Sequence[Claim]] = tuple(
-        Claim(f"{name}-{short}", f"Target: {words} {rest}", measure, label(LANGUAGE, method), other, part)
+        Claim(f"{name}-{short}", f"Target: {words} {rest}", measure, get_label(LANGUAGE, method), other, part)
         for name, words, method in (
             ("online", "online EGOP, one-sided,", "shared-online"),
             ("two-sided", "online EGOP, two-sided,", "kronecker-online"),
@@ -50,7 +57,7 @@ class LanguageModelExperiment(TimedExperiment):
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
         return {
-            "methods": list(compared(LANGUAGE)),
+            "methods": list(get_methods(LANGUAGE)),
             "rates": [1e-3, 2e-3, 4e-3, 8e-3] if full else [2e-3, 8e-3, 3.2e-2],
             "further rates": [2.5e-4, 5e-4, 1.6e-2, 3.2e-2] if full else [5e-4, 1.28e-1],
             "rate": "lowest validation loss on the tuning trials; while it is the first or last rate tried, the next "
@@ -73,26 +80,29 @@ class LanguageModelExperiment(TimedExperiment):
             "period": 200 if full else 50,
             "betas": f"{BETAS}; SOAP and Muon have their own",
             "bases": "EGOP: of the blocks' weights, not of embeddings and head; SOAP: of every matrix, from both sides",
-            "renewal": f"online bases and SOAP's after {RENEWED} steps, periodic ones after a period",
+            "renewal": f"online bases and SOAP's after {REFRESH_EVERY} steps, periodic ones after a period",
             "seconds": "training and bases, no evaluation; on a GPU the model's loss is replayed as a CUDA graph",
             "target": "AdamW's lowest median validation loss",
         }
 
     def run(self, store: Store, context: Context) -> None:
         trials = self.trials(store, context)
-        self.tune(trials) and self.report(trials, self.settings(context.preset)["methods"])
+        self.tune(trials) and self.run_reported(trials, self.settings(context.preset)["methods"])
 
     def trials(self, store: Store, context: Context) -> Trials:
-        foreign(SOAP)  # which takes seconds to import: no run is to pay for it
+        import_pytorch_optimizer(SOAP)  # takes seconds to import, which no run should pay for
         settings, device = self.settings(context.preset), context.device
         text = load(context.data, device, smallest=10 * settings["batch"] * settings["context"])
         common = self.config(
-            context.preset, **{key: settings[key] for key in COMMON}, data=text.summary, precision=precision(device)
+            context.preset,
+            **{key: settings[key] for key in COMMON},
+            data=text.summary,
+            precision=describe_precision(device),
         )
         warm: set[str] = set()
 
         def warm_up(config: dict[str, Any]) -> None:
-            """No run whose time is read pays for what the first one sets up."""
+            """Set up what the first run would pay for, so that no timed run does."""
             if config["seed"] < TUNING and config["method"] not in warm:
                 short = {"steps": config["interval"], "period": config["interval"] // 2}
                 self.training(text, config | short, device)(progress=False)
@@ -103,13 +113,13 @@ class LanguageModelExperiment(TimedExperiment):
         )
 
     def tune(self, trials: Trials, methods: Sequence[str] | None = None) -> bool:
-        """Do the runs that choose learning rates; whether they are all done. No time is read from them.
+        """Do the runs that choose learning rates; return True if all are done. They are not timed.
 
         Different methods may therefore be tuned by different processes at once, each with a store of its own.
         """
         settings = self.settings(trials.context.preset)
         steps, seeds = settings["tuning steps"], range(TUNING, TUNING + settings["tuning trials"])
-        with fast(trials.context.device):
+        with fast_math(trials.context.device):
             for method in methods or settings["methods"]:
                 while left := _search(settings, trials.done, method)[1]:
                     runs = [(rate, seed) for rate in left for seed in seeds]
@@ -117,18 +127,18 @@ class LanguageModelExperiment(TimedExperiment):
                         return False
         return True
 
-    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+    def find_rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
         best, left = _search(settings, done, method)
         if left:
             raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, left))}")
         return best
 
-    def said(self, claim: Claim, one: float, other: float) -> str:
+    def format_numbers(self, claim: Claim, one: float, other: float) -> str:
         ratio = f", {one / other:.2f} of that" if max(one, other) < math.inf else ""
-        return f"{claim.other} {number(other, 4)}, {claim.method} {number(one, 4)}{ratio}"
+        return f"{claim.other} {format_number(other, 4)}, {claim.method} {format_number(one, 4)}{ratio}"
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        runs = self.reported(store, preset)
+        runs = self.reported_runs(store, preset)
         goal = self.goal(runs)
         measures = self.measures(goal)
         horizontal = {f"target {goal:.3f}": goal}
@@ -155,17 +165,17 @@ class LanguageModelExperiment(TimedExperiment):
                 [
                     bar_panel("Steps to the target", "steps", runs, measures["steps"][1]),
                     bar_panel("Seconds to the target", "seconds", runs, measures["seconds"][1]),
-                    bar_panel("A step", "milliseconds", runs, _step),
+                    bar_panel("A step", "milliseconds", runs, _step_milliseconds),
                 ],
             ),
         ]
 
     def _rates(self, store: Store, preset: Preset) -> tuple[list[Series], str]:
-        """What the search for learning rates saw, and which of those chosen lie at the end of what it may try."""
-        settings, done = self.settings(preset), self.done(store, preset)
-        chosen = {method: self.rate(settings, done, method) for method in settings["methods"]}
+        """Draw the search for learning rates; name the chosen rates at the end of the grid."""
+        settings, done = self.settings(preset), self.finished_runs(store, preset)
+        chosen = {method: self.find_rate(settings, done, method) for method in settings["methods"]}
         lines = [
-            rate_series(_tuning(settings, done, method), lowest, method, ORIGINAL, rate)
+            rate_series(_tuning(settings, done, method), lowest_loss, method, ORIGINAL, rate)
             for method, rate in chosen.items()
         ]
         ends = [method for method, rate in chosen.items() if rate in (_ladder(settings)[0], _ladder(settings)[-1])]
@@ -173,13 +183,13 @@ class LanguageModelExperiment(TimedExperiment):
 
 
 def _ladder(settings: Mapping[str, Any]) -> list[float]:
-    """All learning rates that may be tried."""
+    """Return all learning rates that may be tried."""
     return sorted([*settings["rates"], *settings["further rates"]])
 
 
 def _search(settings: Mapping[str, Any], done: Sequence[Record], method: str) -> tuple[float, list[float]]:
-    """The best learning rate, and those that are to be tried before there is one."""
-    return search(_ladder(settings), settings["rates"], _tuning(settings, done, method), lowest)
+    """Return the best learning rate, and the rates still to try."""
+    return search_rates(_ladder(settings), settings["rates"], _tuning(settings, done, method), lowest_loss)
 
 
 def _tuning(settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
@@ -187,13 +197,13 @@ def _tuning(settings: Mapping[str, Any], done: Sequence[Record], method: str) ->
     return [run for run in done if is_tuning(run) and (run.config["method"], run.config["steps"]) == wanted]
 
 
-def _step(run: Record) -> float:
-    """Milliseconds of a step."""
+def _step_milliseconds(run: Record) -> float:
+    """Return the milliseconds of a step."""
     return 1000 * float(run.result["seconds"][-1]) / int(run.config["steps"])
 
 
 def _curve(method: str, runs: Sequence[Record], by: str) -> Series:
-    """The validation loss without the first tenth of the run, which would dwarf all that follows."""
+    """Draw the validation loss without the first tenth of the run, which would dwarf the rest."""
     bands = quartiles([run.result["validation loss"] for run in runs])
     interval, looks = float(runs[0].config["interval"]), len(bands[1])
     first = max(1, looks // 10)

@@ -1,4 +1,4 @@
-"""The EGOP spectra of each layer by itself, on the UCI digits and on a small Fashion-MNIST."""
+"""The EGOP spectra of single layers, on the UCI digits and on a small Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import egop
 from egop_lab.data.batches import Batches, Split
 from egop_lab.data.digits import digits
 from egop_lab.data.fashion import fashion_folder, fashion_mnist, four_classes
-from egop_lab.experiments.base import Experiment, Judged, beside, verdict
+from egop_lab.experiments.base import Experiment, Judgement, make_alternative, to_verdict
 from egop_lab.models.small import cross_entropy, digits_network, normal_, perceptron, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.records import Store
-from egop_lab.training.spectra import decay, subsampled
+from egop_lab.training.spectra import decay, subsample
 
 _BATCH = 300
 _DATA = {"digits": "UCI digits", "fashion": "Fashion-MNIST"}
@@ -61,21 +61,25 @@ class LayerSpectraExperiment(Experiment):
             began = time.perf_counter()
             init = normal_ if config.get("rho") == NORMAL else xavier_
             result = measure(network, train, config["samples_per_dimension"], config["seed"], context, init)
-            store.add(finished(config, result, time.perf_counter() - began, context.device))
+            store.add(make_record(config, result, time.perf_counter() - began, context.device))
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        found = self._found(store, preset)
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        found = self._load_results(store, preset)
         digits, ours = found.get(("digits", XAVIER)), found.get(("fashion", XAVIER))
         fashion = found.get(("fashion", NORMAL), ours)
-        judged = [_faster("digits", digits)] if digits else []
+        judged = [_judge_faster("digits", digits)] if digits else []
         if fashion:
-            judged.append(_with(_faster("fashion", fashion), _faster("fashion", ours) if ours else None))
+            judged.append(
+                _add_digits_start(_judge_faster("fashion", fashion), _judge_faster("fashion", ours) if ours else None)
+            )
         if digits and fashion:
-            judged.append(_with(_similar(digits, fashion), _similar(digits, ours) if ours else None))
+            judged.append(
+                _add_digits_start(_judge_similar(digits, fashion), _judge_similar(digits, ours) if ours else None)
+            )
         return judged
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        found = self._found(store, preset)
+        found = self._load_results(store, preset)
         panels = [
             Panel(
                 f"{words}, {layer_words}",
@@ -96,8 +100,8 @@ class LayerSpectraExperiment(Experiment):
         xavier = [self.config(preset, data=data, **common) for data in _DATA]
         return [*xavier, self.config(preset, data="fashion", rho=NORMAL, **common)]
 
-    def _found(self, store: Store, preset: Preset) -> dict[tuple[str, str], Mapping[str, Any]]:
-        """The results by data and distribution."""
+    def _load_results(self, store: Store, preset: Preset) -> dict[tuple[str, str], Mapping[str, Any]]:
+        """Return the results by data and distribution."""
         records = [store.get(config) for config in self._configs(preset)]
         return {(r.config["data"], r.config.get("rho", XAVIER)): r.result for r in records if r is not None}
 
@@ -119,7 +123,7 @@ def measure(
     context: Context,
     init: Callable[..., nn.Module] = xavier_,
 ) -> dict[str, Any]:
-    """Estimate the EGOP matrix of each layer and keep some of the eigenvalues."""
+    """Estimate the EGOP matrix of each layer; return some of the eigenvalues."""
     network = network.to(context.device)
     tensors = [tensor.to(context.device) for tensor in train.batch]
     batches = Batches(*tensors, size=_BATCH, generator=torch.Generator().manual_seed(seed + 1))
@@ -133,13 +137,13 @@ def measure(
         progress=context.progress,
     )
     return {
-        layer: {**subsampled(spectrum.eigenvalues.tolist(), leading=50), "stable rank": spectrum.stable_rank}
+        layer: {**subsample(spectrum.eigenvalues.tolist(), leading=50), "stable rank": spectrum.stable_rank}
         for layer, spectrum in basis.spectrum.items()
     }
 
 
-def _at(result: Mapping[str, Any], part: float) -> float:
-    """λ_k/λ₁ at the first kept k from a part of the dimension on."""
+def _decay_at(result: Mapping[str, Any], part: float) -> float:
+    """Return λ_k/λ₁ at the first recorded k beyond a share of the dimension."""
     place = next(k for k in result["index"] if k >= part * result["dimension"])
     return decay(result, [place])[0]
 
@@ -148,36 +152,36 @@ def _series(words: str, result: Mapping[str, Any]) -> Series:
     return Series(words, result["index"], decay(result, result["index"]), method=words)
 
 
-def _faster(data: str, result: Mapping[str, Any]) -> Judged:
+def _judge_faster(data: str, result: Mapping[str, Any]) -> Judgement:
     first, second = (result[layer] for layer in _LAYERS)
-    pairs = {part: (_at(first, part), _at(second, part)) for part in _PLACES}
+    pairs = {part: (_decay_at(first, part), _decay_at(second, part)) for part in _PLACES}
     shown = "; ".join(f"at k = {part:g} d: {first:.1e} and {second:.1e}" for part, (first, second) in pairs.items())
     shares = " and ".join(f"{layer['stable rank'] / layer['dimension']:.3f}" for layer in (first, second))
-    return Judged(
+    return Judgement(
         f"layer-spectra/{data}",
         f"{_DATA[data]}: the first layer's spectrum decays faster than the second's.",
-        verdict(all(first < second for first, second in pairs.values())),
+        to_verdict(all(first < second for first, second in pairs.values())),
         f"λₖ/λ₁ of the first and the second layer, d being the layer's own size, {shown}; stable rank/d: {shares}.",
     )
 
 
-def _similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> Judged:
-    """Compared at equal parts of each layer's own size, and only where both are above rounding."""
+def _judge_similar(one: Mapping[str, Any], other: Mapping[str, Any]) -> Judgement:
+    """Compare at equal shares of each layer's size, and only where both are above rounding."""
     first = next(iter(_LAYERS))
-    pairs = [(_at(one[first], part), _at(other[first], part)) for part in np.linspace(0.01, 1, 100)]
+    pairs = [(_decay_at(one[first], part), _decay_at(other[first], part)) for part in np.linspace(0.01, 1, 100)]
     gap = float(np.median([abs(np.log10(a / b)) for a, b in pairs if min(a, b) > _FLOOR]))
-    return Judged(
+    return Judgement(
         "layer-spectra/similar",
         "The decay in the first layer is strikingly similar for both data sets.",
-        verdict(gap < 0.5),
+        to_verdict(gap < 0.5),
         f"λₖ/λ₁ at equal k/d differ by a factor of {10**gap:.2g} in the median.",
         threshold="strikingly similar: within half a decade",
         margin=None if gap < 0.5 else -gap,
     )
 
 
-def _with(judged: Judged, ours: Judged | None) -> Judged:
-    """Beside what Fashion-MNIST's own initialisation gives, that of the digits."""
-    if ours is None or ours.found == judged.found:
+def _add_digits_start(judged: Judgement, ours: Judgement | None) -> Judgement:
+    """Add the result for the digits' initialisation to that for Fashion-MNIST's own."""
+    if ours is None or ours.finding == judged.finding:
         return judged
-    return replace(judged, beside=(beside("weights drawn as the digits network's, Xavier", ours),))
+    return replace(judged, alternatives=(make_alternative("weights drawn as the digits network's, Xavier", ours),))

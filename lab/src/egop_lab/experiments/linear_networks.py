@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judgement
 from egop_lab.experiments.curves import curve_series, rate_series
-from egop_lab.experiments.linear_networks_claims import ADAPTIVE, KINDS, Found, Score, final, validation
-from egop_lab.experiments.swept import SweptExperiment
+from egop_lab.experiments.linear_networks_claims import ADAPTIVE, KINDS, Claims, Score, best_validation_loss, final_loss
+from egop_lab.experiments.sweep_experiment import SweepExperiment
 from egop_lab.plots.picture import Panel, Picture
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset
@@ -20,10 +20,10 @@ from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
 from egop_lab.training.tuning import doublings
 
-_POINTS = 50  # of a curve that is kept
+_POINTS = 50  # recorded points of a curve
 
 
-class LinearNetworksExperiment(SweptExperiment):
+class LinearNetworksExperiment(SweepExperiment):
     """Adam and Adagrad in three kinds of EGOP coordinates against original ones, and SGD."""
 
     id: ClassVar[str] = "linear-networks"
@@ -104,31 +104,31 @@ class LinearNetworksExperiment(SweptExperiment):
             )
 
         go(Sweep(rates=rates, seeds=tuning, coordinates=[ORIGINAL], **common))
-        # Curves are kept at these rates only, so a record must not outlive a change of them.
-        common["extra"] |= {"chosen": {name: self.chosen(store, context.preset, name) for name in rates}}
+        # Curves are recorded at these rates only, so that the rates are part of the configuration.
+        common["extra"] |= {"chosen": {name: self.choose_rate(store, context.preset, name) for name in rates}}
         go(Sweep(rates=rates, seeds=reported, coordinates=[ORIGINAL, EGOP], **common))
         go(Sweep(rates=adaptive, seeds=reported, coordinates=[BLOCK, FIRST], **common))
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The best validation loss."""
-        return validation(result)
+        """Return the best validation loss."""
+        return best_validation_loss(result)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        return Found(self, store, preset).judged()
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        return Claims(self, store, preset).judge_all()
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         curves = []
         for optimizer in self.settings(preset)["rates"]:
             for kind in (ORIGINAL, EGOP):
-                runs = self.reported(store, preset, optimizer, kind)
+                runs = self.reported_runs(store, preset, optimizer, kind)
                 curves.append(curve_series(runs, "loss", optimizer, kind, runs[0].result["epoch"]))
 
         def over_rates(title: str, score: Score, kind: str) -> Panel:
             series = [
-                rate_series(runs, score, name, coordinates, self.chosen(store, preset, name))
+                rate_series(runs, score, name, coordinates, self.choose_rate(store, preset, name))
                 for name in self.settings(preset)["rates"]
                 for coordinates in (ORIGINAL, kind)
-                if (runs := self.fresh(store, preset, name, coordinates))
+                if (runs := self.fresh_runs(store, preset, name, coordinates))
             ]
             return Panel(title, "learning rate", "loss", series, xscale="log")
 
@@ -139,14 +139,14 @@ class LinearNetworksExperiment(SweptExperiment):
                 "least validation loss by learning rate. Medians and quartiles over trials.",
                 [
                     Panel("Training loss", "epoch", "loss", curves),
-                    over_rates("Final training loss", final, EGOP),
-                    over_rates("Least validation loss", validation, EGOP),
+                    over_rates("Final training loss", final_loss, EGOP),
+                    over_rates("Least validation loss", best_validation_loss, EGOP),
                 ],
             ),
             Picture(
                 "linear-networks-variants",
                 "Final training loss by learning rate for three ways to reparameterise.",
-                [over_rates(words.capitalize(), final, kind) for kind, words in KINDS.items()],
+                [over_rates(words.capitalize(), final_loss, kind) for kind, words in KINDS.items()],
             ),
         ]
 
@@ -156,7 +156,7 @@ def _least(values: Sequence[float]) -> float:
 
 
 def _compact(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Single numbers always; curves only of reported trials at the chosen rate, and only some of their points."""
+    """Keep single numbers; keep some points of the curves for reported trials at the chosen rate."""
     numbers = {"final": result["loss"][-1], "best validation": _least(result["validation loss"])}
     if config.get("chosen", {}).get(config["optimizer"]) != config["lr"]:
         return numbers

@@ -1,14 +1,14 @@
-"""Low-rank matrix factorisation: where SOAP and Shampoo have the structure that they are made for."""
+"""Low-rank matrix factorisation, which has the structure that SOAP and Shampoo are made for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Judged
+from egop_lab.experiments.base import Judgement
 from egop_lab.experiments.curves import median
-from egop_lab.experiments.matrix_factorization_claims import PAPERS, RIVALS, SPEED, THRESHOLDS, Found, crossing, speed
-from egop_lab.experiments.tuned import Case, Method, Score, TunedExperiment
+from egop_lab.experiments.matrix_factorization_claims import PAPERS, RIVALS, SPEED, THRESHOLDS, Claims, crossing, speed
+from egop_lab.experiments.tuned_experiment import Case, Method, Score, TunedExperiment
 from egop_lab.methods import describe
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Preset
@@ -17,7 +17,7 @@ from egop_lab.training.instances import RANDOM
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP
 
-CONSTANT = "constant"  # of the learning rate; else it is annealed
+CONSTANT = "constant"  # schedule of the learning rate, instead of annealing
 
 
 class MatrixFactorizationExperiment(TunedExperiment):
@@ -64,7 +64,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         return [case for schedule in self.settings(preset)["schedules"] for case in self.starts(preset, schedule)]
 
     def starts(self, preset: Preset, schedule: str = "cosine") -> list[Case]:
-        """The cases that have a schedule; what is usual is not in a configuration."""
+        """Return the cases of a schedule; defaults are not part of a configuration."""
         settings = self.settings(preset)
         rest = {} if schedule == "cosine" else {"schedule": schedule}
         return [
@@ -72,7 +72,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         ]
 
     def pairs(self, preset: Preset) -> list[tuple[Case, Method]]:
-        """From the printed start, and without a schedule, the paper's methods only."""
+        """Use only the paper's methods from the printed start and without a schedule."""
         return [
             (case, method)
             for case, method in super().pairs(preset)
@@ -87,31 +87,31 @@ class MatrixFactorizationExperiment(TunedExperiment):
         return Factorization(seeds, **{name: case[name] for name in names}, start=case.get("start", SPECTRAL))
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """The final loss, relative to the trial's optimum."""
+        """Return the final loss, relative to the trial's optimum."""
         return float(result["excess"][-1])
 
     def scores(self, case: Case) -> list[Score]:
-        """Speed is compared with a schedule only."""
+        """Compare speed with a schedule only."""
         return [self.score, speed] if self.anneals(case) else [self.score]
 
     def fastest(self, store: Store, preset: Preset, method: Method, case: Case | None = None) -> float:
-        """The rate with the fewest steps to the threshold, median over the tuning trials."""
-        return self.chosen(store, preset, case or self.cases(preset)[0], method, speed)
+        """Return the rate with the fewest steps to the threshold, median over the tuning trials."""
+        return self.choose_rate(store, preset, case or self.cases(preset)[0], method, speed)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
-        return Found(self, store, preset).judged()
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        return Claims(self, store, preset).judge_all()
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
         missing = CONSTANT in self.settings(preset)["schedules"] and not self.constant(store, preset)
         return ["Not run to their end: runs without a schedule."] if missing else []
 
     def constant(self, store: Store, preset: Preset) -> list[Case]:
-        """The cases without a schedule; none where they were not run to their end."""
+        """Return the cases without a schedule; none if some of their runs are missing."""
         wanted = self.starts(preset, CONSTANT) if CONSTANT in self.settings(preset)["schedules"] else []
         try:
             for case, method in self.pairs(preset):
                 if case in wanted:
-                    self.reported(store, preset, case, method)
+                    self.reported_runs(store, preset, case, method)
         except LookupError:
             return []
         return wanted
@@ -147,7 +147,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         ]
 
     def _printed(self, store: Store, preset: Preset) -> list[Picture]:
-        """The same from the printed start, with a schedule and without; nothing where that was not run."""
+        """Draw the same from the printed start, with and without a schedule; nothing if it was not run."""
         there = [*self.starts(preset), *self.constant(store, preset)]
         cases = [case for case in there if case.get("start") == PRINTED]
         if not cases:
@@ -171,9 +171,9 @@ class MatrixFactorizationExperiment(TunedExperiment):
     def steps_to(
         self, store: Store, preset: Preset, method: Method, threshold: float, case: Case | None = None
     ) -> float:
-        """Median steps to a relative distance from the optimum, at the fastest rate; ``inf`` when not reached."""
+        """Return the median steps to a relative distance from the optimum, at the fastest rate; maybe infinite."""
         every, case = self.settings(preset)["record every"], case or self.cases(preset)[0]
-        runs = self.reported(store, preset, case, method, self.fastest(store, preset, method, case))
+        runs = self.reported_runs(store, preset, case, method, self.fastest(store, preset, method, case))
         return median([crossing(run.result["excess"], threshold) * every for run in runs])
 
     def _bars(self, store: Store, preset: Preset) -> Panel:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from egop_lab.experiments import prediction_pictures
-from egop_lab.experiments.base import Experiment, Judged, Table, Verdict, verdict
+from egop_lab.experiments.base import Experiment, Judgement, Table, Verdict, to_verdict
 from egop_lab.experiments.prediction_found import BUDGET, HALVES, WORTH, Found, half
 from egop_lab.plots.picture import Picture
 from egop_lab.training.context import Context, Preset
@@ -17,7 +17,7 @@ from egop_lab.training.predictors import predictors
 from egop_lab.training.problems import PROBLEMS
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed import Trials
+from egop_lab.training.timed_runs import Trials
 
 _QUICK = ("quadratic-dense", "quadratic-axes", "white-noise", "entries")
 _WANTED = 0.7  # the rank correlation on the held-out half
@@ -110,7 +110,7 @@ class PredictionExperiment(Experiment):
     def _measure(self, trials: Trials, what: str) -> bool:
         """One of the records of a problem that are no trainings; false when the time is over."""
         settings = self.settings(trials.context.preset)
-        steps = settings["problems"][trials.configured()["problem"]]["steps"]
+        steps = settings["problems"][trials.make_config()["problem"]]["steps"]
         few = max(2, int(settings["probe"] * steps) // 2 * 2)  # halves of it are looked at
         entries: dict[str, dict[str, Any]] = {
             "times": settings["timing"],
@@ -141,16 +141,16 @@ class PredictionExperiment(Experiment):
             by_problem.setdefault(run.config["problem"], []).append(run)
         return Found(self.settings(preset), by_problem)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         found = self.found(store, preset)
         chosen, counts = found.chosen, [len(found.of(part)) for part in HALVES]
         whole = preset == "full" and len(found.complete) == len(found.settings["problems"])
         correlation = chosen.correlations[HALVES[1]]
         side = "below" if chosen.sign > 0 else "above"
 
-        def target(name: str, words: str, holds: bool, finding: str, judged: bool = True) -> Judged:
-            came_out: Verdict = verdict(holds) if whole and judged else "cannot be judged"
-            return Judged(f"{self.id}/{name}", words, came_out, finding, "target")
+        def target(name: str, words: str, holds: bool, finding: str, judged: bool = True) -> Judgement:
+            came_out: Verdict = to_verdict(holds) if whole and judged else "cannot be judged"
+            return Judgement(f"{self.id}/{name}", words, came_out, finding, "target")
 
         return [
             target(

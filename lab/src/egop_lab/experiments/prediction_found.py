@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from egop_lab.experiments.curves import median
-from egop_lab.experiments.timed import is_tuning, search
+from egop_lab.experiments.timed_experiment import is_tuning, search_rates
 from egop_lab.training.prediction import FORMS, ORIGINAL
 from egop_lab.training.records import Record
 
@@ -109,7 +109,7 @@ class Found:
         middle = self.settings["problems"][problem]["rate"] if form == ORIGINAL else self.rate(problem, ORIGINAL)
         place = ladder.index(middle)
         runs = [run for run in self.trainings(problem, form) if is_tuning(run)]
-        return search(ladder, ladder[max(0, place - 1) : place + 2], runs, final)
+        return search_rates(ladder, ladder[max(0, place - 1) : place + 2], runs, final)
 
     def rate(self, problem: str, form: str) -> float:
         """A form's learning rate; a LookupError before there is one."""

@@ -23,7 +23,7 @@ from egop_lab.training.context import Context
 from egop_lab.training.prediction import FORMS, optimizer, started, trained
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed import Trials
+from egop_lab.training.timed_runs import Trials
 
 __all__ = ["Proposal", "proposals", "run"]
 
@@ -82,7 +82,7 @@ def _of(found: Found, store: Store, problem: str) -> list[Proposal]:
     trials = _trials(store, Context("full"), found, problem)
     done = []
     for form in FORMS:
-        if trials.configured(what="rate", method=form, seed=TUNING) not in store:
+        if trials.make_config(what="rate", method=form, seed=TUNING) not in store:
             continue
         lr, tuned = _proposed(trials, form), found.rate(problem, form)
         runs = [run for run in store if run.config.get("lr") == lr and _is_of(run.config, problem, form)]
@@ -122,7 +122,7 @@ def _rate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proposed(trials: Trials, form: str) -> float:
-    record = trials.store.get(trials.configured(what="rate", method=form, seed=TUNING))
+    record = trials.store.get(trials.make_config(what="rate", method=form, seed=TUNING))
     assert record is not None
     return float(record.result["lr"])
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from egop_lab.experiments.base import Experiment
 
-# Imported when asked for, so that one that lacks a package does not keep the others from running.
+# Imported on demand, so that an experiment with a missing package does not keep the others from running.
 _PLACES = {
     "trajectories": "trajectories:TrajectoriesExperiment",
     "digits": "digits:DigitsExperiment",
@@ -28,7 +28,7 @@ IDS: tuple[str, ...] = tuple(_PLACES)
 
 
 def experiment(id: str) -> Experiment:
-    """The experiment of an id."""
+    """Return the experiment with an id."""
     if id not in _PLACES:
         raise KeyError(f"There is no experiment '{id}'. There are: {', '.join(IDS)}.")
     module, name = _PLACES[id].split(":")

@@ -1,4 +1,4 @@
-"""Runs experiments one after the other; what is missing or fails is said, and the others go on."""
+"""Run experiments one after the other; if one lacks its data, say so and continue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.experiments.base import Experiment, Judgement
 from egop_lab.experiments.registry import experiment
 from egop_lab.training.context import Context
 from egop_lab.training.records import Store
@@ -17,46 +17,39 @@ from egop_lab.training.records import Store
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one experiment went.
+    """Result of one experiment.
 
     Attributes:
-        id: of the experiment.
-        judged: its claims with verdicts; empty when it could not run.
-        seconds: that this call spent on it.
+        id: the id of the experiment.
+        judged: its claims with verdicts; empty if it could not run.
+        seconds: time spent by this call.
         problem: why it could not run, in one line.
     """
 
     id: str
-    judged: tuple[Judged, ...] = ()
+    judged: tuple[Judgement, ...] = ()
     seconds: float = 0.0
     problem: str | None = None
 
 
-def store_of(folder: Path, id: str) -> Store:
-    """The records of an experiment."""
+def open_store(folder: Path, id: str) -> Store:
+    """Open the records of an experiment."""
     return Store(folder / f"{id}.jsonl")
 
 
 def reproduce(ids: Sequence[str], folder: Path, context: Context, say: Callable[[str], None] = print) -> list[Outcome]:
-    """Run experiments, as far as their records do not show them done, and judge their claims.
-
-    Args:
-        ids: which ones.
-        folder: where the records are kept.
-        context: preset, device, data.
-        say: shows a line to the user.
-    """
+    """Do the runs of experiments that are not recorded yet, and judge their claims."""
     chosen = {id: experiment(id) for id in ids}  # an unknown id is an error before anything runs
     outcomes = []
     for id, one in chosen.items():
         say(f"{id}: {one.title} ({context.preset} preset)")
         once = cache(lambda line: say(f"  {line}"))  # an experiment may load its data more than once
-        outcomes.append(_run(one, store_of(folder, id), replace(context, say=once)))
+        outcomes.append(_run(one, open_store(folder, id), replace(context, say=once)))
         outcome = outcomes[-1]
         if outcome.problem:
             say(f"  left out: {outcome.problem}")
         for judged in outcome.judged:
-            say(f"  {judged.verdict}: {judged.words} {judged.found}")
+            say(f"  {judged.verdict}: {judged.statement} {judged.finding}")
     return outcomes
 
 

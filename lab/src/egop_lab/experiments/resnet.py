@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Experiment, Judged, Table, also
+from egop_lab.experiments.base import Experiment, Judgement, Table, add_alternatives
 from egop_lab.experiments.resnet_long import LongRuns
 from egop_lab.experiments.resnet_runs import ShortRuns
 from egop_lab.plots.picture import Picture
@@ -19,7 +19,7 @@ _STEPS_THERE = 10_000  # in an epoch of the paper: 1.28 million images by 128
 
 
 class ResnetExperiment(Experiment):
-    """The paper's table of epochs and time at small scale, and more methods beside it.
+    """The paper's table of epochs and time at small scale, with more methods.
 
     A claim is judged by the long runs where its methods have all of theirs, else by the short ones.
     """
@@ -70,23 +70,25 @@ class ResnetExperiment(Experiment):
         """Do the runs that the store does not have yet, the long ones first: by order of importance.
 
         Args:
-            store: where finished runs are.
+            store: the store of finished runs.
             context: preset, device, data, time.
-            processes: that do long runs at once on the device. Time is not read from these: each method has a run that
-                has the device to itself.
+            processes: number of processes that share the device for long runs. These are not timed: each method
+                has one run that has the device to itself.
         """
         began = time.monotonic()
-        if context.preset == "full" and not self.long.all_of_them(store, context, processes):
+        if context.preset == "full" and not self.long.run_missing(store, context, processes):
             return
         if context.time_budget is not None:
             context = replace(context, time_budget=context.time_budget - (time.monotonic() - began))
         self.short.run(store, context)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         long = {each.id: each for each in self.long.judge(store, preset)} if preset == "full" else {}
         short = self.short.judge(store, preset)
         rule = f"{self.short.settings(preset)['epochs']} epochs"
-        return also([long.get(each.id, each) for each in short], rule, [replace(each, beside=()) for each in short])
+        return add_alternatives(
+            [long.get(each.id, each) for each in short], rule, [replace(each, alternatives=()) for each in short]
+        )
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         long = self.long.pictures(store, preset) if self._long_methods(store, preset) else []
@@ -97,7 +99,7 @@ class ResnetExperiment(Experiment):
         return [*long, *self.short.tables(store, preset)]
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
-        run = self.short.done(store, preset)[-1]
+        run = self.short.finished_runs(store, preset)[-1]
         counts = run.config["data"]
         whose = "Imagenette's" if counts["train"] == _IMAGENETTE else "a folder's"
         remark = (
@@ -118,10 +120,10 @@ class ResnetExperiment(Experiment):
         return int(runs.settings(preset)["epochs"])
 
     def _long_methods(self, store: Store, preset: Preset) -> list[str]:
-        """The methods that have all of their long runs, where there are enough of them to judge by."""
+        """Return the methods that have all of their long runs, if there are enough of them to judge by."""
         if preset != "full":
             return []
-        return list(self.long.complete(store, preset))
+        return list(self.long.complete_runs(store, preset))
 
     def _long_remark(self, store: Store, preset: Preset) -> list[str]:
         if preset != "full":
@@ -130,7 +132,7 @@ class ResnetExperiment(Experiment):
         length = f"{settings['epochs']} epochs"
         there = self._long_methods(store, preset)
         if not there:
-            begun = self.long.reported(store, preset)
+            begun = self.long.reported_runs(store, preset)
             return [f"Not run{' to their end' if begun else ''}: runs of {length}."]
         if missing := [method for method in settings["methods"] if method not in there]:
             return [f"Not run with {length}: {', '.join(missing)}; what is claimed of these is judged by short runs."]

@@ -1,14 +1,14 @@
-"""What the paper claims of residual networks, and what its table says."""
+"""The paper's claims about residual networks, and its table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from egop_lab.experiments.timed import Claim
-from egop_lab.methods import RESNET, label
+from egop_lab.experiments.timed_experiment import Claim
+from egop_lab.methods import RESNET, get_label
 
 ADAMW, UPFRONT, PERIODIC, AROUND, BOTH_SIDES, SOAP_ONCE, SOAP_100, SOAP_OURS, SOAP_EPOCH, SOAP_10 = (
-    label(RESNET, name)
+    get_label(RESNET, name)
     for name in (
         "adamw",
         "shared-fixed",
@@ -39,8 +39,8 @@ _EPOCHS = {method: f"{epochs}" for method, (epochs, _) in PAPER.items()}
 _FEWER, _FASTER = "EGOP each epoch needs no more epochs", "EGOP each epoch is faster"
 _COMPETITIVE = 1.1
 
-# Name, the claim, what is compared, and which method's number is to be the smaller one; SOAP_100 stands for the SOAP
-# that is compared with in its place.
+# Name, claim, compared quantity, and the methods with the smaller and the larger number; SOAP_100 stands for
+# whichever SOAP is compared with.
 _COMPARED = (
     ("upfront-epochs", "EGOP up-front needs fewer epochs than AdamW.", "epochs", UPFRONT, ADAMW),
     ("periodic-fewer", "EGOP each epoch needs fewer epochs than AdamW.", "epochs", PERIODIC, ADAMW),
@@ -49,45 +49,45 @@ _COMPARED = (
     ("periodic-time", "EGOP each epoch needs less time than AdamW.", "seconds", PERIODIC, ADAMW),
     ("upfront-soap", "EGOP up-front needs fewer epochs than SOAP once.", "epochs", UPFRONT, SOAP_ONCE),
     ("upfront-soap-time", "EGOP up-front is faster than SOAP once.", "seconds", UPFRONT, SOAP_ONCE),
-    ("upfront-often-time", "EGOP up-front is faster than {often}.", "seconds", UPFRONT, SOAP_100),
+    ("upfront-often-time", "EGOP up-front is faster than {soap}.", "seconds", UPFRONT, SOAP_100),
     ("upfront-period-time", "EGOP up-front is faster than SOAP each epoch.", "seconds", UPFRONT, SOAP_EPOCH),
     ("periodic-once-time", f"{_FASTER} than SOAP once.", "seconds", PERIODIC, SOAP_ONCE),
     ("periodic-soap", f"{_FEWER} than SOAP, both each epoch.", "epochs", PERIODIC, SOAP_EPOCH),
     ("periodic-soap-time", f"{_FASTER} than SOAP each epoch.", "seconds", PERIODIC, SOAP_EPOCH),
-    ("periodic-often", "EGOP each epoch needs about as many epochs as {often}.", "epochs", PERIODIC, SOAP_100),
-    ("often-time", _FASTER + " than {often}.", "seconds", PERIODIC, SOAP_100),
-    ("soap-often", "{often} needs fewer epochs than SOAP once.", "epochs", SOAP_100, SOAP_ONCE),
+    ("periodic-often", "EGOP each epoch needs about as many epochs as {soap}.", "epochs", PERIODIC, SOAP_100),
+    ("often-time", _FASTER + " than {soap}.", "seconds", PERIODIC, SOAP_100),
+    ("soap-often", "{soap} needs fewer epochs than SOAP once.", "epochs", SOAP_100, SOAP_ONCE),
     ("upfront-training", "EGOP up-front trains to a lower loss than AdamW.", "training", UPFRONT, ADAMW),
     ("periodic-training", "EGOP each epoch trains to a lower loss than up-front.", "training", PERIODIC, UPFRONT),
     ("upfront-validation", "EGOP up-front validates lower than AdamW.", "validation", UPFRONT, ADAMW),
-    ("validation-often", "EGOP each epoch validates lower than {often}.", "validation", PERIODIC, SOAP_100),
+    ("validation-often", "EGOP each epoch validates lower than {soap}.", "validation", PERIODIC, SOAP_100),
     ("upfront-accuracy", "EGOP up-front is more accurate than AdamW.", "error", UPFRONT, ADAMW),
     ("periodic-accuracy", "EGOP each epoch is more accurate than AdamW.", "error", PERIODIC, ADAMW),
     ("training-accuracy", "EGOP is more accurate than AdamW on training images.", "training error", UPFRONT, ADAMW),
     (
         "soap-training",
-        "EGOP each epoch is competitive with {often} on the training loss.",
+        "EGOP each epoch is competitive with {soap} on the training loss.",
         "training",
         PERIODIC,
         SOAP_100,
     ),
-    ("soap-accuracy", "The accuracy of EGOP each epoch is competitive with {often}'s.", "error", PERIODIC, SOAP_100),
+    ("soap-accuracy", "The accuracy of EGOP each epoch is competitive with {soap}'s.", "error", PERIODIC, SOAP_100),
 )
 
 
-def _there(measure: str, method: str, other: str) -> str:
-    """The paper's numbers."""
+def _paper_numbers(measure: str, method: str, other: str) -> str:
+    """Return the paper's numbers."""
     if measure == "validation" and other == SOAP_100:
         return "1.19 and 1.22"
     numbers = {"epochs": _EPOCHS, "seconds": _HOURS}.get(measure)
     return f"{numbers[method]} and {numbers[other]}" if numbers else ""
 
 
-# How much of the other number it may be, by claim; less than the whole where nothing is said.
+# Largest allowed ratio by claim; strictly less than one by default.
 _PARTS = {"periodic-epochs": 1.0, "periodic-soap": 1.0} | dict.fromkeys(
     ("periodic-often", "soap-training", "soap-accuracy"), _COMPETITIVE
 )
-# What that is in words where it is our choice, by measure.
+# Descriptions of the ratios that are our choice, by measure.
 _NEARLY = {
     "epochs": f"about: at most {_COMPETITIVE:g} times as many",
     "training": f"competitive: at most {_COMPETITIVE:g} times its loss",
@@ -95,13 +95,22 @@ _NEARLY = {
 }
 
 
-def claims(often: str) -> Iterator[Claim]:
-    """All of them, with the SOAP that stands for SOAP 100."""
+def claims(soap: str) -> Iterator[Claim]:
+    """Return all claims, with the SOAP that stands for SOAP 100."""
     for name, words, measure, method, other in _COMPARED:
-        one, two = (often if each == SOAP_100 else each for each in (method, other))
+        one, two = (soap if each == SOAP_100 else each for each in (method, other))
         part = _PARTS.get(name)
         threshold = _NEARLY[measure] if part == _COMPETITIVE else ""
-        yield Claim(name, words.format(often=often), measure, one, two, part, _there(measure, method, other), threshold)
+        yield Claim(
+            name,
+            words.format(soap=soap),
+            measure,
+            one,
+            two,
+            part,
+            _paper_numbers(measure, method, other),
+            threshold,
+        )
     yield Claim(
         "validation",
         "EGOP each epoch validates lower than SOAP each epoch.",

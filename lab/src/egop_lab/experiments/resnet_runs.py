@@ -1,4 +1,4 @@
-"""The runs of the residual-network experiment, short and long ones: how they are done, and what is found in them."""
+"""The runs of the residual-network experiment, short and long, and their results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from egop_lab.builders import import_pytorch_optimizer
 from egop_lab.data import images
-from egop_lab.experiments.base import Judged, Table, beside
+from egop_lab.experiments.base import Judgement, Table, make_alternative
 from egop_lab.experiments.curves import bar_panel, best_rate, median, quartiles
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
@@ -22,32 +23,31 @@ from egop_lab.experiments.resnet_claims import (
     SOAP_OURS,
     claims,
 )
-from egop_lab.experiments.timed import (
+from egop_lab.experiments.timed_experiment import (
     Claim,
     Measures,
     Runs,
     TimedExperiment,
+    find_lowest_pass,
+    format_number,
     is_tuning,
     length_to,
-    lowest,
-    lowest_at,
-    number,
+    lowest_loss,
 )
 from egop_lab.formatting import pluralize
-from egop_lab.making import foreign
-from egop_lab.methods import RESNET, compared
+from egop_lab.methods import RESNET, get_methods
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.classifiers import Run
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed import Trials, fast, precision
+from egop_lab.training.timed_runs import Trials, describe_precision, fast_math
 
-_NEAR = 1.05  # the paper's target: so many times the lowest validation loss of SOAP renewed often
+_NEAR = 1.05  # the paper's target, relative to the lowest validation loss of SOAP with frequent refreshes
 
-OPTIONAL = (BOTH_SIDES,)  # run last, when there is time; left out where its runs are missing
+OPTIONAL = (BOTH_SIDES,)  # run last, if there is time; left out if its runs are missing
 
-_NEW = (SOAP_100, SOAP_OURS, AROUND)  # these have no short runs but those that tune them
+_NEW = (SOAP_100, SOAP_OURS, AROUND)  # methods without short runs, except those for tuning
 
 
 class ShortRuns(TimedExperiment):
@@ -59,14 +59,14 @@ class ShortRuns(TimedExperiment):
     comparison: ClassVar[str] = RESNET
     training = Run
     length: ClassVar[str] = "epochs"
-    often: ClassVar[str] = SOAP_10  # the SOAP that is renewed often
+    soap: ClassVar[str] = SOAP_10  # the SOAP with frequent refreshes
     claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_10))
-    pictured: ClassVar[str] = "resnet"  # what its pictures are called
+    picture_name: ClassVar[str] = "resnet"  # prefix of its pictures' names
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
         return {
-            "methods": [method for method in compared(RESNET) if method not in _NEW],
+            "methods": [method for method in get_methods(RESNET) if method not in _NEW],
             "rates": [3e-4, 1e-3, 3e-3] if full else [1e-3],
             "trials": 3 if full else 2,
             "tuning trials": 1,
@@ -83,7 +83,7 @@ class ShortRuns(TimedExperiment):
             "data": "Imagenette, ten classes of ImageNet",
             "precision": "on a GPU the network computes in bfloat16, with weights in float32",
             "validation": "the central crop after every epoch, ten crops at the end",
-            "target": f"{_NEAR:g} times the lowest median validation loss of {self.often} after any epoch; beside it "
+            "target": f"{_NEAR:g} times the lowest median validation loss of {self.soap} after any epoch; beside it "
             "AdamW's lowest median, and the same part of the median of each trial's lowest",
             "SOAP": "renewed never, each epoch and every 100 or 10 steps; 100 are more than an epoch here, "
             "a hundredth of one in the paper; its own betas (0.95, 0.95), a basis for every dimension of a kernel; "
@@ -91,18 +91,18 @@ class ShortRuns(TimedExperiment):
             "rho": "of a basis that is renewed each epoch: the point itself, with other batches; with scale 0.01 a "
             "normal distribution around it with that standard deviation",
             "images": ["all", "all"] if full else [320, 160],
-            **({} if full else {"samples": 32}),  # else as many as give each kernel a thousand gradients
+            **({} if full else {"samples": 32}),  # in the full preset, enough for a thousand gradients per kernel
         }
 
     def run(self, store: Store, context: Context) -> None:
         trials = self.trials(store, context)
         methods = self.settings(context.preset)["methods"]
-        with fast(context.device):
+        with fast_math(context.device):
             first = [method for method in methods if method not in OPTIONAL]
-            self._all_of(trials, first) and self._all_of(trials, OPTIONAL)
+            self._tune_and_run(trials, first) and self._tune_and_run(trials, OPTIONAL)
 
     def source(self, context: Context) -> dict[str, Any]:
-        """What the images are loaded with."""
+        """Return the arguments for loading the images."""
         settings = self.settings(context.preset)
         limits = [None if count == "all" else count for count in settings["images"]]
         return {
@@ -119,15 +119,15 @@ class ShortRuns(TimedExperiment):
         data = images.load(**self.source(context))
         names = ("batch", "weight decay", "side", "crop", "depths", "width", "samples")
         common = {key: settings[key] for key in names if key in settings}
-        common |= {"data": data.counts, "precision": precision(device)}
+        common |= {"data": data.counts, "precision": describe_precision(device)}
         warm = False
 
         def warm_up(config: dict[str, Any]) -> None:
-            """On a GPU, an epoch and decompositions that nobody times: no run pays for what the first one sets up."""
+            """Run an epoch and decompositions untimed on a GPU, so that no timed run pays for their setup."""
             nonlocal warm
             if warm:
                 return
-            foreign(SOAP_10)  # takes seconds to import
+            import_pytorch_optimizer(SOAP_10)  # takes seconds to import
             if device.type == "cuda":
                 self.training(data, config | {"method": ADAMW, "epochs": 1}, device)(progress=False)
                 torch.linalg.eigh(torch.eye(64, dtype=torch.float64, device=device))
@@ -142,28 +142,28 @@ class ShortRuns(TimedExperiment):
             warm_up,
         )
 
-    def _all_of(self, trials: Trials, methods: Sequence[str]) -> bool:
-        """Tune some methods and do their runs; whether that is done, or the time is over."""
+    def _tune_and_run(self, trials: Trials, methods: Sequence[str]) -> bool:
+        """Tune some methods and do their runs; return False when the time is over."""
         settings = self.settings(trials.context.preset)
         seeds = range(TUNING, TUNING + settings["tuning trials"])
         tuning = [(method, lr, seed) for method in methods for lr in settings["rates"] for seed in seeds]
         epochs = settings["tuning epochs"]
         if not all(trials.do(method=method, lr=lr, epochs=epochs, seed=seed) for method, lr, seed in tuning):
             return False
-        return self.report(trials, methods)
+        return self.run_reported(trials, methods)
 
-    def required(self, preset: Preset) -> set[str]:
+    def required_methods(self, preset: Preset) -> set[str]:
         return {method for claim in self.claims for method in (claim.method, claim.other)}
 
-    def rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
-        """The rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
-        runs = [run for run in self.tuning(settings, done, method) if run.config["lr"] in settings["rates"]]
+    def find_rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+        """Return the rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
+        runs = [run for run in self.tuning_runs(settings, done, method) if run.config["lr"] in settings["rates"]]
         if missing := set(settings["rates"]) - {run.config["lr"] for run in runs}:
             raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, sorted(missing)))}")
         return best_rate(runs, inaccuracy)
 
-    def tuning(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
-        """The runs that choose a method's learning rate."""
+    def tuning_runs(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
+        """Return the runs that choose a method's learning rate."""
         own = [run for run in done if is_tuning(run) and run.config["method"] == method]
         return [run for run in own if run.config["epochs"] == settings["tuning epochs"]]
 
@@ -175,47 +175,49 @@ class ShortRuns(TimedExperiment):
                 "Share of wrong answers in the last epoch's batches",
                 lambda run: 1 - run.result["training accuracy"][-1],
             ),
-            "validation": ("Lowest validation loss", lambda run: lowest(run.result)),
+            "validation": ("Lowest validation loss", lambda run: lowest_loss(run.result)),
             "ten-crop loss": ("Loss of ten crops at the end", lambda run: run.result["ten-crop loss"]),
             "error": ("Share of wrong answers, ten crops", lambda run: 1 - run.result["ten-crop accuracy"]),
         }
 
     def goals(self, runs: Runs) -> Mapping[str, float]:
-        curves = [run.result["validation loss"] for run in runs[self.often]]
-        own = median([lowest(run.result) for run in runs[self.often]])
+        curves = [run.result["validation loss"] for run in runs[self.soap]]
+        own = median([lowest_loss(run.result) for run in runs[self.soap]])
         return {
-            f"to {_NEAR:g} times the lowest of {self.often}'s medians": _NEAR * min(quartiles(curves)[1]),
+            f"to {_NEAR:g} times the lowest of {self.soap}'s medians": _NEAR * min(quartiles(curves)[1]),
             "to the lowest of AdamW's medians": self.goal(runs),
-            f"to {_NEAR:g} times the median of {self.often}'s lowest ones": _NEAR * own,
+            f"to {_NEAR:g} times the median of {self.soap}'s lowest ones": _NEAR * own,
         }
 
-    def _judged(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judged:
-        if claim.measure == "training error" and not _trained(runs, claim.method, claim.other):
+    def _judge_claim(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judgement:
+        if claim.measure == "training error" and not _has_training_accuracy(runs, claim.method, claim.other):
             found = "Accuracy on training images was not recorded; the training loss was."
-            return Judged(f"{self.id}/{claim.name}", claim.words, "cannot be judged", found)
-        judged = super()._judged(claim, runs, goal, preset)
+            return Judgement(f"{self.id}/{claim.name}", claim.statement, "cannot be judged", found)
+        judged = super()._judge_claim(claim, runs, goal, preset)
         if claim.measure != "validation":
             return judged
-        ten = super()._judged(replace(claim, measure="ten-crop loss"), runs, goal, preset)
-        return replace(judged, beside=(beside("ten crops, as the paper evaluates, but at the end only", ten),))
+        ten = super()._judge_claim(replace(claim, measure="ten-crop loss"), runs, goal, preset)
+        return replace(
+            judged, alternatives=(make_alternative("ten crops, as the paper evaluates, but at the end only", ten),)
+        )
 
-    def said(self, claim: Claim, one: float, other: float) -> str:
-        return f"{claim.method}: {number(one, 3)}; {claim.other}: {number(other, 3)}"
+    def format_numbers(self, claim: Claim, one: float, other: float) -> str:
+        return f"{claim.method}: {format_number(one, 3)}; {claim.other}: {format_number(other, 3)}"
 
-    def timed(self, store: Store, preset: Preset) -> Runs:
-        """The runs from which the time of an epoch is read."""
-        return self.reported(store, preset)
+    def timed_runs(self, store: Store, preset: Preset) -> Runs:
+        """Return the runs that the time of an epoch is read from."""
+        return self.reported_runs(store, preset)
 
     def tables(self, store: Store, preset: Preset) -> list[Table]:
-        """What an epoch costs here and in the paper, and what comes of it; and how many epochs each trial needs."""
-        runs, timed = self.reported(store, preset), self.timed(store, preset)
+        """Compare what an epoch costs here and in the paper, the results, and the epochs that each trial needs."""
+        runs, timed = self.reported_runs(store, preset), self.timed_runs(store, preset)
         epochs = self.settings(preset)["epochs"]
         header = ("method", "rate", "trials", "lowest validation loss", "at epoch", "ten crops: loss", "accuracy")
         cost = ("seconds an epoch", "times AdamW's", "in the paper")
         rows = [self.row(method, records, timed) for method, records in runs.items()]
         goals = {f"{goal:.3f}": goal for goal in sorted(self.goals(runs).values())}
         reached = [
-            (method, *(", ".join(number(length_to(run, goal), 3) for run in records) for goal in goals.values()))
+            (method, *(", ".join(format_number(length_to(run, goal), 3) for run in records) for goal in goals.values()))
             for method, records in runs.items()
         ]
         cost_is = "with renewals, without a first basis; lowest to highest"
@@ -230,13 +232,7 @@ class ShortRuns(TimedExperiment):
         ]
 
     def row(self, method: str, runs: Sequence[Record], timed: Runs) -> tuple[str, ...]:
-        """A method in the table.
-
-        Args:
-            method: whose runs they are.
-            runs: what is reported.
-            timed: those from which time is read, by method.
-        """
+        """Return a method's row in the table."""
 
         def middle(name: str) -> float:
             return median([run.result[name] for run in runs])
@@ -248,8 +244,8 @@ class ShortRuns(TimedExperiment):
             method,
             f"{runs[0].config['lr']:g}",
             str(len(runs)),
-            f"{median([lowest(run.result) for run in runs]):.3f}",
-            f"{median([lowest_at(run.result) for run in runs]):g}",
+            f"{median([lowest_loss(run.result) for run in runs]):.3f}",
+            f"{median([find_lowest_pass(run.result) for run in runs]):g}",
             f"{middle('ten-crop loss'):.3f}",
             f"{middle('ten-crop accuracy'):.1%}",
             f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})" if seconds else "",
@@ -258,7 +254,7 @@ class ShortRuns(TimedExperiment):
         )
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        runs = self.reported(store, preset)
+        runs = self.reported_runs(store, preset)
         goal = self.goal(runs)
         measures = self.measures(goal)
         horizontal = {f"target {value:.3f}": value for value in self.goals(runs).values()}
@@ -276,20 +272,20 @@ class ShortRuns(TimedExperiment):
             Panel("Validation loss", "epoch", "loss", lines("validation loss"), horizontal=horizontal),
             accuracy("Validation accuracy", "accuracy"),
         ]
-        if _trained(runs, *runs):
+        if _has_training_accuracy(runs, *runs):
             panels.append(accuracy("Training accuracy", "training accuracy"))
         return [
             Picture(
-                self.pictured,
+                self.picture_name,
                 f"By epoch, each method at its own learning rate; medians and quartiles over "
                 f"{pluralize(count, 'trial')}{fewer}. Of training it is the mean over an epoch's batches; "
                 "validation sees the central crop. "
-                f"Targets: AdamW's lowest median, {_NEAR:g} times that of {self.often}, and {_NEAR:g} times the median "
+                f"Targets: AdamW's lowest median, {_NEAR:g} times that of {self.soap}, and {_NEAR:g} times the median "
                 "of its trials' lowest.",
                 panels,
             ),
             Picture(
-                f"{self.pictured}-time",
+                f"{self.picture_name}-time",
                 f"Epochs and seconds of training (bases included) until the validation loss is at most {goal:.3f}, "
                 "AdamW's lowest median; no bar: not reached. Accuracy of the mean output over ten crops at the end.",
                 [
@@ -302,22 +298,22 @@ class ShortRuns(TimedExperiment):
 
 
 def inaccuracy(result: Mapping[str, Any]) -> float:
-    """What a learning rate is chosen by."""
+    """Return the score that chooses a learning rate: the ten-crop accuracy, negated."""
     return -float(result["ten-crop accuracy"])
 
 
-def _trained(runs: Runs, *methods: str) -> bool:
-    """Whether accuracy on training images was recorded for all of these."""
+def _has_training_accuracy(runs: Runs, *methods: str) -> bool:
+    """Return True if accuracy on training images was recorded for all of these methods."""
     return all("training accuracy" in run.result for method in methods for run in runs[method])
 
 
 def is_timed(run: Record) -> bool:
-    """Whether a run had the device to itself, and did not diverge."""
+    """Return True if a run had the device to itself, and did not diverge."""
     return math.isfinite(run.result["seconds"][-1])
 
 
 def pace(runs: Sequence[Record]) -> tuple[float, float]:
-    """Seconds before the first epoch, and those of an epoch, by runs from which time can be read: medians.
+    """Return the median seconds before the first epoch and of an epoch, over timed runs.
 
     What the first epoch takes more than others, as for a first basis, is before.
     """
@@ -328,13 +324,13 @@ def pace(runs: Sequence[Record]) -> tuple[float, float]:
 
 
 def _epoch_seconds(runs: Sequence[Record]) -> list[float]:
-    """What an epoch takes after the first, in every run from which time can be read."""
+    """Return the seconds of an epoch after the first, for every timed run."""
     curves = [run.result["seconds"] for run in runs if is_timed(run)]
     return [(curve[-1] - curve[1]) / max(len(curve) - 2, 1) for curve in curves]
 
 
 def _line(method: str, curves: Sequence[Sequence[float]]) -> Series:
-    """By epoch, from the end of the first one: the loss of the start would dwarf all others."""
+    """Draw a curve by epoch from the end of the first epoch: the loss of the start would dwarf all others."""
     low, middle, high = quartiles([curve[1:] for curve in curves])
     color = "SOAP" if method in (SOAP_10, SOAP_100) else method
     return Series(method, list(range(1, len(middle) + 1)), middle, low, high, color, "EGOP" in method)

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from egop_lab.experiments.base import Experiment, Judged, decades, verdict
+from egop_lab.experiments.base import Experiment, Judgement, count_decades, to_verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
-from egop_lab.experiments.curves import by_rate, curve_series, median, rate_series, same_in_both
-from egop_lab.experiments.tuned import Method, small
+from egop_lab.experiments.curves import check_same_in_both, curve_series, median, quartiles_by_rate, rate_series
+from egop_lab.experiments.tuned_experiment import Method, single_threaded
 from egop_lab.plots.picture import Mark, Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, finished
+from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, Sweep, run_sweep
 
@@ -26,7 +26,7 @@ _APART = 0.1  # of the distance from the start to the minimum
 
 
 class Plane(ConvexTrials):
-    """Log-sum-exp in two dimensions; the paper's start lies far out, here on a circle."""
+    """Log-sum-exp in two dimensions; the paper starts far out, here the starts are on a circle."""
 
     def __init__(self, seeds: Sequence[int], *, n: int, decay: float, samples: int, radius: float) -> None:
         super().__init__(seeds, objective=LOG_SUM_EXP, n=n, d=2, decay=decay, samples=samples)
@@ -34,7 +34,7 @@ class Plane(ConvexTrials):
         self.minimum = torch.linalg.lstsq(self.data, self.targets[..., None]).solution[..., 0]
         self.first = radius * self.first / self.first.norm(dim=-1, keepdim=True)
 
-    def alone(self, seed: int) -> Self:
+    def single_trial(self, seed: int) -> Self:
         return type(self)([seed], **self.own)  # type: ignore[arg-type]
 
     def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
@@ -42,15 +42,15 @@ class Plane(ConvexTrials):
         return {"loss": super().evaluate(point)["loss"], **places}
 
     def hessian(self, trial: int) -> Tensor:
-        """At the minimum, where all residuals are zero."""
+        """Return the Hessian at the minimum, where all residuals are zero."""
         return 2 / len(self.targets[trial]) * self.data[trial].mT @ self.data[trial]
 
     def level_set(self, trial: int, height: float, points: int) -> Tensor:
-        """Where the loss is so far above its minimum, (points, 2): by bisection along rays from the minimum."""
+        """Find the points at a given loss above the minimum, (points, 2), by bisection along rays."""
         angles = torch.linspace(0, 2 * math.pi, points, dtype=torch.float64)
         rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
         low, high = torch.zeros_like(angles), torch.full_like(angles, 1e4)
-        plane = self.alone(self.seeds[trial])
+        plane = self.single_trial(self.seeds[trial])
         for _ in range(80):
             middle = (low + high) / 2
             inside = super(Plane, plane).evaluate({"theta": (self.minimum[trial] + middle[:, None] * rays)[None]})
@@ -60,13 +60,13 @@ class Plane(ConvexTrials):
 
 
 def tilt(hessian: Tensor, basis: Tensor) -> float:
-    """The angle in degrees between the direction of largest curvature and the nearest axis, 0 to 45."""
+    """Return the angle in degrees between the direction of largest curvature and the nearest axis, 0 to 45."""
     leading = torch.linalg.eigh(hessian).eigenvectors[:, -1]
     return math.degrees(math.acos(min(1.0, float((basis.mT @ leading).abs().max()))))
 
 
 class TrajectoriesExperiment(Experiment):
-    """Adagrad from equivalent starts; SGD as a control, which has to take the same way in both."""
+    """Adagrad from equivalent starts; SGD as a control, whose path must be the same in both."""
 
     id: ClassVar[str] = "trajectories"
     title: ClassVar[str] = "Adagrad in the plane"
@@ -89,12 +89,12 @@ class TrajectoriesExperiment(Experiment):
             "SGD rate": 0.1,
             # The paper names neither M (its convex experiments have 5d) nor the start.
             "problem": {"n": 100, "decay": 1.5, "samples": 10, "radius": 40.0},
-            # As the paper, which chose an instance whose axes are clearly not aligned and a start that shows it.
+            # Like the paper, show an instance whose axes are clearly not aligned.
             "shown seed": 11,
         }
 
     def run(self, store: Store, context: Context) -> None:
-        with small(context) as context:
+        with single_threaded(context) as context:
             settings = self.settings(context.preset)
             sizes = settings["problem"]
             for rates, every in self._sweeps(context.preset):
@@ -129,11 +129,11 @@ class TrajectoriesExperiment(Experiment):
                     "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
                     "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
                 }
-                store.add(finished(config, result, time.perf_counter() - began))
+                store.add(make_record(config, result, time.perf_counter() - began))
 
-    def judge(self, store: Store, preset: Preset) -> list[Judged]:
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         settings = self.settings(preset)
-        apart = [self._apart(store, preset, seed) for seed in self._seeds(preset)]
+        apart = [self._path_distance(store, preset, seed) for seed in self._seeds(preset)]
         words = "From equivalent starts Adagrad takes different ways in the two coordinates."
         finding = (
             f"Largest distance of the two ways, relative to the distance from start to minimum: median "
@@ -144,26 +144,26 @@ class TrajectoriesExperiment(Experiment):
         numbers = (
             f"Median angle of the steepest direction to the nearest axis: EGOP {turned:.2g}°, original {original:.2g}°."
         )
-        aligned = verdict(turned < min(original, _ALIGNED))
+        aligned = to_verdict(turned < min(original, _ALIGNED))
         one, other = (self._runs(store, preset, "SGD", kind, settings["SGD rate"]) for kind in (ORIGINAL, EGOP))
         return [
-            Judged(
+            Judgement(
                 f"{self.id}/differ",
                 words,
-                verdict(median(apart) > _APART),
+                to_verdict(median(apart) > _APART),
                 finding,
                 threshold=f"differ: by {_APART:g} of that distance",
             ),
-            Judged(
+            Judgement(
                 f"{self.id}/aligned",
                 "In EGOP coordinates the main directions lie along the axes.",
                 aligned,
                 numbers,
                 threshold=f"within {_ALIGNED:g}°",
-                margin=decades(turned, original),
+                margin=count_decades(turned, original),
             ),
-            self._solved(store, preset),
-            same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
+            self._judge_solved(store, preset),
+            check_same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
         ]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
@@ -175,7 +175,7 @@ class TrajectoriesExperiment(Experiment):
             (EGOP, "The same loss in EGOP coordinates", "eigenvector"),
         ):
             # Each with the way that Adagrad takes in these coordinates: it scales along the axes, which are these.
-            lines = [self._levels(store, preset, seed, kind), self._way(store, preset, seed, kind, kind)]
+            lines = [self._level_series(store, preset, seed, kind), self._path_series(store, preset, seed, kind, kind)]
             marks = self._marks(store, preset, seed, kind)
             across, up = (f"{part} {axis}" for part in _PARTS)
             planes.append(Panel(title, across, up, lines, yscale="linear", aspect="equal", marks=marks))
@@ -187,7 +187,7 @@ class TrajectoriesExperiment(Experiment):
             tried = [
                 run
                 for rate in settings["rates"]
-                for run in self._runs(store, preset, method.optimizer, method.coordinates, rate, swept=True)
+                for run in self._runs(store, preset, method.optimizer, method.coordinates, rate, is_sweep=True)
             ]
             sweeps.append(rate_series(tried, _final, method.optimizer, method.coordinates, rate))
         return [
@@ -205,23 +205,23 @@ class TrajectoriesExperiment(Experiment):
             )
         ]
 
-    def _solved(self, store: Store, preset: Preset) -> Judged:
+    def _judge_solved(self, store: Store, preset: Preset) -> Judgement:
         rates = [rate for rate in self.settings(preset)["rates"] if 30 <= rate <= 90]
-        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, swept=True)]
-        medians = {rate: middle for rate, (_, middle, _) in by_rate(runs, _final).items()}
+        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, is_sweep=True)]
+        medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(runs, _final).items()}
         words = (
             "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
         )
         finding = f"Median final loss above the minimum: {min(medians.values()):.2g} to {max(medians.values()):.2g}."
-        holds = verdict(max(medians.values()) < 1e-10)
-        return Judged(f"{self.id}/solved", words, holds, finding, paper="< 1e-10")
+        holds = to_verdict(max(medians.values()) < 1e-10)
+        return Judgement(f"{self.id}/solved", words, holds, finding, paper="< 1e-10")
 
     def _seeds(self, preset: Preset) -> list[int]:
         settings = self.settings(preset)
         return [*range(settings["trials"]), settings["shown seed"]]
 
     def _sweeps(self, preset: Preset) -> list[tuple[dict[str, list[float]], int]]:
-        """The rates to run and how often their runs are recorded: each step where the way is drawn."""
+        """Return the rates to run and how often to record them: at each step if the path is drawn."""
         settings = self.settings(preset)
         return [
             ({"Adagrad": [settings["learning rate"]]}, 1),
@@ -230,10 +230,10 @@ class TrajectoriesExperiment(Experiment):
         ]
 
     def _runs(
-        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, *, swept: bool = False
+        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, *, is_sweep: bool = False
     ) -> list[Record]:
         settings = self.settings(preset)
-        every = settings["steps"] if swept else 10 if optimizer == "SGD" else 1
+        every = settings["steps"] if is_sweep else 10 if optimizer == "SGD" else 1
         wanted = {"optimizer": optimizer, "coordinates": kind, "lr": rate, "steps": settings["steps"]}
         return self.records(store, preset, **wanted, **settings["problem"], **{"record every": every})
 
@@ -248,45 +248,45 @@ class TrajectoriesExperiment(Experiment):
         return record
 
     def _path(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
-        """The way taken in some coordinates, in original coordinates, (steps + 1, 2)."""
+        """Return the path taken in some coordinates, in original coordinates, (steps + 1, 2)."""
         runs = self._runs(store, preset, "Adagrad", kind, self.settings(preset)["learning rate"])
         run = next(run for run in runs if run.config["seed"] == seed)
         return torch.tensor([run.result[f"{name} coordinate"] for name in _PARTS], dtype=torch.float64).mT
 
-    def _apart(self, store: Store, preset: Preset, seed: int) -> float:
+    def _path_distance(self, store: Store, preset: Preset, seed: int) -> float:
         original, turned = (self._path(store, preset, seed, kind) for kind in (ORIGINAL, EGOP))
         least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64)
         return float((original - turned).norm(dim=-1).max() / (original[0] - least).norm())
 
-    def _turn(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
+    def _basis(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
         if kind == ORIGINAL:
             return torch.eye(2, dtype=torch.float64)
         return torch.tensor(self._geometry(store, preset, seed).result["basis"], dtype=torch.float64)
 
-    def _way(self, store: Store, preset: Preset, seed: int, taken: str, shown: str) -> Series:
-        path = self._path(store, preset, seed, taken) @ self._turn(store, preset, seed, shown)
+    def _path_series(self, store: Store, preset: Preset, seed: int, taken: str, shown: str) -> Series:
+        path = self._path(store, preset, seed, taken) @ self._basis(store, preset, seed, shown)
         label = "Adagrad" if taken == ORIGINAL else "Adagrad, EGOP"
         return Series(label, path[:, 0].tolist(), path[:, 1].tolist(), method="Adagrad", egop=taken == EGOP)
 
-    def _levels(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
-        """All level sets as one line with gaps."""
+    def _level_series(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
+        """Return all level sets as one line with gaps."""
         gap = torch.full((1, 2), math.nan, dtype=torch.float64)
         geometry = self._geometry(store, preset, seed).result
         least = torch.tensor(geometry["minimum"], dtype=torch.float64)
         sets = [smooth(torch.tensor(ring, dtype=torch.float64), least) for ring in geometry["level sets"]]
         rings = torch.cat([part for ring in sets for part in (ring, gap)])
-        rings = rings @ self._turn(store, preset, seed, shown)
+        rings = rings @ self._basis(store, preset, seed, shown)
         return Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), faint=True)
 
     def _marks(self, store: Store, preset: Preset, seed: int, shown: str) -> list[Mark]:
-        turn = self._turn(store, preset, seed, shown)
+        turn = self._basis(store, preset, seed, shown)
         start = self._path(store, preset, seed, ORIGINAL)[0] @ turn
         least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64) @ turn
         return [Mark(name, *point.tolist()) for name, point in (("start", start), ("minimum", least))]
 
 
 def smooth(ring: Tensor, center: Tensor, times: int = 10) -> Tensor:
-    """A closed line with so many times as many points, from points at even angles around a center.
+    """Interpolate a closed line, given by points at even angles around a center, with more points.
 
     One over the squared radius of an ellipse has two frequencies only, so that is what is interpolated.
     """

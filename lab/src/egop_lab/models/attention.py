@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["attended"]
+__all__ = ["attend"]
 
 
-def attended(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
-    """What attention makes of queries, keys and values side by side, (n, length, 3 widths); (n, length, width).
+def attend(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
+    """Apply attention to queries, keys and values side by side, (n, length, 3 widths); return (n, length, width).
 
     Args:
-        projected: all three, in this order.
-        heads: they divide the width.
+        projected: queries, keys and values, in this order.
+        heads: the number of heads, which divides the width.
         causal: whether a token sees only those before it, and itself.
     """
     query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))

@@ -8,21 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attended
+from egop_lab.models.attention import attend
 
 __all__ = ["GPT", "Block", "initialize_"]
 
-_DEVIATION = 0.02  # of GPT-2's weights at the start
+_DEVIATION = 0.02  # standard deviation of GPT-2's initial weights
 
 
 class Block(nn.Module):
     """Causal self-attention and a multi-layer perceptron, each behind a norm and beside a skip connection.
 
     Queries, keys and values come from one weight: they have the same input, so that one basis of it serves all three.
-
-    Args:
-        width: of the stream of activations.
-        heads: of the attention; they divide the width.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -36,8 +32,8 @@ class Block(nn.Module):
         self.narrower = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """The stream with what this block adds to it, (n, length, width)."""
-        stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=True))
+        """Return the stream plus the output of this block, (n, length, width)."""
+        stream = stream + self.mixed(attend(self.qkv(self.norm1(stream)), self.heads, causal=True))
         return stream + self.narrower(F.gelu(self.wider(self.norm2(stream))))
 
 
@@ -47,11 +43,11 @@ class GPT(nn.Module):
     As GPT-2, but without biases (in linear layers and norms) and without dropout.
 
     Args:
-        vocabulary: how many tokens there are; 256 for bytes.
-        layers: how many blocks.
-        width: of the stream of activations.
-        heads: of each attention; they divide the width.
-        context: how many tokens it sees at most.
+        vocabulary: the number of tokens; 256 for bytes.
+        layers: the number of blocks.
+        width: the width of the residual stream.
+        heads: the heads of each attention; they divide the width.
+        context: the largest number of tokens it sees.
 
     Example:
         >>> model = GPT(layers=2, width=32, heads=2, context=16)
@@ -74,7 +70,7 @@ class GPT(nn.Module):
         initialize_(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token that follows each of the tokens, (n, length, vocabulary)."""
+        """Return the logits of the token that follows each token, (n, length, vocabulary)."""
         length = tokens.shape[-1]
         if length > self.context:
             raise ValueError(f"{length} tokens are more than the context of {self.context}.")

@@ -25,7 +25,7 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, images: Tensor) -> Tensor:
-        """The sum of the two paths."""
+        """Return the sum of the two paths."""
         skipped = images if self.downsample is None else self.downsample(images)
         hidden = F.relu(self.bn1(self.conv1(images)), inplace=True)
         return F.relu(self.bn2(self.conv2(hidden)) + skipped, inplace=True)
@@ -35,9 +35,9 @@ class ResidualNetwork(nn.Module):
     """A 7 x 7 convolution, four stages of basic blocks (each at half the resolution, twice as wide), a linear head.
 
     Args:
-        depths: how many blocks each stage has.
+        depths: the number of blocks of each stage.
         width: channels of the first stage.
-        classes: outputs, as logits.
+        classes: the number of outputs, which are logits.
     """
 
     def __init__(self, depths: Sequence[int], width: int, classes: int) -> None:
@@ -56,7 +56,7 @@ class ResidualNetwork(nn.Module):
         initialize_(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits of images, (n, 3, height, width)."""
+        """Return the logits of images, (n, 3, height, width)."""
         hidden = F.relu(self.bn1(self.conv1(images)), inplace=True)
         hidden = F.max_pool2d(hidden, 3, stride=2, padding=1)
         for stage in range(self._stages):

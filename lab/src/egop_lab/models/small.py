@@ -1,4 +1,4 @@
-"""Small networks, how they are initialised, and their losses."""
+"""Small networks, their initialisations and losses."""
 
 import itertools
 
@@ -15,28 +15,28 @@ Batch = tuple[Tensor, ...]
 
 
 def perceptron(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them; the outputs are logits."""
+    """Build linear layers with ReLU between them; the outputs are logits."""
     layers = [part for sizes in itertools.pairwise(widths) for part in (nn.Linear(*sizes), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
 def digits_network() -> nn.Sequential:
-    """The network of the digits experiment: 2410 parameters."""
+    """Build the network of the digits experiment: 2410 parameters."""
     return perceptron(64, 32, 10)
 
 
 def fashion_network() -> nn.Sequential:
-    """The network of the Fashion-MNIST experiment."""
+    """Build the network of the Fashion-MNIST experiment."""
     return perceptron(784, 100, 10)
 
 
 def linear_network(*widths: int) -> nn.Sequential:
-    """Linear layers without biases, one after the other."""
+    """Build linear layers without biases, one after the other."""
     return nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in itertools.pairwise(widths)))
 
 
 def convolution_network(channels: int) -> nn.Sequential:
-    """Two convolutions without batch norm and a linear layer, on 28 x 28 pixels."""
+    """Build two convolutions without batch norm and a linear layer, for 28 x 28 pixels."""
     parts: list[nn.Module] = []
     for inputs, outputs in ((1, channels), (channels, 2 * channels)):
         parts += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -67,13 +67,13 @@ def normal_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Mo
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean negative log-likelihood of the labels under the softmax of the model's outputs."""
+    """Compute the mean negative log-likelihood of the labels under the softmax of the model's outputs."""
     features, labels = batch
     return F.cross_entropy(model(features), labels)
 
 
 def scores(model: nn.Module, train: Batch, validation: Batch, test: Batch) -> dict[str, Tensor]:
-    """The training loss and the accuracies, as they are recorded."""
+    """Compute the training loss and the accuracies that are recorded."""
     return {
         "loss": cross_entropy(model, train),
         "validation accuracy": accuracy(model, validation),
@@ -82,6 +82,6 @@ def scores(model: nn.Module, train: Batch, validation: Batch, test: Batch) -> di
 
 
 def accuracy(model: nn.Module, batch: Batch) -> Tensor:
-    """Share of examples whose largest output is the right one."""
+    """Compute the share of examples whose largest output is the right one."""
     features, labels = batch
     return (model(features).argmax(dim=1) == labels).float().mean()

@@ -15,7 +15,7 @@ _PART = 500
 
 
 def logits(point: Point, features: Tensor) -> Tensor:
-    """(trials, rates, classes, images) for images of (trials, images, inputs).
+    """Compute logits, (trials, rates, classes, images), for images of (trials, images, inputs).
 
     Images come last. All runs of a trial see the same ones, so that their first layers are one product, and what goes
     by entry or by class goes along long rows.
@@ -29,20 +29,20 @@ def logits(point: Point, features: Tensor) -> Tensor:
 
 
 def cross_entropy(point: Point, features: Tensor, labels: Tensor) -> Tensor:
-    """(trials, rates) for images of (trials, images, inputs) and labels of (trials, images)."""
+    """Compute losses, (trials, rates), for images of (trials, images, inputs) and labels of (trials, images)."""
     log_probabilities = logits(point, features).log_softmax(-2)
     wanted = labels[:, None, None].expand(*log_probabilities.shape[:2], 1, -1)
     return -log_probabilities.gather(-2, wanted).mean((-2, -1))
 
 
 def accuracy(point: Point, features: Tensor, labels: Tensor) -> Tensor:
-    """The share of images whose largest output is the right one, (trials, rates)."""
+    """Compute the share of images whose largest output is the right one, (trials, rates)."""
     largest = logits(point, features).max(-2).indices  # several times faster here than argmax
     return (largest == labels[:, None]).float().mean(-1)
 
 
 def evaluate(point: Point, train: Split, validation: Split, test: Split) -> dict[str, Tensor]:
-    """The training loss and the accuracies of every run on the same images, (trials, rates) each."""
+    """Compute the training loss and the accuracies of every run on the same images, (trials, rates) each."""
     return {
         "loss": _mean(cross_entropy, point, train),
         "validation accuracy": _mean(accuracy, point, validation),
@@ -53,7 +53,7 @@ def evaluate(point: Point, train: Split, validation: Split, test: Split) -> dict
 def _mean(score: Callable[[Point, Tensor, Tensor], Tensor], point: Point, split: Split) -> Tensor:
     features, labels = split
     trials = len(point["0.weight"])
-    # On a CPU in parts that fit its cache.
+    # On a CPU, in chunks that fit into its cache.
     size = _PART if features.device.type == "cpu" else len(labels)
     parts = zip(features.split(size), labels.split(size), strict=True)
     sums = [score(point, x.expand(trials, -1, -1), y.expand(trials, -1)) * len(y) for x, y in parts]

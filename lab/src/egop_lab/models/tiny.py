@@ -15,13 +15,13 @@ Kind = Callable[..., nn.RNNBase]
 
 
 def tanh(*widths: int) -> nn.Sequential:
-    """Linear layers with tanh between them."""
+    """Build linear layers with tanh between them."""
     layers = [part for sizes in itertools.pairwise(widths) for part in (nn.Linear(*sizes), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
 
 
 def convolutions(channels: int = 8) -> nn.Sequential:
-    """Two convolutions and a linear layer on 8 x 8 pixels."""
+    """Build two convolutions and a linear layer for 8 x 8 pixels."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         *(nn.Conv2d(1, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -31,7 +31,7 @@ def convolutions(channels: int = 8) -> nn.Sequential:
 
 
 def depthwise(channels: int = 16) -> nn.Sequential:
-    """Depthwise convolutions alone between a pointwise one and a linear layer, on 8 x 8 pixels."""
+    """Build depthwise convolutions between a pointwise one and a linear layer, for 8 x 8 pixels."""
     return nn.Sequential(
         *(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, channels, 1), nn.ReLU()),
         *(nn.Conv2d(channels, channels, 3, padding=1, groups=channels), nn.ReLU(), nn.MaxPool2d(2)),
@@ -41,14 +41,14 @@ def depthwise(channels: int = 16) -> nn.Sequential:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer and a linear one of its last state, or of all states.
+    """A recurrent layer, and a linear one on its last state or on all states.
 
     Args:
         kind: ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM``.
-        inputs: the size of an input; with symbols, that of their embedding.
-        width: of the state.
-        outputs: of the linear layer.
-        symbols: how many there are, where inputs are symbols; outputs are then of all states.
+        inputs: the size of an input; for symbols, that of their embedding.
+        width: the size of the state.
+        outputs: the outputs of the linear layer.
+        symbols: the number of symbols, if inputs are symbols; outputs are then those of all states.
     """
 
     def __init__(
@@ -60,20 +60,14 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(width, outputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Outputs of the last state, (n, outputs), or of all, (n, length, outputs)."""
+        """Return outputs for the last state, (n, outputs), or for all states, (n, length, outputs)."""
         if self.embedding is not None:
             return self.head(self.layer(self.embedding(inputs))[0])
         return self.head(self.layer(inputs)[0][:, -1])
 
 
 class Factors(nn.Module):
-    """Two thin matrices and their product, (rows, columns).
-
-    Args:
-        rows: of the product.
-        columns: of the product.
-        rank: how thin.
-    """
+    """Two thin matrices and their product, (rows, columns)."""
 
     def __init__(self, rows: int, columns: int, rank: int) -> None:
         super().__init__()
@@ -82,22 +76,17 @@ class Factors(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small normal entries."""
+        """Draw small normal entries."""
         nn.init.normal_(self.left, std=0.1)
         nn.init.normal_(self.right, std=0.1)
 
     def forward(self) -> Tensor:
-        """The product."""
+        """Return the product."""
         return self.left @ self.right.T
 
 
 class Elementwise(nn.Module):
-    """A matrix of which every entry is used by itself.
-
-    Args:
-        rows: of the matrix.
-        columns: of the matrix.
-    """
+    """A matrix whose entries each multiply one input."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
@@ -105,37 +94,28 @@ class Elementwise(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Standard normal entries."""
+        """Draw standard normal entries."""
         nn.init.normal_(self.entries)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs, (n, rows, columns), times the entries."""
+        """Multiply inputs, (n, rows, columns), by the entries."""
         return inputs * self.entries
 
 
 class Bigrams(nn.Module):
-    """A table of logits: of each symbol after each symbol, and nothing else.
-
-    Args:
-        symbols: how many there are.
-    """
+    """A table of logits for each symbol after each symbol, and nothing else."""
 
     def __init__(self, symbols: int) -> None:
         super().__init__()
         self.table = nn.Embedding(symbols, symbols)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """The logits of the next symbols."""
+        """Return the logits of the next symbols."""
         return self.table(symbols)
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and a low-rank one beside it (LoRA), which begins at zero.
-
-    Args:
-        frozen: the layer.
-        rank: of what is beside it.
-    """
+    """A frozen linear layer plus a low-rank one (LoRA), which starts at zero."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -145,12 +125,12 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Both together."""
+        """Return the sum of both layers."""
         return self.frozen(inputs) + self.up(self.down(inputs))
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
-    """The model with all its parameters frozen and adapters beside its linear layers, in place."""
+    """Freeze all parameters of the model and add adapters to its linear layers, in place."""
     model.requires_grad_(False)
     for part in list(model.modules()):
         for name, child in list(part.named_children()):

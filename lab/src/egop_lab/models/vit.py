@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attended
+from egop_lab.models.attention import attend
 
 __all__ = ["Block", "VisionTransformer", "initialize_"]
 
@@ -16,13 +16,7 @@ _DEVIATION = 0.02
 
 
 class Block(nn.Module):
-    """Self-attention and a gated perceptron (SwiGLU), each behind a norm and beside a skip connection.
-
-    Args:
-        width: of the stream of activations.
-        heads: of the attention; they divide the width.
-        hidden: of the perceptron.
-    """
+    """Self-attention and a gated perceptron (SwiGLU), each behind a norm and beside a skip connection."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -36,8 +30,8 @@ class Block(nn.Module):
         self.narrower = nn.Linear(hidden, width, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """The stream with what this block adds to it, (n, patches, width)."""
-        stream = stream + self.mixed(attended(self.qkv(self.norm1(stream)), self.heads, causal=False))
+        """Return the stream plus the output of this block, (n, patches, width)."""
+        stream = stream + self.mixed(attend(self.qkv(self.norm1(stream)), self.heads, causal=False))
         normed = self.norm2(stream)
         return stream + self.narrower(F.silu(self.gate(normed)) * self.wider(normed))
 
@@ -48,13 +42,13 @@ class VisionTransformer(nn.Module):
     Without biases and dropout.
 
     Args:
-        classes: outputs, as logits.
-        side: of the images.
+        classes: the number of outputs, which are logits.
+        side: the side of the images.
         patch: side of a patch; divides that of the images.
-        layers: how many blocks.
-        width: of the stream of activations.
+        layers: the number of blocks.
+        width: the width of the residual stream.
         heads: of each attention; they divide the width.
-        hidden: of each perceptron.
+        hidden: the hidden width of each perceptron.
 
     Example:
         >>> model = VisionTransformer(classes=3, side=16, patch=8, layers=1, width=8, heads=2, hidden=16)
@@ -86,7 +80,7 @@ class VisionTransformer(nn.Module):
         initialize_(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits of images, (n, 3, side, side)."""
+        """Return the logits of images, (n, 3, side, side)."""
         rows = images.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # (n, 3, rows, patch, ...)
         stream = self.patches(rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.positions.weight
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""The paper's index: where each of its figures, tables, algorithms and statements is, and what was found."""
+"""The paper's index: where each of its figures, tables, algorithms and statements is, with its verdict."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _INTRODUCTION = (
 )
 
 _STATEMENTS = ("algorithm", "assumption", "corollary", "figure", "lemma", "table", "theorem")
-_LAYOUT = ("center", "minipage", "subfigure", "tabular")  # what is in these belongs to what is around them
+_LAYOUT = ("center", "minipage", "subfigure", "tabular")  # labels inside these belong to the environment around them
 _TOKEN = re.compile(r"\\(?:(begin|end)\{(\w+)\*?\}|label\{([^}]*)\})")
 _COMMENT = re.compile(r"(?<!\\)%.*")
 
 
-def labels(tex: str) -> dict[str, str]:
-    """The labels of figures, tables, algorithms and statements in LaTeX, in order, each with what it is.
+def parse_labels(tex: str) -> dict[str, str]:
+    """Parse the labels of figures, tables, algorithms and statements from LaTeX, in order, each with its kind.
 
     A statement without a label is named after the section that it is in. Labels of equations and sections are left out.
     """
@@ -55,7 +55,7 @@ def labels(tex: str) -> dict[str, str]:
 
 
 def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None:
-    """The index as Markdown, with the verdicts of these sections of the report."""
+    """Write the index as Markdown, with the verdicts of the report's sections."""
     about = {section.experiment.id: section for section in sections}
     missing: dict[str, list[str]] = {}
     for each in STATEMENTS:
@@ -71,7 +71,7 @@ def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None
 
 
 def statement_cells(statement: Statement) -> str:
-    """The cells of a row that no run changes: label, what it is, where."""
+    """Return the cells of a row that no run changes: label, kind and place."""
     places = ", ".join(f"[{each}](reproduction.md#{each})" if each in IDS else f"`{each}`" for each in statement.where)
     return f"`{statement.label}` | {statement.kind}: {statement.about} | {places or 'nowhere, see below'}"
 
@@ -79,6 +79,6 @@ def statement_cells(statement: Statement) -> str:
 def _verdict(statement: Statement, about: dict[str, reproduction.Section]) -> str:
     parts = [statement.verdict] if statement.verdict else []
     for id in (each for each in statement.where if each in IDS):
-        found = (about[id].problem or reproduction.counts([about[id]])) if id in about else "Not in this report."
+        found = (about[id].problem or reproduction.format_counts([about[id]])) if id in about else "Not in this report."
         parts.append(f"{id}: {found[0].lower()}{found[1:]}")
     return "<br>".join(parts)

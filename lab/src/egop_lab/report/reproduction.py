@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from egop_lab.experiments.base import Experiment, Judged, Table
+from egop_lab.experiments.base import Experiment, Judgement, Table
 from egop_lab.experiments.registry import IDS, experiment
-from egop_lab.experiments.reproduce import store_of
+from egop_lab.experiments.reproduce import open_store
 from egop_lab.files import replace_atomically
 from egop_lab.formatting import pluralize
 from egop_lab.plots.figures import draw_picture, embed_picture, save_figure
 from egop_lab.plots.picture import Picture
-from egop_lab.report import words
+from egop_lab.report import wording
 from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
@@ -28,7 +28,7 @@ _INTRODUCTION = (
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
 _HEADER = ("experiment", "hold / judged", "in a line")
 
-# What is said of one and of several.
+# Singular and plural.
 _CLAIMS = {
     "holds": ("holds", "hold"),
     "does not hold": ("does not hold", "do not hold"),
@@ -43,25 +43,11 @@ _TARGETS = {
 
 @dataclass(frozen=True)
 class Section:
-    """What the report says of one experiment.
-
-    Attributes:
-        experiment: which one.
-        preset: the full one where there are records of it, else the quick one; None where there are none.
-        judged: its claims with verdicts.
-        pictures: its figures.
-        tables: its tables.
-        runs: how many records there are.
-        seconds: that all of them took together.
-        devices: where they ran.
-        versions: of the software.
-        remarks: what is to be said before anything else.
-        problem: why there is nothing more to say, in one line.
-    """
+    """The report's section on one experiment."""
 
     experiment: Experiment
     preset: Preset | None = None
-    judged: tuple[Judged, ...] = ()
+    judged: tuple[Judgement, ...] = ()
     pictures: tuple[Picture, ...] = ()
     tables: tuple[Table, ...] = ()
     runs: int = 0
@@ -72,31 +58,31 @@ class Section:
     problem: str | None = None
 
 
-def sections(folder: Path, ids: Iterable[str] | None = None) -> list[Section]:
-    """What the records in a folder say, one section an experiment; all of them by default."""
-    return [_section(experiment(id), store_of(folder, id)) for id in (IDS if ids is None else ids)]
+def load_sections(folder: Path, ids: Iterable[str] | None = None) -> list[Section]:
+    """Read the records in a folder into sections, one per experiment; all of them by default."""
+    return [_load_section(experiment(id), open_store(folder, id)) for id in (IDS if ids is None else ids)]
 
 
-def _section(one: Experiment, store: Store) -> Section:
-    """The full preset where all of its runs are there, else the quick one, else what is still missing."""
+def _load_section(one: Experiment, store: Store) -> Section:
+    """Use the full preset if all of its runs are there, else the quick one, else say what is missing."""
     presets: tuple[Preset, ...] = ("full", "quick")
     missing = None
     for preset in presets:
         if records := one.records(store, preset):
             try:
                 found = one.judge(store, preset), one.pictures(store, preset), one.tables(store, preset)
-                return _about(one, preset, records, *found, remarks=one.remarks(store, preset))
+                return _make_section(one, preset, records, *found, remarks=one.remarks(store, preset))
             except (LookupError, ValueError) as error:
                 problem = f"Not all of its runs are there yet ({error})."
-                missing = missing or _about(one, preset, records, problem=problem)
+                missing = missing or _make_section(one, preset, records, problem=problem)
     return missing or Section(one, problem="It has not been run.")
 
 
-def _about(
+def _make_section(
     experiment: Experiment,
     preset: Preset,
     records: Sequence[Record],
-    judged: Iterable[Judged] = (),
+    judged: Iterable[Judgement] = (),
     pictures: Iterable[Picture] = (),
     tables: Iterable[Table] = (),
     remarks: Iterable[str] = (),
@@ -117,14 +103,14 @@ def _about(
     )
 
 
-def counts(found: Sequence[Section]) -> str:
-    """How many claims of the paper hold, how many targets are met, and how many checks passed: in a sentence."""
+def format_counts(found: Sequence[Section]) -> str:
+    """Say in a sentence how many claims hold, how many targets are met, and how many checks passed."""
     judged = [item for section in found for item in section.judged]
     verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
-        f"of {pluralize(len(given), what)} {whose} {_tally(given, told)}"
-        for given, what, whose, told in (
+        f"of {pluralize(len(given), what)} {whose} {_tally(given, format_loss)}"
+        for given, what, whose, format_loss in (
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
             (verdicts["reading"], "reading", "of ours of its figures", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),
@@ -144,40 +130,44 @@ def _introduction(sections: Sequence[Section]) -> str:
     return _INTRODUCTION + (_QUICK if any(section.preset == "quick" for section in sections) else "")
 
 
-def _run(found: Sequence[Section]) -> list[Section]:
+def _get_finished(found: Sequence[Section]) -> list[Section]:
     return [section for section in found if section.problem is None]
 
 
-def _left(found: Sequence[Section]) -> list[str]:
-    """The experiments without verdicts, in a line; and why, where it is not that they were not run."""
+def _list_missing(found: Sequence[Section]) -> list[str]:
+    """List the experiments without verdicts in a line each; say why if they were run."""
     names = [section.experiment.id for section in found if section.preset is None]
     lines = [f"Not run: {', '.join(names)}."] if names else []
     return lines + [f"{s.experiment.id}: {s.problem}" for s in found if s.problem and s.preset is not None]
 
 
-def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judged]]]:
+def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judgement]]]:
     judged = [item for section in found for item in section.judged]
     pairs = (("The strongest confirmations", "holds"), ("The clearest failures", "does not hold"))
-    return [(title, items) for title, verdict in pairs if (items := words.furthest(judged, verdict))]
+    return [(title, items) for title, verdict in pairs if (items := wording.select_furthest(judged, verdict))]
 
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
-    """The report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
+    """Write the report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
     lines = ["# Reproduction of the paper", "", _introduction(found), "", _summary(found), ""]
-    if _run(found):
+    if _get_finished(found):
         lines += [_row(_HEADER), "|---|---|---|"]
-        for section in _run(found):
+        for section in _get_finished(found):
             name = f"[{section.experiment.title}](#{section.experiment.id})"
-            lines.append(_row((name, words.held(section.judged), words.reason(section.judged))))
+            lines.append(
+                _row((name, wording.count_holding(section.judged), wording.summarize_verdicts(section.judged)))
+            )
         lines.append("")
-    for line in _left(found):
+    for line in _list_missing(found):
         lines += [line, ""]
     for title, items in _highlights(found):
         lines += [f"**{title}**", ""]
-        lines += [f"- {_highlight(item)} ([{_of(item)}](#{_of(item)}))" for item in items] + [""]
+        lines += [
+            f"- {_highlight(item)} ([{_get_experiment_id(item)}](#{_get_experiment_id(item)}))" for item in items
+        ] + [""]
     if _highlights(found):
-        lines += [words.RULE, ""]
-    for section in _run(found):
+        lines += [wording.RULE, ""]
+    for section in _get_finished(found):
         for picture in section.pictures:
             place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"
             save_figure(draw_picture(picture), place)
@@ -187,16 +177,16 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
 
 
 def _summary(found: Sequence[Section]) -> str:
-    changed = words.changed([item for section in found for item in section.judged])
-    return f"{counts(found)} {changed}".strip()
+    changed = wording.describe_changes([item for section in found for item in section.judged])
+    return f"{format_counts(found)} {changed}".strip()
 
 
-def _of(item: Judged) -> str:
+def _get_experiment_id(item: Judgement) -> str:
     return item.id.partition("/")[0]
 
 
-def _highlight(item: Judged) -> str:
-    return f"{item.words} {item.found} Apart: {words.apart(item)}."
+def _highlight(item: Judgement) -> str:
+    return f"{item.statement} {item.finding} Apart: {wording.format_distance(item)}."
 
 
 def _markdown(section: Section) -> list[str]:
@@ -204,31 +194,31 @@ def _markdown(section: Section) -> list[str]:
     assert section.preset is not None
     lines = [f'<a id="{one.id}"></a>', "", f"## {one.title} (`{one.id}`)", ""]
     lines += [line for remark in section.remarks for line in (f"**{remark}**", "")]
-    lines += [_place(one), f"Preset: **{section.preset}**. {_ran(section)}"]
-    if differs := words.deviations(one, section.preset):
+    lines += [_describe_place(one), f"Preset: **{section.preset}**. {_describe_runs(section)}"]
+    if differs := wording.describe_deviations(one, section.preset):
         lines += ["", differs]
     lines += ["", "| claim | verdict | measured | in the paper |", "|---|---|---|---|"]
     lines += [
-        f"| {_cell(words.claim(item))} | {_bold(item.verdict)} | {_cell('<br>'.join(words.found(item)))} | "
-        f"{_cell(item.paper)} |"
-        for item in words.together(section.judged)
+        f"| {_cell(wording.format_claim(item))} | {_bold(item.verdict)} | "
+        f"{_cell('<br>'.join(wording.list_findings(item)))} | {_cell(item.paper)} |"
+        for item in wording.merge_unjudged(section.judged)
     ]
     for table in section.tables:
         lines += ["", f"**{table.title}**", ""]
         lines += [_row(table.header), "|" + "---|" * len(table.header), *map(_row, table.rows)]
     lines += ["", "<details><summary>Settings</summary>", "", "| setting | value |", "|---|---|"]
-    lines += [*map(_row, words.settings(one, section.preset)), "", "</details>"]
+    lines += [*map(_row, wording.format_settings(one, section.preset)), "", "</details>"]
     for picture in section.pictures:
         lines += ["", f"![{picture.caption}](images/reproduction/{picture.name}.svg)", "", f"*{picture.caption}*"]
     return [*lines, ""]
 
 
-def _place(one: Experiment) -> str:
+def _describe_place(one: Experiment) -> str:
     labels = f" ({', '.join(f'`{label}`' for label in one.labels)})" if one.labels else ""
     return f"In the paper: {one.figures}{labels}."
 
 
-def _ran(section: Section) -> str:
+def _describe_runs(section: Section) -> str:
     minutes = section.seconds / 60
     spent = f"{minutes:.1f} minutes" if minutes >= 1 else f"{section.seconds:.0f} seconds"
     runs = pluralize(section.runs, "run")
@@ -248,22 +238,26 @@ def _bold(verdict: str) -> str:
 
 
 def write_html(found: Sequence[Section], path: Path) -> None:
-    """The report as one self-contained page: what was found, and each experiment behind its title."""
+    """Write the report as one self-contained page: the summary, and each experiment behind its title."""
     body = ["<h1>Reproduction of the paper</h1>", f"<p>{escape(_introduction(found))}</p>"]
     body.append(f'<p class="verdict">{escape(_summary(found))}</p>')
-    if _run(found):
+    if _get_finished(found):
         rows = [
             (f'<a href="#{escape(section.experiment.id)}">{escape(section.experiment.title)}</a>',
-             escape(words.held(section.judged)), escape(words.reason(section.judged)))
-            for section in _run(found)
+             escape(wording.count_holding(section.judged)), escape(wording.summarize_verdicts(section.judged)))
+            for section in _get_finished(found)
         ]  # fmt: skip
         body.append(_table(_HEADER, rows))
-    body += [f"<p>{escape(line)}</p>" for line in _left(found)]
+    body += [f"<p>{escape(line)}</p>" for line in _list_missing(found)]
     for title, items in _highlights(found):
-        shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_of(item))})</li>" for item in items)
+        shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_get_experiment_id(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]
-    body += [f'<p class="small">{escape(words.RULE)}</p>'] if _highlights(found) else []
-    body += ["<h2>Details</h2>", *(part for section in _run(found) for part in _html(section))] if _run(found) else []
+    body += [f'<p class="small">{escape(wording.RULE)}</p>'] if _highlights(found) else []
+    body += (
+        ["<h2>Details</h2>", *(part for section in _get_finished(found) for part in _html(section))]
+        if _get_finished(found)
+        else []
+    )
     with replace_atomically(path) as temporary:
         temporary.write_text(format_page("Reproduction of the paper · egop", body), encoding="utf-8")
 
@@ -271,26 +265,26 @@ def write_html(found: Sequence[Section], path: Path) -> None:
 def _html(section: Section) -> list[str]:
     one = section.experiment
     assert section.preset is not None
-    title = f"{escape(one.title)} ({escape(one.id)}): {escape(words.held(section.judged))}"
-    # Inside, since a browser opens what a link leads into.
+    title = f"{escape(one.title)} ({escape(one.id)}): {escape(wording.count_holding(section.judged))}"
+    # The id is inside the details element, which a browser opens if a link points into it.
     parts = [f'<details class="part"><summary>{title}</summary><div id="{escape(one.id)}">']
     parts += [f'<p class="partial">{escape(remark)}</p>' for remark in section.remarks]
-    parts.append(f'<p class="small">{escape(_place(one).replace("`", ""))}</p>')
-    parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {escape(_ran(section))}</p>")
-    if differs := words.deviations(one, section.preset):
+    parts.append(f'<p class="small">{escape(_describe_place(one).replace("`", ""))}</p>')
+    parts.append(f"<p>Preset: <strong>{section.preset}</strong>. {escape(_describe_runs(section))}</p>")
+    if differs := wording.describe_deviations(one, section.preset):
         parts.append(f"<p>{escape(differs)}</p>")
     items = []
-    for item in words.together(section.judged):
-        first, *more = words.found(item)
+    for item in wording.merge_unjudged(section.judged):
+        first, *more = wording.list_findings(item)
         lines = [f"<strong>{escape(first)}</strong>", *map(escape, more)]
         lines += [f"In the paper: {escape(item.paper)}."] if item.paper else []
         badge = f'<span class="badge {_BADGES[item.verdict]}">{item.verdict}</span>'
-        items.append(f"<li>{badge} {escape(words.claim(item))} {'<br>'.join(lines)}</li>")
+        items.append(f"<li>{badge} {escape(wording.format_claim(item))} {'<br>'.join(lines)}</li>")
     parts.append(f'<ul class="advice">{"".join(items)}</ul>')
     for table in section.tables:
         rows = [tuple(map(escape, row)) for row in table.rows]
         parts.append(f"<p><strong>{escape(table.title)}</strong></p>{_table(table.header, rows)}")
-    settings = [(escape(name), escape(value)) for name, value in words.settings(one, section.preset)]
+    settings = [(escape(name), escape(value)) for name, value in wording.format_settings(one, section.preset)]
     parts.append(f"<details><summary>Settings</summary>{_table(('setting', 'value'), settings)}</details>")
     for picture in section.pictures:
         caption = f"<figcaption>{escape(picture.caption)}</figcaption>"
@@ -300,7 +294,7 @@ def _html(section: Section) -> list[str]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table from cells that are HTML; columns of words are set to the left."""
+    """Format a table from cells that are HTML; columns of text are left-aligned."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     kinds = [_WORDS if max(map(len, column)) > _LONG else "" for column in zip(*rows, strict=True)]
     lines = []
@@ -311,5 +305,5 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-_WORDS, _LONG = ' class="words"', 24  # a column with more characters in a cell is one of words
+_WORDS, _LONG = ' class="words"', 24  # a column with a longer cell is text
 _BADGES = {"holds": "use", "does not hold": "sample-more", "cannot be judged": "leave"}

@@ -1,4 +1,4 @@
-"""The table of results that the README and other pages show, from the records of the race of coordinates."""
+"""The table of results in the README and on other pages, from the records of the comparison of coordinates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from egop_lab.experiments.coordinates_found import ADAMW, CELL, CHOSEN, MUON, NO
 from egop_lab.experiments.coordinates_targets import to_goal
 from egop_lab.training.records import Store
 
-# In a page, what lies between these lines is the table: a test compares it with the records.
+# These lines enclose the table in a page; a test compares it with the records.
 BEGIN, END = "<!-- results of egop-lab report -->", "<!-- end of results -->"
 SHOWN = {
     ADAMW: ADAMW,
@@ -23,8 +23,8 @@ SHOWN = {
 _MISSING = "–"
 
 
-def table(records: Path) -> str:
-    """The last loss of each method on each task, and what EGOP takes to AdamW's; in Markdown."""
+def make_table(records: Path) -> str:
+    """Return the final loss of each method on each task, and when EGOP reaches AdamW's; in Markdown."""
     experiment = CoordinatesExperiment()
     found = experiment.found(Store(records / f"{experiment.id}.jsonl"), "full")
     rows = [["", *SHOWN.values(), f"{CHOSEN} is at AdamW's loss after"]]
@@ -34,11 +34,11 @@ def table(records: Path) -> str:
 
 
 def write_markdown(records: Path, page: Path) -> bool:
-    """Write the table to a file, with the lines around it by which pages mark it; false where it has no row."""
-    if table(records).count("\n") < 2:
+    """Write the table to a file, between the lines that mark it in pages; return False if it has no row."""
+    if make_table(records).count("\n") < 2:
         return False
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(f"{BEGIN}\n{table(records)}\n{END}\n", encoding="utf-8")
+    page.write_text(f"{BEGIN}\n{make_table(records)}\n{END}\n", encoding="utf-8")
     return True
 
 
@@ -46,16 +46,16 @@ def _row(found: Found, task: str) -> list[str]:
     losses = {name: found.loss(task, name) for name in SHOWN if found.has(task, name)}
     least = min(losses.values())
 
-    def told(name: str) -> str:
+    def format_loss(name: str) -> str:
         if name not in losses:
             return _MISSING
         return f"**{losses[name]:.3f}**" if losses[name] == least else f"{losses[name]:.3f}"
 
-    return [task, *map(told, SHOWN), _reached(found, task)]
+    return [task, *map(format_loss, SHOWN), _describe_reached(found, task)]
 
 
-def _reached(found: Found, task: str) -> str:
-    """How many of AdamW's steps EGOP takes to its last loss, and which share of its time where that was measured."""
+def _describe_reached(found: Found, task: str) -> str:
+    """Say how many of AdamW's steps EGOP takes to AdamW's final loss, and what share of its time if that was timed."""
     if not found.has(task, CHOSEN):
         return _MISSING
     steps, length = to_goal(found, task, CHOSEN)[1], found.length(task)

@@ -10,12 +10,12 @@ class Statement:
     """One label of the paper.
 
     Attributes:
-        label: in the paper's LaTeX; of a statement that has none, what it is and the section's.
+        label: its label in the paper's LaTeX; for a statement without one, its kind and section.
         kind: figure, table, algorithm, theorem, lemma, corollary or assumption.
         about: what it says, in short.
         where: ids of experiments, names of ``egop`` and ``egop_lab.theory``, and tests as ``file::function``.
-        verdict: of what is not an experiment, whose verdicts come from its records.
-        missing: what of it is not here or not as the paper has it, and why; sentences.
+        verdict: our verdict; experiments have theirs from their records.
+        missing: sentences on what is missing or different here, and why.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""Trainings as they are recorded: many runs as one tensor programme, single runs, sweeps, timed runs, and their store.
+"""Trainings as they are recorded: batched runs, single runs, sweeps, timed runs, and the store of their records.
 
 Everything that several experiments or benchmarks train with; what is claimed of the runs is in ``experiments``.
 """

@@ -1,4 +1,4 @@
-"""Many runs as one tensor programme: trials and learning rates together, for optimizers that work by coordinates.
+"""Batched runs: all trials and learning rates in one tensor program, for coordinate-wise optimizers.
 
 All runs of one method are one loop. The parameters of T trials with K learning rates each are stacked along two leading
 dimensions. In EGOP coordinates the stacked coordinates are decoded by stacked bases, and reverse mode through that
@@ -26,7 +26,7 @@ from egop_lab.formatting import pluralize
 from egop_lab.models.stacked import Point
 from egop_lab.training.updates import OPTIMIZERS, Rule
 
-_WARM_UP = 2  # steps before one is recorded, for what libraries set up when first called
+_WARM_UP = 2  # steps before the recording, in which libraries set themselves up
 
 
 class Problem(abc.ABC):
@@ -34,10 +34,10 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> Point:
-        """The starting points, (trials, *shape) each."""
+        """Return the starting points, (trials, *shape) each."""
 
     def batch(self, step: int) -> Any:
-        """What the loss of a step depends on besides the point: the number of the step, by default.
+        """Return what the loss of a step depends on besides the point: by default the number of the step.
 
         A tensor (of the rows that make up the batch) says that there is nothing else, so that on a GPU the step can be
         recorded once and replayed with other values in that tensor.
@@ -46,11 +46,11 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def losses(self, point: Point, batch: Any) -> Tensor:
-        """The training loss of every run on a batch, (trials, rates); all runs of a trial see the same one."""
+        """Compute the training loss of every run on a batch, (trials, rates); the runs of a trial share it."""
 
     @abc.abstractmethod
     def evaluate(self, point: Point) -> dict[str, Tensor]:
-        """What is recorded, (trials, rates) each; called without gradients."""
+        """Compute the recorded quantities, (trials, rates) each; called without gradients."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Basis:
 
     @classmethod
     def stack(cls, bases: Sequence[egop.Basis]) -> Basis:
-        """From one basis a trial, of ``Full`` blocks and either ``Auxiliary`` or ``Reduced`` ones."""
+        """Stack one basis per trial, of ``Full`` blocks and either ``Auxiliary`` or ``Reduced`` ones."""
         kinds = {change.kind for change in bases[0].values()} - {"Full"}
         if kinds not in (set(), {"Auxiliary"}, {"Reduced"}):
             raise ValueError(f"Bases of {' and '.join(sorted(kinds))} blocks cannot be stacked here.")
@@ -80,7 +80,7 @@ class Basis:
 
 
 def cosine(periods: int) -> Callable[[int], float]:
-    """A schedule from one to zero along half a cosine, as ``CosineAnnealingLR``."""
+    """Return a schedule from one to zero along half a cosine, as ``CosineAnnealingLR``."""
     return lambda done: (1 + math.cos(math.pi * done / periods)) / 2
 
 
@@ -103,15 +103,15 @@ def train(
     Args:
         problem: the trials.
         optimizer: a name in :data:`OPTIMIZERS`.
-        rates: the learning rates, one a run.
-        steps: how many steps.
-        weight_decays: of AdamW, one a run, for weights (two or more dimensions) only; 0.01 by default.
+        rates: the learning rate of each run.
+        steps: the number of steps.
+        weight_decays: AdamW's weight decay in each run, for weights (two or more dimensions) only; 0.01 by default.
         basis: EGOP coordinates; original ones by default.
-        schedule: the factor of all rates after so many periods.
-        record_every: evaluate after so many steps (and before the first).
+        schedule: returns the factor of all rates after a number of periods.
+        record_every: steps between two evaluations (there is one before the first step).
         schedule_every: a period of the schedule in steps; ``record_every`` by default.
         progress: show a progress bar.
-        graphs: replay recorded steps where that is possible: on a GPU, with batches that are tensors.
+        graphs: replay recorded steps if possible: on a GPU, with batches that are tensors.
 
     Returns:
         What ``problem.evaluate`` gave, (trials, rates, records) each, and the seconds of all steps together.
@@ -123,7 +123,7 @@ def train(
     rule = OPTIMIZERS[optimizer](coordinates.leaves, first.clone(), decays, coordinates.weights)
     take = _Stepper(problem, coordinates, rule, graphs and device.type == "cuda")
     period = record_every if schedule_every is None else schedule_every
-    history = [_evaluated(problem, coordinates)]
+    history = [_evaluate(problem, coordinates)]
     seconds = 0.0
     name = f"{optimizer}{'' if basis is None else ', EGOP'}, {pluralize(len(rates), 'rate')}"
     with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
@@ -133,18 +133,18 @@ def train(
                 if schedule is not None and step % period == 0:
                     rule.rates.copy_(first * schedule(step // period))
                 take(problem.batch(step))
-            history.append(_evaluated(problem, coordinates))  # reads numbers, so all kernels have finished
+            history.append(_evaluate(problem, coordinates))  # reads numbers, so all kernels have finished
             seconds += time.perf_counter() - began
             bar.update(min(record_every, steps - begin))
     return {key: torch.stack([entry[key] for entry in history], dim=-1) for key in history[0]}, seconds
 
 
 class Coordinates:
-    """What is trained, and the parameters it stands for.
+    """Trained coordinates, and the parameters that they represent.
 
     Attributes:
         leaves: (trials, rates, *shape) each.
-        weights: for each leaf whether it has coordinates of weights, rather than of biases.
+        weights: for each leaf, whether it has coordinates of weights rather than of biases.
     """
 
     def __init__(self, start: Mapping[str, Tensor], basis: Basis | None, rates: int) -> None:
@@ -158,7 +158,7 @@ class Coordinates:
             vector = torch.cat([start[name].flatten(1) for name in names], dim=1).unsqueeze(1)
             leading = torch.bmm(vector, v)
             parts = [leading]
-            if basis is not None and _partial(v):
+            if basis is not None and _is_partial(v):
                 rest = vector - torch.bmm(leading, v.mT)
                 if basis.reduced:
                     self._still[names] = rest.detach()
@@ -171,14 +171,14 @@ class Coordinates:
         self.leaves = [torch.stack([value.detach()] * rates, dim=1).requires_grad_() for value in first]
 
     def point(self) -> Point:
-        """The parameters of all runs, as a differentiable function of the leaves."""
+        """Return the parameters of all runs, as a differentiable function of the leaves."""
         left = iter(self.leaves)
         point: Point = {}
         for names, v in self._blocks:
             leading = next(left)
             if names in self._still:
                 vector = self._still[names] + torch.bmm(leading, v.mT)
-            elif _partial(v):
+            elif _is_partial(v):
                 rest = next(left)
                 vector = rest + torch.bmm(leading - torch.bmm(rest, v), v.mT)
             else:
@@ -189,7 +189,7 @@ class Coordinates:
 
 
 class _Stepper:
-    """Takes steps one by one, or replays them: one graph for each shape of batch."""
+    """Steps one by one, or replayed: one CUDA graph for each shape of batch."""
 
     def __init__(self, problem: Problem, coordinates: Coordinates, rule: Rule, graphs: bool) -> None:
         self._problem, self._coordinates, self._rule, self._graphs = problem, coordinates, rule, graphs
@@ -202,7 +202,7 @@ class _Stepper:
             return
         seen = self._seen[batch.shape] = self._seen.get(batch.shape, 0) + 1
         if seen <= _WARM_UP:
-            stream = torch.cuda.Stream()  # as a recording will be: not on the default one
+            stream = torch.cuda.Stream()  # a recording does not use the default stream either
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(batch)
@@ -222,13 +222,13 @@ class _Stepper:
         self._rule.step(torch.autograd.grad(losses.sum(), self._coordinates.leaves))
 
 
-def _partial(v: Tensor) -> bool:
+def _is_partial(v: Tensor) -> bool:
     return v.shape[-1] < v.shape[-2]
 
 
 @torch.no_grad()
-def _evaluated(problem: Problem, coordinates: Coordinates) -> dict[str, Tensor]:
-    """Copies: what is recorded may be a view of what is trained."""
+def _evaluate(problem: Problem, coordinates: Coordinates) -> dict[str, Tensor]:
+    """Evaluate and copy: a recorded quantity may be a view of a trained tensor."""
     values = problem.evaluate(coordinates.point())
     double = torch.float64
     return {

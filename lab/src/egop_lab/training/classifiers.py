@@ -1,4 +1,4 @@
-"""One timed training of a network that classifies images: a residual network or a vision transformer."""
+"""Timed training of an image classifier: a residual network or a vision transformer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
+from egop_lab.builders import Setup
 from egop_lab.data import images
-from egop_lab.making import Start
 from egop_lab.methods import RESNET
 from egop_lab.models import residual, vit
-from egop_lab.training import timed
-from egop_lab.training.context import finished
+from egop_lab.training import timed_runs
+from egop_lab.training.context import make_record
 from egop_lab.training.records import Record
 
-_ROWS = 1000  # gradients of a kernel that every convolution is to have at least
+_ROWS = 1000  # least number of kernel gradients for every convolution
 
 
-def samples_for(model: nn.Module) -> int:
-    """How many gradients give every convolution its rows."""
+def count_samples(model: nn.Module) -> int:
+    """Return the number of samples that gives every convolution enough kernel gradients."""
     return math.ceil(_ROWS / min(len(part.weight) for part in model.modules() if isinstance(part, nn.Conv2d)))
 
 
@@ -36,9 +36,9 @@ class Network:
     """A kind of network.
 
     Attributes:
-        make: of the number of classes and a configuration.
-        initialize: draws new parameters of it, from a generator or without.
-        keys: the settings that it is made from.
+        make: builds it from the number of classes and a configuration.
+        initialize: draws new parameters, from a generator or without.
+        keys: the settings that it depends on.
     """
 
     make: Callable[[int, Mapping[str, Any]], nn.Module]
@@ -46,7 +46,7 @@ class Network:
     keys: tuple[str, ...]
 
 
-def _transformer(classes: int, config: Mapping[str, Any]) -> nn.Module:
+def _build_transformer(classes: int, config: Mapping[str, Any]) -> nn.Module:
     sizes = {name: config[name] for name in ("patch", "layers", "width", "heads", "hidden")}
     return vit.VisionTransformer(classes, side=config["crop"], **sizes)
 
@@ -58,7 +58,7 @@ NETWORKS = {
         residual.initialize_,
         ("depths", "width"),
     ),
-    "transformer": Network(_transformer, vit.initialize_, ("patch", "layers", "width", "heads", "hidden")),
+    "transformer": Network(_build_transformer, vit.initialize_, ("patch", "layers", "width", "heads", "hidden")),
 }
 
 
@@ -76,8 +76,8 @@ class _Logits(nn.Module):
             return self.model(images.contiguous(memory_format=layout)).float()
 
 
-def _network(kind: str, settings: str, classes: int, device: torch.device) -> tuple[_Logits, _Logits]:
-    """The outputs of a network on the device, and the same for training; settings are JSON, by which one is kept."""
+def _build_network(kind: str, settings: str, classes: int, device: torch.device) -> tuple[_Logits, _Logits]:
+    """Return the outputs of a network on the device, for evaluation and for training; the settings are a cache key."""
     config = json.loads(settings)
     model = NETWORKS[kind].make(classes, config).to(device)
     eager = _Logits(model, device)
@@ -85,40 +85,35 @@ def _network(kind: str, settings: str, classes: int, device: torch.device) -> tu
         return eager, eager
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     sample = torch.zeros(config["batch"], 3, config["crop"], config["crop"], device=device)
-    return eager, timed.graphed(_Logits(model, device), sample)
+    return eager, timed_runs.capture_graphs(_Logits(model, device), sample)
 
 
-def in_own_process(source: Mapping[str, Any], ends: float, config: Mapping[str, Any]) -> Record | None:
-    """A run in a process that does several, beside others on the same device; nothing when the time is over.
+def train_in_process(source: Mapping[str, Any], ends: float, config: Mapping[str, Any]) -> Record | None:
+    """Train in a process that shares the device with others; return None when the time is over.
 
     Its seconds say nothing of the method, so that they are not recorded.
 
     Args:
-        source: what images are loaded with.
-        ends: when no further run is started, by the clock that processes share.
-        config: of the run.
+        source: arguments for loading the images.
+        ends: time after which no run starts, by the monotonic clock, which processes share.
+        config: the configuration of the run.
     """
     if time.monotonic() > ends:
         return None
     began, device = time.perf_counter(), source["device"]
-    with timed.fast(device):
-        result = Run(_loaded(**source), config, device)(progress=False)
+    with timed_runs.fast_math(device):
+        result = Run(_load_images(**source), config, device)(progress=False)
     untimed = {"seconds": [math.nan] * len(result["seconds"])}
-    return finished(config, result | untimed, time.perf_counter() - began, device)
+    return make_record(config, result | untimed, time.perf_counter() - began, device)
 
 
-_loaded = functools.lru_cache(maxsize=1)(images.load)
+_load_images = functools.lru_cache(maxsize=1)(images.load)
 
 
-class Run(timed.Run):
-    """A network on images; a pass is an epoch.
+class Run(timed_runs.Run):
+    """Training of a network on images; a pass is an epoch.
 
     Which network ``network`` in the configuration says; a residual one where nothing does.
-
-    Args:
-        data: the images.
-        config: of the run.
-        device: where.
     """
 
     comparison: ClassVar[str] = RESNET
@@ -134,14 +129,16 @@ class Run(timed.Run):
     def __init__(self, data: images.Images, config: Mapping[str, Any], device: torch.device) -> None:
         super().__init__(config, device)
         self.data = data
-        self.right: list[Tensor] = []  # the share of right answers in each batch of a pass
+        self.right: list[Tensor] = []  # accuracy on each batch of a pass
         seed, size = config["seed"], config["batch"]
         kind = config.get("network", RESIDUAL)
         self.network = NETWORKS[kind]
         start = self.network.make(data.classes, config)
         self.network.initialize(start, torch.Generator().manual_seed(seed))
         settings = json.dumps({key: config[key] for key in (*self.network.keys, "batch", "crop")})
-        self.logits, self._training_logits = timed.network(_network, kind, settings, data.classes, device)
+        self.logits, self._training_logits = timed_runs.get_network(
+            _build_network, kind, settings, data.classes, device
+        )
         self.model = self.logits.model
         self.model.load_state_dict(start.state_dict())
         self.model.zero_grad()
@@ -158,19 +155,19 @@ class Run(timed.Run):
 
     @property
     def epoch(self) -> int:
-        """How many steps an epoch has."""
+        """Number of steps per epoch."""
         return self.data.counts["train"] // int(self.config["batch"])
 
-    def start(self) -> Start:
-        """Every convolution and the head get bases."""
+    def make_setup(self) -> Setup:
+        """Return the setup of the optimizer: every convolution and the head get bases."""
         config = self.config
-        return Start(
+        return Setup(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
             period=self.epoch,
             model=self.model,
             objective=self.objective,
             init_fn=self.network.initialize,
-            samples=config.get("samples") or samples_for(self.model),
+            samples=config.get("samples") or count_samples(self.model),
             seed=config["seed"],
         )
 
@@ -190,13 +187,13 @@ class Run(timed.Run):
         return {"loss": loss, "accuracy": accuracy, "training accuracy": training}
 
     @torch.no_grad()
-    def at_end(self) -> dict[str, float]:
+    def final_metrics(self) -> dict[str, float]:
         self.model.eval()
         loss, accuracy = self._scores(self.data.validation(ten=True))
         return {"ten-crop loss": loss, "ten-crop accuracy": accuracy}
 
     def _scores(self, batches: Iterable[images.Batch]) -> tuple[float, float]:
-        """Loss and accuracy of the mean of the outputs over an image's views."""
+        """Compute loss and accuracy of the mean of the outputs over an image's views."""
         total, right, count = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0
         for views, labels in batches:
             outputs = self.logits(views.flatten(0, 1)).unflatten(0, views.shape[:2]).mean(1)

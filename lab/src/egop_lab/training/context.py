@@ -1,4 +1,4 @@
-"""What runs are done with: preset, device, data, time; the record that a run leaves; runs over processes."""
+"""The context of a run: preset, device, data, time budget; the record it leaves; runs in several processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Preset = Literal["quick", "full"]
 
 @dataclass(frozen=True)
 class Context:
-    """What an experiment runs with.
+    """Settings that an experiment runs with.
 
     Attributes:
         preset: ``"quick"`` (small sizes, few trials; labelled as such) or ``"full"`` (the paper's).
-        device: where to run.
+        device: the device to run on.
         data: the folder with data sets that do not ship with the package.
         progress: show progress bars.
         workers: processes for runs that cannot be batched.
-        time_budget: seconds after which an experiment of long runs starts no further one; none by default.
-        say: shows a line to the user; none by default.
+        time_budget: seconds after which an experiment of long runs starts no further run; unlimited by default.
+        say: shows a line to the user; ignores it by default.
     """
 
     preset: Preset = "quick"
@@ -42,24 +42,24 @@ class Context:
     say: Callable[[str], object] = lambda line: None
 
 
-def finished(
+def make_record(
     config: Mapping[str, Any], result: Mapping[str, Any], seconds: float, device: torch.device | str = "cpu"
 ) -> Record:
-    """The record of a run that has just ended here."""
+    """Build the record of a run that has just ended here."""
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return Record(config, result, seconds, name, versions)
 
 
-def in_processes(
+def run_in_processes(
     function: Callable[[Mapping[str, Any]], Record | None],
     configs: Sequence[Mapping[str, Any]],
     store: Store,
     context: Context,
     description: str,
 ) -> None:
-    """Do runs that cannot be batched, several processes at a time; each record is stored as it comes.
+    """Do runs that cannot be batched in several processes; each record is stored as soon as it is there.
 
     A function that gives none has not done its run.
     """
@@ -67,7 +67,7 @@ def in_processes(
         return
     with (
         tqdm(total=len(configs), desc=description, unit="run", disable=not context.progress) as bar,
-        _pool(context.workers) as pool,
+        _make_pool(context.workers) as pool,
     ):
         futures = [pool.submit(function, config) for config in configs]
         try:
@@ -80,22 +80,22 @@ def in_processes(
             raise
 
 
-def over_processes(function: Callable[[Any], Any], arguments: Sequence[Any], workers: int) -> list[Any]:
-    """What a function gives for each argument, in their order; by several processes where there is more to do."""
+def map_in_processes(function: Callable[[Any], Any], arguments: Sequence[Any], workers: int) -> list[Any]:
+    """Map a function over arguments, in several processes if there is more than one; results keep their order."""
     workers = min(workers, len(arguments))
     if workers <= 1:
         return [function(argument) for argument in arguments]
-    with _pool(workers) as pool:
-        return [pickle.loads(result) for result in pool.map(partial(_pickled, function), arguments)]
+    with _make_pool(workers) as pool:
+        return [pickle.loads(result) for result in pool.map(partial(_call_pickled, function), arguments)]
 
 
-def _pickled(function: Callable[[Any], Any], argument: Any) -> bytes:
-    """As bytes: tensors themselves would go through shared memory, of which containers have little."""
+def _call_pickled(function: Callable[[Any], Any], argument: Any) -> bytes:
+    """Return the result as bytes: tensors would go through shared memory, of which containers have little."""
     return pickle.dumps(function(argument))
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
-    """Fresh processes, with one thread each."""
+def _make_pool(workers: int) -> ProcessPoolExecutor:
+    """Create a pool of fresh processes with one thread each."""
     return ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
     )

@@ -1,4 +1,4 @@
-"""Trials of the digits network: as one batch, and one by itself."""
+"""Trials of the digits network, batched and single."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import egop
+from egop_lab.builders import build_torch_optimizer
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
-from egop_lab.making import torch_optimizer
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
-from egop_lab.training.context import over_processes
+from egop_lab.training.context import map_in_processes
 from egop_lab.training.loop import Curve, train
 from egop_lab.training.networks import ImageTrials
 
@@ -21,30 +21,24 @@ STEPS_PER_EPOCH = 13  # 3823 images in batches of 300, the last one smaller
 
 
 class DigitsProblem(ImageTrials):
-    """Trials of the 64-32-10 network.
-
-    Args:
-        seeds: one a trial.
-        device: where the training is to run.
-        workers: processes for the bases.
-    """
+    """Trials of the 64-32-10 network."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device, workers: int = 1) -> None:
-        super().__init__(seeds, network, _source, digits().on(device), _BATCH)
+        super().__init__(seeds, network, _make_generator, digits().to(device), _BATCH)
         self.device, self.workers = device, workers
 
     def bases(self) -> list[egop.Basis]:
-        """One basis a trial."""
-        return [basis.to(self.device) for basis in over_processes(estimate, self.seeds, self.workers)]
+        """Estimate one basis per trial."""
+        return [basis.to(self.device) for basis in map_in_processes(estimate, self.seeds, self.workers)]
 
 
 def network(seed: int) -> nn.Module:
-    """The network at a trial's start."""
+    """Build the network at the start of a trial."""
     return xavier_(digits_network(), torch.Generator().manual_seed(seed))
 
 
 def estimate(seed: int) -> egop.Basis:
-    """A trial's basis: M = d gradients at fresh initialisations; on the CPU, faster for so small a network."""
+    """Estimate a trial's basis from d gradients at fresh initialisations; on the CPU, which is faster for this size."""
     model = network(seed)
     batches = Batches(*digits().train.batch, size=_BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
     return egop.estimate(
@@ -57,7 +51,7 @@ def estimate(seed: int) -> egop.Basis:
     )
 
 
-def train_alone(
+def train_single(
     seed: int,
     optimizer: str,
     rate: float,
@@ -65,24 +59,16 @@ def train_alone(
     device: torch.device | str = "cpu",
     basis: egop.Basis | None = None,
 ) -> Curve:
-    """One run of the sweep by itself: the network, torch's optimizer or the library's, the training loop.
+    """Train one run of the sweep with torch's optimizer or the library's.
 
     It is the same run as in :class:`DigitsProblem`'s batch: what the batch is tested against, and what its speed is
     compared with.
-
-    Args:
-        seed: of the trial.
-        optimizer: a name in :data:`~egop_lab.making.TORCH`.
-        rate: the learning rate.
-        epochs: how many.
-        device: where to train.
-        basis: EGOP coordinates; original ones by default.
     """
-    sets = digits().on(device)
+    sets = digits().to(device)
     model = network(seed).to(device)
     return train(
         model,
-        torch_optimizer(optimizer, model, rate, basis),
+        build_torch_optimizer(optimizer, model, rate, basis),
         cross_entropy,
         _Epochs(sets[0], seed),
         epochs,
@@ -92,17 +78,17 @@ def train_alone(
 
 
 class _Epochs:
-    """Each pass over it has the batches of a trial's next epoch."""
+    """Batches of a trial; each pass is its next epoch."""
 
     def __init__(self, tensors: Sequence[Tensor], seed: int) -> None:
         self._tensors, self._seed, self._epoch = tensors, seed, 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        order = torch.randperm(len(self._tensors[0]), generator=_source(self._seed, self._epoch))
+        order = torch.randperm(len(self._tensors[0]), generator=_make_generator(self._seed, self._epoch))
         order = order.to(self._tensors[0].device)
         self._epoch += 1
         return (tuple(tensor[rows] for tensor in self._tensors) for rows in order.split(_BATCH))
 
 
-def _source(seed: int, epoch: int) -> torch.Generator:
+def _make_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 100_003 + epoch)

@@ -1,4 +1,4 @@
-"""The instances of low-rank matrix factorisation."""
+"""Random instances of low-rank matrix factorisation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop_lab.data.matrices import random_orthonormal, with_decay
+from egop_lab.data.matrices import matrix_with_decay, random_orthonormal
 from egop_lab.training import batched
 from egop_lab.training.instances import Trials
 
-# What the singular values of the spectral estimate are taken to: the start that the name means, and the printed one.
+# Power of the spectral estimate's singular values: in the usual spectral start, and as printed in the paper.
 SPECTRAL, PRINTED = "Σ^½", "Σ^-½"
 _POWERS = {SPECTRAL: 0.5, PRINTED: -0.5}
 
-ROUNDING = 1e-16  # no relative distance to the optimum is recorded as smaller
+ROUNDING = 1e-16  # smallest recorded relative distance to the optimum
 
 
 class Factorization(Trials):
@@ -44,7 +44,7 @@ class Factorization(Trials):
         values = torch.linalg.svdvals(self.targets)
         self.least = 0.5 * values[:, rank:].square().sum(-1)
 
-    def alone(self, seed: int) -> Self:
+    def single_trial(self, seed: int) -> Self:
         return type(self)([seed], start=self.begun, **self.sizes)  # type: ignore[arg-type]
 
     def start(self) -> batched.Point:
@@ -63,7 +63,7 @@ class Factorization(Trials):
 
     def _instance(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         n, rank = int(self.sizes["n"]), self.rank
-        data = with_decay(n, n, self.sizes["decay"], generator)
+        data = matrix_with_decay(n, n, self.sizes["decay"], generator)
         left, right = (random_orthonormal(n, rank, generator) for _ in ("left", "right"))
         truth = left * torch.linspace(1, 1 / self.sizes["condition"], rank, dtype=torch.float64) @ right.mT
         noise = torch.randn(n, n, generator=generator, dtype=torch.float64)

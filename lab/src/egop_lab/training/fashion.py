@@ -1,4 +1,4 @@
-"""The Fashion-MNIST network: single runs with the library's optimizer, which are timed, and many as one programme.
+"""The Fashion-MNIST network: single timed runs with the library's optimizer, and batched runs.
 
 The paper collects M = 0.01 d ≈ 800 gradients, fewer than its larger ranks and its 4000 plotted eigenvalues need. Here a
 basis is made from at least as many gradients as it has directions, and the spectrum from a number of its own. A layer
@@ -24,7 +24,7 @@ from egop_lab.training import batched
 from egop_lab.training.context import Context
 from egop_lab.training.loop import train
 from egop_lab.training.networks import ImageTrials
-from egop_lab.training.spectra import subsampled
+from egop_lab.training.spectra import subsample
 
 BATCH = 300
 _SHOWN = 4000  # eigenvalues
@@ -33,23 +33,18 @@ Curves = dict[str, list[float]]
 
 
 class Runs:
-    """The data on the device, and one run at a time; the basis of a run is kept for the next one.
-
-    Args:
-        images: of the training set, how many to use.
-        context: the device and the folder of the data.
-    """
+    """The data on the device, and one run at a time; the basis of a run is kept for the next one."""
 
     def __init__(self, images: int, context: Context) -> None:
         data = fashion_mnist(context.data)
         context.say(f"images: {fashion_folder(context.data)}")
         self.context = context
-        self.train_set, self.validation, self.test = data.on(context.device)
+        self.train_set, self.validation, self.test = data.to(context.device)
         self.train_set = tuple(tensor[:images] for tensor in self.train_set)
         self._kept: tuple[tuple[int, int, bool], egop.Basis, float] | None = None
 
     def train(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Curves by epoch, the seconds of all steps, and those of the estimation; rank 0 is original coordinates."""
+        """Train once; return curves by epoch, and the seconds of steps and estimation. Rank 0: original coordinates."""
         rank, seed = config["rank"], config["seed"]
         model = self.start(seed)
         basis, estimation = self.basis(rank, seed, config.get("reduced", False)) if rank else (None, 0.0)
@@ -64,13 +59,13 @@ class Runs:
             progress=self.context.progress,
             description=f"r = {rank}, lr {config['lr']:g}, decay {config['weight_decay']:g}",
         )
-        missing = [math.nan] * (config["epochs"] + 1 - len(curve.loss))  # of a run that diverged
+        missing = [math.nan] * (config["epochs"] + 1 - len(curve.loss))  # if the run diverged
         curves = {"loss": curve.loss, **curve.metrics}
         result: dict[str, Any] = {name: [*values, *missing] for name, values in curves.items()}
         return result | {"seconds": curve.seconds, "estimation seconds": estimation}
 
     def spectrum(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The leading eigenvalues of the first layer's EGOP matrix, through the inner products of the gradients."""
+        """Compute the leading eigenvalues of the first layer's EGOP matrix from inner products of gradients."""
         seed, samples = config["seed"], config["samples"]
         chunks = sample_gradients(
             self._objective(seed),
@@ -85,18 +80,18 @@ class Runs:
         for part in rows.split(4096, dim=1):
             gram.addmm_(part.double(), part.double().mT)
         values = torch.linalg.eigvalsh(gram / samples).flip(0).clamp_min(0)
-        return {**subsampled(values[:_SHOWN].tolist(), leading=50), "samples": samples}
+        return {**subsample(values[:_SHOWN].tolist(), leading=50), "samples": samples}
 
     def start(self, seed: int) -> nn.Module:
-        """The network at a trial's start."""
+        """Build the network at the start of a trial."""
         return normal_(fashion_network(), generator(seed, 0)).to(self.context.device)
 
     def _objective(self, seed: int) -> egop.Objective:
         batches = Batches(*self.train_set, size=BATCH, generator=generator(seed, 3))
         return egop.Objective(self.start(seed), cross_entropy, batches)
 
-    def timed(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Seconds of an epoch, the mean of some after one that is not counted, and of the estimation."""
+    def time_epochs(self, config: Mapping[str, Any]) -> dict[str, float]:
+        """Return the mean seconds of an epoch, after one that is not counted, and those of the estimation."""
         self.train({**config, "epochs": 1})
         result = self.train(config)
         return {
@@ -105,7 +100,7 @@ class Runs:
         }
 
     def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Basis, float]:
-        """The basis of a rank, and how long it took; reduced: nothing outside the leading directions is trained."""
+        """Return the basis of a rank and the seconds it took; if reduced, only its leading directions are trained."""
         kind = egop.Reduced if reduced else egop.Auxiliary
         if self._kept is None or self._kept[0] != (rank, seed, reduced):
             self._kept = None  # two large bases need not fit at once
@@ -130,12 +125,12 @@ class Runs:
 
 
 def generator(seed: int, purpose: int) -> torch.Generator:
-    """A stream of its own for the start (0), the training batches (1) and the estimation (2, 3)."""
+    """Return the random stream for the start (0), the training batches (1) or the estimation (2, 3)."""
     return torch.Generator().manual_seed(4 * seed + purpose)
 
 
 def _optimizer(model: nn.Module, basis: egop.Basis | None, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW with weight decay on weights (on all of their coordinates), not on biases."""
+    """Build AdamW with weight decay on weights (on all of their coordinates), not on biases."""
     named = list(model.named_parameters())
     groups: list[dict[str, Any]] = [
         {"params": [(name, value) for name, value in named if value.dim() > 1], "weight_decay": weight_decay},
@@ -160,8 +155,8 @@ class FashionProblem(ImageTrials):
         super().__init__(seeds, runs.start, source, (runs.train_set, runs.validation, runs.test), BATCH)
 
 
-def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Curves], float]:
-    """Curves of several runs of one method: every seed among them with every pair of rate and weight decay.
+def train_batched(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Curves], float]:
+    """Train several runs of one method: each seed with each pair of learning rate and weight decay.
 
     Returns:
         Curves by epoch in the order of the configurations, and the seconds of all of them together.
@@ -188,7 +183,7 @@ def train_together(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[li
 
 
 def _until_divergence(curves: Curves) -> Curves:
-    """A single run ends with the first loss that is not finite."""
+    """Replace everything after the first non-finite loss by nan, as in a single run."""
     end = next((place + 1 for place, loss in enumerate(curves["loss"]) if not math.isfinite(loss)), None)
     return {
         name: values if end is None else values[:end] + [math.nan] * (len(values) - end)

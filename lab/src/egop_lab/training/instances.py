@@ -20,7 +20,7 @@ class Trials(batched.Problem):
     """Independent random instances of a problem, one a seed, with a basis each.
 
     Attributes:
-        seeds: one a trial.
+        seeds: one seed per trial.
         samples: gradients for a basis, at points drawn from N(0, I).
     """
 
@@ -28,12 +28,12 @@ class Trials(batched.Problem):
     samples: int
 
     @abc.abstractmethod
-    def alone(self, seed: int) -> Self:
-        """The problem of one trial."""
+    def single_trial(self, seed: int) -> Self:
+        """Build the problem of one trial."""
 
     def objective(self, seed: int) -> egop.Objective:
-        """The loss of one trial, for the library."""
-        trial = self.alone(seed)
+        """Return the loss of one trial as an objective of the library."""
+        trial = self.single_trial(seed)
 
         def loss(**values: Tensor) -> Tensor:
             return trial.losses({name: value[None, None] for name, value in values.items()}, 0).sum()
@@ -41,7 +41,7 @@ class Trials(batched.Problem):
         return egop.Objective.from_function(loss, {name: value[0] for name, value in trial.start().items()})
 
     def basis(self, coordinates: str) -> batched.Basis | None:
-        """A basis for each trial, one block a parameter; none for original coordinates."""
+        """Estimate a basis for each trial, one block per parameter; return None for original coordinates."""
         if coordinates == ORIGINAL:
             return None
         return batched.Basis.stack(

@@ -1,4 +1,4 @@
-"""One timed training of a small language model on the bytes of a text."""
+"""Timed training of a small language model on the bytes of a text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
+from egop_lab.builders import Setup
 from egop_lab.data.text import Text, Windows
-from egop_lab.making import Start
 from egop_lab.methods import LANGUAGE
 from egop_lab.models.gpt import GPT, initialize_
-from egop_lab.training import timed
+from egop_lab.training import timed_runs
 
-BETAS = (0.9, 0.95)  # usual for language models; SOAP has its own
+BETAS = (0.9, 0.95)  # usual for language models; SOAP keeps its own
 _SHAPE = ("layers", "width", "heads", "context")
 # The settings that decide the outcome of a run, besides its method, learning rate, length and seed.
 COMMON = (*_SHAPE, "batch", "weight decay", "warm-up", "interval", "windows", "samples", "period")
@@ -37,24 +37,18 @@ class _Loss(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 
-def _network(shape: tuple[int, ...], batch: int, device: torch.device) -> tuple[GPT, nn.Module]:
-    """A model on the device, and its loss for training."""
+def _build_network(shape: tuple[int, ...], batch: int, device: torch.device) -> tuple[GPT, nn.Module]:
+    """Build a model on the device, and its loss for training."""
     sizes = dict(zip(_SHAPE, shape, strict=True))
     model = GPT(**sizes).to(device)
     loss = _Loss(model, device)
     if device.type == "cuda":
-        timed.graphed(loss, torch.zeros(batch, sizes["context"] + 1, dtype=torch.uint8, device=device))
+        timed_runs.capture_graphs(loss, torch.zeros(batch, sizes["context"] + 1, dtype=torch.uint8, device=device))
     return model, loss
 
 
-class Run(timed.Run):
-    """A GPT on a text; a pass is so many steps.
-
-    Args:
-        text: what to train on and to validate with.
-        config: of the run.
-        device: where.
-    """
+class Run(timed_runs.Run):
+    """Training of a GPT on a text; a pass is a fixed number of steps."""
 
     comparison: ClassVar[str] = LANGUAGE
     unit: ClassVar[str] = "look"
@@ -65,7 +59,7 @@ class Run(timed.Run):
         shape = tuple(config[name] for name in _SHAPE)
         start = GPT(**dict(zip(_SHAPE, shape, strict=True)))
         initialize_(start, torch.Generator().manual_seed(config["seed"]))
-        self.model, self._graphed_loss = timed.network(_network, shape, config["batch"], device)
+        self.model, self._graphed_loss = timed_runs.get_network(_build_network, shape, config["batch"], device)
         self.model.load_state_dict(start.state_dict())
         self.model.zero_grad()
         sizes = {"length": config["context"] + 1, "size": config["batch"], "count": config["interval"]}
@@ -82,12 +76,12 @@ class Run(timed.Run):
     def length(self) -> int:
         return int(self.config["steps"])
 
-    def start(self) -> Start:
-        """The weights of the blocks get bases; embeddings and the head have none, as with ``"auto"``."""
+    def make_setup(self) -> Setup:
+        """Return the setup of the optimizer: the blocks' weights get bases, embeddings and the head do not."""
         config = self.config
-        return Start(
+        return Setup(
             options={"lr": config["lr"], "weight_decay": config["weight decay"]},
-            adam={"betas": BETAS, "fused": self.device.type == "cuda"},  # on a GPU its fastest form
+            adam={"betas": BETAS, "fused": self.device.type == "cuda"},  # the fastest variant on a GPU
             period=config.get("period"),
             model=self.model,
             objective=self.objective,

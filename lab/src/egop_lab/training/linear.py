@@ -14,7 +14,7 @@ from egop_lab.data.batches import Batches
 from egop_lab.data.matrices import random_orthonormal
 from egop_lab.models.small import linear_network, xavier_
 from egop_lab.training import batched
-from egop_lab.training.context import over_processes
+from egop_lab.training.context import map_in_processes
 from egop_lab.training.networks import NetworkTrials
 from egop_lab.training.sweeps import EGOP, ORIGINAL
 
@@ -30,11 +30,11 @@ class LinearProblem(NetworkTrials):
     """Trials of ‖W₃W₂W₁A − Y‖²/n with Y = M*A, each with its own A, M*, start and order of the batches.
 
     Args:
-        seeds: one a trial.
+        seeds: one seed per trial.
         samples: columns of A: half of them to train, a fifth to validate.
-        gradients: for a basis.
-        dtype: of everything.
-        device: where the training is to run.
+        gradients: the number of gradients for a basis.
+        dtype: the precision of everything.
+        device: the device of the training.
         workers: processes for the bases.
     """
 
@@ -47,15 +47,17 @@ class LinearProblem(NetworkTrials):
         device: torch.device,
         workers: int = 1,
     ) -> None:
-        super().__init__(seeds, _network, _order, samples // 2, BATCH, dtype=dtype, device=device)
+        super().__init__(seeds, _build_network, _order, samples // 2, BATCH, dtype=dtype, device=device)
         self.samples, self.gradients, self.workers = samples, gradients, workers
-        pairs = [_data(seed, samples) for seed in self.seeds]
+        pairs = [_draw_data(seed, samples) for seed in self.seeds]
         inputs = torch.stack([a for a, _ in pairs])
         train, validation = inputs[:, : samples // 2], inputs[:, samples // 2 : samples * 7 // 10]
         self.train = train.to(**self._to)
         self.target = torch.stack([target for _, target in pairs]).to(**self._to)
         # ‖E A‖² = ‖E R‖² for any R with R Rᵀ = A Aᵀ: whole data sets at the price of one batch.
-        self._roots = {name: _root(a).to(**self._to) for name, a in (("loss", train), ("validation loss", validation))}
+        self._roots = {
+            name: _compute_root(a).to(**self._to) for name, a in (("loss", train), ("validation loss", validation))
+        }
         self._bases: dict[str, list[egop.Basis]] = {}
 
     def losses(self, point: batched.Point, batch: Tensor) -> Tensor:
@@ -67,13 +69,13 @@ class LinearProblem(NetworkTrials):
         return {name: (error @ root[:, None]).square().sum((-2, -1)) for name, root in self._roots.items()}
 
     def basis(self, kind: str) -> batched.Basis | None:
-        """The stacked bases of a kind of coordinates; estimated on the CPU, faster for small networks."""
+        """Return the stacked bases of a kind of coordinates; estimated on the CPU, faster for small networks."""
         if kind == ORIGINAL:
             return None
         partition = "global" if kind == EGOP else "parameter"
         if partition not in self._bases:
             wanted = [(seed, self.samples, self.gradients, self._to["dtype"], partition) for seed in self.seeds]
-            bases = over_processes(_estimate, wanted, self.workers)
+            bases = map_in_processes(_estimate, wanted, self.workers)
             self._bases[partition] = [basis.to(self._to["device"]) for basis in bases]
         stacked = batched.Basis.stack(self._bases[partition])
         return batched.Basis(stacked.blocks[:1]) if kind == FIRST else stacked
@@ -83,15 +85,15 @@ class LinearProblem(NetworkTrials):
         return third @ (second @ first) - self.target[:, None]
 
 
-def _network(seed: int) -> nn.Module:
-    """The network at a trial's start."""
+def _build_network(seed: int) -> nn.Module:
+    """Build the network at the start of a trial."""
     return xavier_(linear_network(*WIDTHS), _generator(seed, 0))
 
 
 def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
-    """The basis of a trial: of its seed, samples, gradients, precision and partition."""
+    """Estimate the basis of a trial from its seed, samples, gradients, precision and partition."""
     seed, samples, gradients, dtype, partition = wanted
-    inputs, target = (tensor.to(dtype) for tensor in _data(seed, samples))
+    inputs, target = (tensor.to(dtype) for tensor in _draw_data(seed, samples))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         (rows,) = batch
@@ -99,7 +101,7 @@ def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
 
     batches = Batches(inputs[: samples // 2], size=BATCH, generator=_generator(seed, 2))
     return egop.estimate(
-        egop.Objective(_network(seed).to(dtype), loss, batches),
+        egop.Objective(_build_network(seed).to(dtype), loss, batches),
         rho=egop.Initialization(init_fn=xavier_),
         partition=partition,
         structure=egop.Full(),
@@ -110,7 +112,7 @@ def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
 
 
 def _generator(seed: int, purpose: int) -> torch.Generator:
-    """A stream of its own for the start (0), the data (1), the estimation (2, 3) and each epoch (from 4 on)."""
+    """Return the random stream for the start (0), the data (1), the estimation (2, 3) or an epoch (from 4 on)."""
     return torch.Generator().manual_seed(100_003 * seed + purpose)
 
 
@@ -118,8 +120,8 @@ def _order(seed: int, epoch: int) -> torch.Generator:
     return _generator(seed, 4 + epoch)
 
 
-def _data(seed: int, samples: int) -> tuple[Tensor, Tensor]:
-    """The rows of Aᵀ, whose singular values are k^-2, and M*."""
+def _draw_data(seed: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Draw the rows of Aᵀ, whose singular values are k^-2, and M*."""
     generator = _generator(seed, 1)
     left = random_orthonormal(samples, WIDTHS[0], generator)
     right = random_orthonormal(WIDTHS[0], WIDTHS[0], generator)
@@ -127,6 +129,6 @@ def _data(seed: int, samples: int) -> tuple[Tensor, Tensor]:
     return left * singular @ right.mT, torch.randn(WIDTHS[-1], WIDTHS[0], generator=generator, dtype=torch.float64)
 
 
-def _root(inputs: Tensor) -> Tensor:
+def _compute_root(inputs: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(inputs.mT @ inputs / inputs.shape[1])
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

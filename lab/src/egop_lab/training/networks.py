@@ -1,4 +1,4 @@
-"""Trials of one network as a problem of stacked runs."""
+"""Trials of one network as a batched problem."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class NetworkTrials(batched.Problem):
     """Trials of a network, each with its own start and its own order of the examples.
 
     Args:
-        seeds: one a trial.
-        network: at the start of a seed's trial.
-        source: what a seed's order in an epoch is drawn from; epochs are asked for one after the other.
-        examples: how many an epoch has.
-        size: of a batch.
+        seeds: one seed per trial.
+        network: builds the network at the start of a seed's trial.
+        source: returns the generator of a seed's order in an epoch; called for one epoch after the other.
+        examples: the number of examples in an epoch.
+        size: the size of a batch.
         **to: device and precision of the training.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import egop
-from egop_lab.data import made
+from egop_lab.data import synthetic
 from egop_lab.data.digits import digits
 from egop_lab.models import gpt, tiny, vit
 from egop_lab.models.small import cross_entropy, linear_network, perceptron
@@ -98,7 +98,7 @@ def _least_squares(seed: int, *, dense: bool, batch: int | None, size: int = 48)
     """Ill-conditioned; with batches there is noise in the targets, else none."""
     generator = _generator(seed)
     count = 2048 if batch else 256
-    x = made.features(count, size, generator, decay=1.0, dense=dense)
+    x = synthetic.features(count, size, generator, decay=1.0, dense=dense)
     y = x @ torch.randn(size, 1, generator=generator)
     if batch:
         y += 0.1 * torch.randn(count, 1, generator=generator)
@@ -108,7 +108,7 @@ def _least_squares(seed: int, *, dense: bool, batch: int | None, size: int = 48)
 
 def _logistic(seed: int, *, dense: bool, size: int = 48) -> Task:
     generator = _generator(seed)
-    x = made.features(2048, size, generator, decay=1.0, dense=dense)
+    x = synthetic.features(2048, size, generator, decay=1.0, dense=dense)
     wanted = x @ (4 * torch.randn(size, 1, generator=generator))
     y = (torch.rand(wanted.shape, generator=generator) < wanted.sigmoid()).float()
 
@@ -175,7 +175,7 @@ def _matrix(seed: int, *, kind: str, rows: int = 24, columns: int = 16) -> Task:
 
 def _deep_linear(seed: int) -> Task:
     generator = _generator(seed)
-    x = made.features(2048, 32, generator, decay=0.75, dense=True)
+    x = synthetic.features(2048, 32, generator, decay=0.75, dense=True)
     y = x @ torch.randn(32, 8, generator=generator)
     return Task(_built(seed, lambda: linear_network(32, 24, 24, 8)), _squares, _drawn((x, y), 64, generator), (x, y))
 
@@ -186,9 +186,9 @@ def _deep_linear(seed: int) -> Task:
 def _table(seed: int, *, mixed: bool) -> Task:
     """Friedman's function; mixed, its features come through a badly conditioned matrix."""
     generator = _generator(seed)
-    x, y = made.friedman(4096, generator)
+    x, y = synthetic.friedman(4096, generator)
     if mixed:
-        x = (x @ made.rotation(10, generator)) * torch.logspace(0, -1.5, 10) @ made.rotation(10, generator)
+        x = (x @ synthetic.rotation(10, generator)) * torch.logspace(0, -1.5, 10) @ synthetic.rotation(10, generator)
     model = _built(seed, lambda: perceptron(10, 48, 48, 1))
     return Task(model, _squares, _drawn((x[:3072], y[:3072]), 64, generator), (x[3072:], y[3072:]))
 
@@ -204,10 +204,10 @@ def _rows(kind: str, seed: int, length: int = 33) -> tuple[Tensor, int]:
     """Sequences of symbols, and how many symbols there are."""
     generator = _generator(seed)
     if kind == "copies":
-        return made.copies(1500, length // 2, generator), made.COPY_SYMBOLS
+        return synthetic.copies(1500, length // 2, generator), synthetic.COPY_SYMBOLS
     if kind == "sums":
-        return _windows(made.sums(50_000, generator), length), made.SUM_SYMBOLS
-    return _windows(made.words(50_000, generator), length), made.WORD_SYMBOLS
+        return _windows(synthetic.sums(50_000, generator), length), synthetic.SUM_SYMBOLS
+    return _windows(synthetic.words(50_000, generator), length), synthetic.WORD_SYMBOLS
 
 
 def _small_gpt(symbols: int) -> nn.Module:

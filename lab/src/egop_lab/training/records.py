@@ -1,4 +1,4 @@
-"""What finished runs leave behind, and the files that is kept in."""
+"""Records of finished runs, and the files that hold them."""
 
 import hashlib
 import json
@@ -20,10 +20,10 @@ class Record:
 
     Attributes:
         config: everything that decides the outcome: experiment, its version, method, learning rate, seed, sizes, ...
-        result: what came out, as numbers and lists of numbers; ``nan`` for what was not finite.
-        seconds: how long it took; runs of one batch share their time.
-        device: where it ran.
-        versions: of the software it ran with.
+        result: the results, as numbers and lists of numbers; ``nan`` if not finite.
+        seconds: the time it took; runs of one batch share their time.
+        device: the device it ran on.
+        versions: versions of the software.
     """
 
     config: Mapping[str, Any]
@@ -34,16 +34,16 @@ class Record:
 
     @property
     def key(self) -> str:
-        """What identifies the configuration: a changed setting never finds an old record."""
+        """Key of the configuration: a changed setting never finds an old record."""
         return config_key(self.config)
 
 
 class RecordError(ValueError):
-    """A record that cannot be read; the message says where and what to do."""
+    """A record cannot be read; the message says where, and what to do."""
 
 
 def config_key(config: Mapping[str, Any]) -> str:
-    """A digest of a configuration, the same for equal ones whatever their order."""
+    """Return a digest of a configuration that does not depend on the order of its entries."""
     text = json.dumps(config, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -56,7 +56,7 @@ class Store:
     that cannot be read is an error: records are never thrown away silently.
 
     Args:
-        path: the file; made with its folder when the first record is added.
+        path: the file; created with its folder when the first record is added.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,17 +75,17 @@ class Store:
         return config_key(config) in self._records
 
     def get(self, config: Mapping[str, Any]) -> Record | None:
-        """The record of a configuration, if its run is finished."""
+        """Return the record of a configuration if its run is finished, else None."""
         return self._records.get(config_key(config))
 
     def missing(self, configs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The configurations whose runs are still to be done."""
+        """Return the configurations whose runs are not finished."""
         return [config for config in configs if config not in self]
 
     def add(self, *records: Record) -> None:
         """Append finished runs, all of them or none."""
-        entries = [_line(record) for record in records]
-        lines = "".join(_text(entry) + "\n" for entry in _shared(entries))
+        entries = [_make_entry(record) for record in records]
+        lines = "".join(_to_json(entry) + "\n" for entry in _merge_entries(entries))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
@@ -93,12 +93,12 @@ class Store:
                 file.write(lines.encode())
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError:  # a full disk: take back what was written of it
+        except OSError:  # for example a full disk: undo the partial write
             if self.path.exists():
                 os.truncate(self.path, size)
             raise
-        # As they will be read again, so that a run that goes on sees the same numbers as one that was interrupted.
-        self._records |= {record.key: record for record in map(_record, entries)}
+        # Parse what was written, so that this process sees the same rounded numbers as one that resumes.
+        self._records |= {record.key: record for record in map(_parse_record, entries)}
 
     def _read(self) -> None:
         content = self.path.read_bytes()
@@ -107,7 +107,7 @@ class Store:
             os.truncate(self.path, whole)
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
-                records = [_record(entry) for entry in _apart(json.loads(line))]
+                records = [_parse_record(entry) for entry in _split_entry(json.loads(line))]
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
                     f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
@@ -117,7 +117,7 @@ class Store:
 
 
 def merge(into: Path, others: Iterable[Path]) -> Store:
-    """Bring the records of several stores into one, skipping what it has: those of processes that worked at once."""
+    """Copy the records of several stores, written by parallel processes, into one; skip those it has."""
     store = Store(into)
     for path in others:
         if new := [record for record in Store(path) if record.config not in store]:
@@ -125,17 +125,17 @@ def merge(into: Path, others: Iterable[Path]) -> Store:
     return store
 
 
-def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries of one machine as one, with what is the same in all configurations written once."""
-    places = {_text([entry["device"], entry["versions"]]) for entry in entries}
+def _merge_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge entries from one machine, so that what all configurations share is written once."""
+    places = {_to_json([entry["device"], entry["versions"]]) for entry in entries}
     if len(entries) < 2 or len(places) > 1:
         return entries
     first, *others = (entry["config"] for entry in entries)
-    # Compared as text: 0 and 0.0 are equal, but not the same configuration.
+    # Compare as text: 0 equals 0.0, but they are different configurations.
     common = {
         name: value
         for name, value in first.items()
-        if all(name in other and _text(other[name]) == _text(value) for other in others)
+        if all(name in other and _to_json(other[name]) == _to_json(value) for other in others)
     }
     runs = [
         {
@@ -148,44 +148,44 @@ def _shared(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"config": common, "runs": runs, "device": entries[0]["device"], "versions": entries[0]["versions"]}]
 
 
-def _apart(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The reverse of :func:`_shared`."""
+def _split_entry(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Undo :func:`_shared`."""
     if "runs" not in entry:
         return [entry]
     place = {name: entry[name] for name in ("device", "versions")}
     return [{**run, **place, "config": {**entry["config"], **run["config"]}} for run in entry["runs"]]
 
 
-def _text(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def _record(entry: dict[str, Any]) -> Record:
-    return Record(**{**entry, "result": _from_null(entry["result"])})
+def _parse_record(entry: dict[str, Any]) -> Record:
+    return Record(**{**entry, "result": _restore_nan(entry["result"])})
 
 
-def _line(record: Record) -> dict[str, Any]:
+def _make_entry(record: Record) -> dict[str, Any]:
     return {
         "config": dict(record.config),
-        "result": _rounded(replace_nonfinite(record.result)),
+        "result": _round(replace_nonfinite(record.result)),
         "seconds": round(record.seconds, 3),
         "device": record.device,
         "versions": dict(record.versions),
     }
 
 
-def _rounded(value: Any) -> Any:
-    """Six digits are more than any figure shows, and a third of the bytes."""
+def _round(value: Any) -> Any:
+    """Round to six digits: more than any figure shows, and a third of the bytes."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    return [_rounded(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _round(entry) for key, entry in value.items()}
+    return [_round(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _from_null(value: Any) -> Any:
+def _restore_nan(value: Any) -> Any:
     if value is None:
         return math.nan
     if isinstance(value, dict):
-        return {key: _from_null(entry) for key, entry in value.items()}
-    return [_from_null(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _restore_nan(entry) for key, entry in value.items()}
+    return [_restore_nan(entry) for entry in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What is kept of a spectrum."""
+"""Spectra as they are recorded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 
-def subsampled(eigenvalues: Sequence[float], leading: int = 100, spaced: int = 200) -> dict[str, Any]:
-    """Few enough eigenvalues to keep: the leading ones, one more, and evenly spaced ones, with their indices from 1."""
+def subsample(eigenvalues: Sequence[float], leading: int = 100, spaced: int = 200) -> dict[str, Any]:
+    """Select few enough eigenvalues to record: the leading ones, one more, and evenly spaced ones, indexed from 1."""
     size = len(eigenvalues)
     even = np.linspace(1, size, min(spaced, size)).round().astype(int).tolist()
     index = sorted({*range(1, min(leading + 1, size) + 1), *even})
@@ -17,6 +17,6 @@ def subsampled(eigenvalues: Sequence[float], leading: int = 100, spaced: int = 2
 
 
 def decay(result: Mapping[str, Any], index: Sequence[int]) -> list[float]:
-    """λ_k/λ₁ at some of the indices that were kept."""
+    """Return λ_k/λ₁ for those of the indices that were recorded."""
     by_index = dict(zip(result["index"], result["eigenvalues"], strict=True))
     return [by_index[k] / by_index[1] for k in index if k in by_index]

@@ -1,4 +1,4 @@
-"""Sweeps over learning rates, trials and both coordinates, run in batches and kept as one record a run."""
+"""Sweeps over learning rates, trials and coordinates, run in batches, with one record per run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from egop_lab.training import batched
-from egop_lab.training.context import Context, finished
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.records import Store
 
 P = TypeVar("P", bound=batched.Problem)
@@ -15,21 +15,21 @@ P = TypeVar("P", bound=batched.Problem)
 EGOP = "EGOP"
 ORIGINAL = "original"
 
-# Seeds of tuning trials start here, so that no reported trial was used for choosing a learning rate.
+# First seed of tuning trials: no reported trial was used to choose a learning rate.
 TUNING = 10_000
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to run: every optimizer in every kind of coordinates, with every rate, on every trial.
+    """Runs to do: every optimizer in every kind of coordinates, with every rate, on every trial.
 
     Attributes:
         rates: the learning rates of each optimizer.
-        seeds: one a trial.
-        coordinates: ``"original"``, ``"EGOP"`` or further kinds that the experiment knows.
-        steps: of each run.
+        seeds: one seed per trial.
+        coordinates: ``"original"``, ``"EGOP"`` or another kind that the experiment knows.
+        steps: the number of steps of each run.
         record_every: steps between two recorded evaluations.
-        at_once: how many trials are run together, by what fits into memory.
+        at_once: the number of trials to run together, limited by memory.
         extra: further settings that go into every configuration.
     """
 
@@ -43,7 +43,7 @@ class Sweep:
 
 
 def run_sweep(
-    configured: Callable[..., dict[str, Any]],
+    make_config: Callable[..., dict[str, Any]],
     sweep: Sweep,
     store: Store,
     context: Context,
@@ -53,23 +53,23 @@ def run_sweep(
     compact: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] | None = None,
     **options: Any,
 ) -> None:
-    """Do what the store does not have yet; all rates and some trials of one method at a time.
+    """Do the runs that the store does not have yet; all rates and some trials of one method at a time.
 
     Args:
-        configured: the whole configuration of a run, from the preset and its own settings.
-        sweep: what to run.
-        store: where finished runs are.
+        make_config: builds the configuration of a run from the preset and its own settings.
+        sweep: the runs to do.
+        store: the store of finished runs.
         context: the preset and the device.
-        problem: makes the problems of several seeds.
-        basis: makes their bases, for one kind of coordinates; asked once for all optimizers.
-        schedule: the factor of all learning rates after so many periods.
-        compact: what to keep of a result, given the configuration; all of it by default.
+        problem: builds the problems of several seeds.
+        basis: builds their bases for a kind of coordinates; called once for all optimizers.
+        schedule: returns the factor of all learning rates after a number of periods.
+        compact: returns what to record of a result, given the configuration; everything by default.
         **options: further arguments of the training.
     """
 
     def configs(optimizer: str, coordinates: str, rate: float) -> list[dict[str, Any]]:
         common = {"optimizer": optimizer, "coordinates": coordinates, "lr": rate, "steps": sweep.steps}
-        return [configured(context.preset, **common, **sweep.extra, seed=seed) for seed in seeds]
+        return [make_config(context.preset, **common, **sweep.extra, seed=seed) for seed in seeds]
 
     for first in range(0, len(sweep.seeds), sweep.at_once):
         seeds = sweep.seeds[first : first + sweep.at_once]
@@ -100,5 +100,5 @@ def run_sweep(
                     for row, config in enumerate(runs):
                         result = {name: values[row, column].tolist() for name, values in curves.items()}
                         result = result if compact is None else compact(config, result)
-                        records.append(finished(config, result, seconds / len(left) / len(seeds), context.device))
+                        records.append(make_record(config, result, seconds / len(left) / len(seeds), context.device))
                 store.add(*records)

@@ -9,17 +9,17 @@ Evaluate = Callable[[Sequence[float]], Mapping[float, float]]
 
 
 def powers_of_ten(lowest: int, highest: int) -> list[float]:
-    """10^lowest, ..., 10^highest."""
+    """Return 10^lowest, ..., 10^highest."""
     return [float(f"1e{exponent}") for exponent in range(lowest, highest + 1)]
 
 
 def doublings(lowest: float, highest: float) -> list[float]:
-    """Each interval between powers of ten, divided by doubling: 0.01, 0.02, 0.04, 0.08, 0.1, 0.2, ..., the end."""
+    """Divide each interval between powers of ten by doubling: 0.01, 0.02, 0.04, 0.08, 0.1, 0.2, ..., the end."""
     decades = powers_of_ten(round(math.log10(lowest)), round(math.log10(highest)))
     return [float(f"{factor * decade:.12g}") for decade in decades[:-1] for factor in (1, 2, 4, 8)] + decades[-1:]
 
 
-def two_stage(evaluate: Evaluate, lowest: int, highest: int) -> tuple[float, dict[float, float]]:
+def search_two_stage(evaluate: Evaluate, lowest: int, highest: int) -> tuple[float, dict[float, float]]:
     """Find the learning rate with the smallest score: powers of ten first, then doubling around the best one.
 
     Args:
@@ -32,20 +32,20 @@ def two_stage(evaluate: Evaluate, lowest: int, highest: int) -> tuple[float, dic
     Returns:
         The best learning rate and the score of every one that was tried, ascending. Of equal scores the smaller rate.
     """
-    scores = _scored(evaluate, powers_of_ten(lowest, highest))
-    best = _best(scores)
+    scores = _score(evaluate, powers_of_ten(lowest, highest))
+    best = _find_best(scores)
     if math.isfinite(scores[best]):
         around = doublings(max(best / 10, 10.0**lowest), min(best * 10, 10.0**highest))
-        scores |= _scored(evaluate, [rate for rate in around if rate not in scores])
-    return _best(scores), dict(sorted(scores.items()))
+        scores |= _score(evaluate, [rate for rate in around if rate not in scores])
+    return _find_best(scores), dict(sorted(scores.items()))
 
 
-def _scored(evaluate: Evaluate, rates: Sequence[float]) -> dict[float, float]:
+def _score(evaluate: Evaluate, rates: Sequence[float]) -> dict[float, float]:
     if not rates:
         return {}
     scores = evaluate(rates)
     return {rate: float(scores[rate]) if math.isfinite(scores[rate]) else math.inf for rate in rates}
 
 
-def _best(scores: Mapping[float, float]) -> float:
+def _find_best(scores: Mapping[float, float]) -> float:
     return min(sorted(scores), key=lambda rate: scores[rate])

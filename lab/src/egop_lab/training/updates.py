@@ -1,4 +1,4 @@
-"""Update rules of many runs at once, each with its own learning rate: the same numbers as torch's optimizers.
+"""Update rules for batched runs, each run with its own learning rate: the same numbers as torch's optimizers.
 
 torch's optimizers take one learning rate for a parameter group, so many rates would be many groups, each with its own
 small kernels. Here the rate is a tensor, one a run, and a step is a handful of tensor operations whatever the number of
@@ -20,13 +20,13 @@ _MOMENTUM = 0.9
 
 
 class Rule(abc.ABC):
-    """Steps stacked parameters in place, by their gradients.
+    """Update rule that steps stacked parameters in place.
 
     Args:
-        leaves: what is trained, (trials, runs, *shape) each.
-        rates: the learning rates, one a run; may be changed in place between steps.
-        decays: the weight decay of each run, where the rule has one.
-        decayed: which of the leaves it is for.
+        leaves: trained tensors, (trials, runs, *shape) each.
+        rates: the learning rate of each run; may be changed in place between steps.
+        decays: the weight decay of each run, if the rule has one.
+        decayed: which of the leaves it applies to.
     """
 
     def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
@@ -34,14 +34,14 @@ class Rule(abc.ABC):
         self.prepare()
 
     def prepare(self) -> None:  # noqa: B027 - not every rule has a state
-        """Make the state."""
+        """Create the state."""
 
     @abc.abstractmethod
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Take one step."""
 
     def zeros(self) -> list[Tensor]:
-        """State of the size of the leaves."""
+        """Return state of the size of the leaves."""
         return [torch.zeros_like(leaf, requires_grad=False) for leaf in self.leaves]
 
 
@@ -51,7 +51,7 @@ class SGD(Rule):
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor]) -> None:
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            leaf.sub_(_by_run(self.rates, leaf) * gradient)
+            leaf.sub_(_per_run(self.rates, leaf) * gradient)
 
 
 class Momentum(SGD):
@@ -77,7 +77,7 @@ class Adagrad(Rule):
     def step(self, gradients: Sequence[Tensor]) -> None:
         for leaf, total, gradient in zip(self.leaves, self._sums, gradients, strict=True):
             total.addcmul_(gradient, gradient)
-            leaf.sub_(_by_run(self.rates, leaf) * gradient / total.sqrt().add_(1e-10))
+            leaf.sub_(_per_run(self.rates, leaf) * gradient / total.sqrt().add_(1e-10))
 
 
 class Adam(Rule):
@@ -97,7 +97,7 @@ class Adam(Rule):
         for leaf, mean, square, gradient in states:
             mean.lerp_(gradient, 1 - first)
             square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-            leaf.sub_(_by_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
+            leaf.sub_(_per_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
 
 
 class AdamW(Adam):
@@ -107,11 +107,11 @@ class AdamW(Adam):
     def step(self, gradients: Sequence[Tensor]) -> None:
         for leaf, decayed in zip(self.leaves, self.decayed, strict=True):
             if decayed:
-                leaf.mul_(_by_run(1 - self.rates * self.decays, leaf))
+                leaf.mul_(_per_run(1 - self.rates * self.decays, leaf))
         super().step(gradients)
 
 
-# By the names of torch's own in egop_lab.methods, whose numbers these rules give: the paper's four, and AdamW.
+# Named as in egop_lab.builders.TORCH: the paper's four optimizers, and AdamW.
 OPTIMIZERS: dict[str, type[Rule]] = {
     "Adam": Adam,
     "AdamW": AdamW,
@@ -121,6 +121,6 @@ OPTIMIZERS: dict[str, type[Rule]] = {
 }
 
 
-def _by_run(values: Tensor, leaf: Tensor) -> Tensor:
-    """A number a run, to be multiplied with a leaf; in its precision, or everything would become float64."""
+def _per_run(values: Tensor, leaf: Tensor) -> Tensor:
+    """Reshape one number per run so that it multiplies a leaf, in the leaf's dtype (else all would become float64)."""
     return values.to(leaf.dtype).reshape(-1, *[1] * (leaf.dim() - 2))

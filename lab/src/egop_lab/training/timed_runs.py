@@ -1,4 +1,4 @@
-"""Timed trainings by one method each: the run that is recorded, its clock, and many runs while time lasts.
+"""Timed trainings: one recorded run by one method, its clock, and series of runs within a time budget.
 
 Seconds are those of training, bases included; evaluation is not counted. On a GPU a network's forward and backward pass
 are replayed as a CUDA graph: the launching of single kernels would hide what the methods themselves cost.
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import egop
-from egop_lab.making import Start
-from egop_lab.methods import compared
-from egop_lab.training.context import Context, finished
+from egop_lab.builders import Setup
+from egop_lab.methods import get_methods
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.loop import train
 from egop_lab.training.records import Record, Store
 
@@ -37,13 +37,13 @@ class Run(abc.ABC):
     ``objective``.
 
     Args:
-        config: of the run; ``method``, ``lr`` and ``seed``, and what the subclass wants.
-        device: where.
+        config: ``method``, ``lr`` and ``seed``, and what the subclass needs.
+        device: the device to train on.
     """
 
-    comparison: ClassVar[str]  # whose methods they are
-    unit: ClassVar[str]  # what a pass is called
-    curves: ClassVar[tuple[str, ...]]  # what is recorded after every pass
+    comparison: ClassVar[str]  # the comparison that the methods belong to
+    unit: ClassVar[str]  # name of a pass
+    curves: ClassVar[tuple[str, ...]]  # recorded after every pass
 
     model: nn.Module
     batches: Iterable[Any]
@@ -58,36 +58,36 @@ class Run(abc.ABC):
     @property
     @abc.abstractmethod
     def passes(self) -> int:
-        """How many passes the training has."""
+        """Number of passes of the training."""
 
     @property
     @abc.abstractmethod
     def length(self) -> int:
-        """How many steps the training has."""
+        """Number of steps of the training."""
 
     @abc.abstractmethod
-    def start(self) -> Start:
-        """What the optimizer is made from."""
+    def make_setup(self) -> Setup:
+        """Return the setup that the optimizer is built from."""
 
     @abc.abstractmethod
     def training_loss(self, batch: Any) -> Tensor:
-        """The loss of a batch, by a graph where there is one."""
+        """Compute the loss of a batch, with a CUDA graph if there is one."""
 
     @abc.abstractmethod
     def validate(self) -> dict[str, float]:
-        """The loss on the validation set, and what else is recorded of it."""
+        """Compute the loss on the validation set, and other recorded numbers."""
 
-    def at_end(self) -> dict[str, float]:
-        """What is recorded of the trained model alone."""
+    def final_metrics(self) -> dict[str, float]:
+        """Return numbers that are recorded for the trained model only."""
         return {}
 
     def loss(self, _: nn.Module, batch: Any) -> Tensor:
         loss = self.training_loss(batch)
-        self.losses.append(loss.detach().clone())  # a graph writes every loss to the same place
+        self.losses.append(loss.detach().clone())  # a CUDA graph writes every loss to the same tensor
         return loss
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of one pass; with a warm-up, the learning rate rises by every step of it and then stays.
+        """Yield the batches of one pass, setting the learning rate for each: a warm-up, then constant.
 
         With a decay, which is a part of the training, it falls to nearly nothing over the last steps.
         """
@@ -98,11 +98,11 @@ class Run(abc.ABC):
             self.steps += 1
             if scheduled:
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self.config["lr"] * self.factor(self.steps)
+                    group["lr"] = self.config["lr"] * self.lr_factor(self.steps)
             yield batch
 
-    def factor(self, step: int) -> float:
-        """Of the learning rate in a step; the first is 1."""
+    def lr_factor(self, step: int) -> float:
+        """Return the factor of the learning rate in a step; the first step is 1."""
         factor = min(1.0, step / self.config.get("warm-up", 1))
         if (decay := self.config.get("decay")) is not None:
             factor = min(factor, (self.length - step + 1) / (decay * self.length))
@@ -113,21 +113,21 @@ class Run(abc.ABC):
         training = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         return {**self.validate(), "training loss": training, "seconds": self.seconds}
 
-    def begin(self) -> None:
-        """Make the optimizer, with the basis that it may need."""
+    def set_up(self) -> None:
+        """Build the optimizer, with the basis that it may need."""
         self.model.train()
         self.began = time.perf_counter()
-        self.optimizer = compared(self.comparison)[self.config["method"]].make(self.start())
+        self.optimizer = get_methods(self.comparison)[self.config["method"]].make(self.make_setup())
         self.wait()
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def step_seconds(self, warm: int, timed: int) -> tuple[float, float]:
-        """The seconds before the first step, and the mean of some whole steps after some that nobody times."""
-        self.begin()
+    def time_steps(self, warm: int, timed: int) -> tuple[float, float]:
+        """Return the seconds before the first step, and the mean of some whole steps after a warm-up."""
+        self.set_up()
         before = time.perf_counter() - self.began
         passes = itertools.chain.from_iterable(itertools.repeat(self))
         for count, batch in enumerate(itertools.islice(passes, warm + timed)):
@@ -142,70 +142,70 @@ class Run(abc.ABC):
 
     def __call__(self, progress: bool) -> dict[str, Any]:
         config = self.config
-        self.begin()
+        self.set_up()
         options: dict[str, Any] = {"evaluate": self.evaluate, "progress": progress, "unit": self.unit}
         options["description"] = f"{config['method']}, lr {config['lr']:g}, seed {config['seed']}"
         curves: dict[str, Sequence[float]] = dict.fromkeys(self.curves, ())
         diverged = True
-        with warnings.catch_warnings(), contextlib.suppress(torch.linalg.LinAlgError):  # what is decomposed overflowed
-            warnings.filterwarnings("ignore", "There is a performance drop")  # attention vmapped over samples
+        with warnings.catch_warnings(), contextlib.suppress(torch.linalg.LinAlgError):  # a decomposed matrix overflowed
+            warnings.filterwarnings("ignore", "There is a performance drop")  # of attention under vmap
             curve = train(self.model, self.optimizer, self.loss, self, self.passes, **options)
             curves, diverged = {"validation loss": curve.loss, **curve.metrics}, curve.diverged
         # A run that diverged ended early.
         whole = {name: [*values, *[math.nan] * (self.passes + 1 - len(values))] for name, values in curves.items()}
-        return whole | self.at_end() | {"diverged": diverged}
+        return whole | self.final_metrics() | {"diverged": diverged}
 
 
 class Trials:
-    """Does runs that are not done, one after the other, while there is time.
+    """A series of runs, done one after the other until the time budget ends; finished ones are skipped.
 
     Args:
-        store: where finished runs are.
-        context: the preset, the device, and how long runs may be started.
-        configured: the whole configuration of a run, from its own settings.
-        run: makes a run of a configuration.
-        warm_up: called before a run whose time may be read, with its configuration.
+        store: the store of finished runs.
+        context: the preset, the device and the time budget.
+        make_config: builds the configuration of a run from its own settings.
+        run: builds a run from a configuration.
+        warm_up: called with the configuration before a run that may be timed.
     """
 
     def __init__(
         self,
         store: Store,
         context: Context,
-        configured: Callable[..., dict[str, Any]],
+        make_config: Callable[..., dict[str, Any]],
         run: Callable[[dict[str, Any]], Callable[[bool], dict[str, Any]]],
         warm_up: Callable[[dict[str, Any]], None],
     ) -> None:
         self.store, self.context = store, context
-        self.configured, self._run, self._warm_up = configured, run, warm_up
+        self.make_config, self._run, self._warm_up = make_config, run, warm_up
         self._began = time.monotonic()
 
     @property
     def done(self) -> list[Record]:
-        """The finished runs on this data and with these settings."""
-        return [run for run in self.store if shared(run) == self.configured()]
+        """Finished runs on this data with these settings."""
+        return [run for run in self.store if shared_config(run) == self.make_config()]
 
     @property
-    def ends(self) -> float:
-        """When no further run is started, by the monotonic clock."""
+    def deadline(self) -> float:
+        """Time after which no further run starts, by the monotonic clock."""
         budget = self.context.time_budget
         return math.inf if budget is None else self._began + budget
 
     def do(self, **entries: Any) -> bool:
-        """Do one run, unless it is done; false when the time is over."""
-        config, context = self.configured(**entries), self.context
+        """Do one run unless it is finished; return False when the time is over."""
+        config, context = self.make_config(**entries), self.context
         if config in self.store:
             return True
-        if time.monotonic() > self.ends:
+        if time.monotonic() > self.deadline:
             return False
         self._warm_up(config)
         started = time.perf_counter()
         result = self._run(config)(context.progress)
-        self.store.add(finished(config, result, time.perf_counter() - started, context.device))
+        self.store.add(make_record(config, result, time.perf_counter() - started, context.device))
         return True
 
 
-def shared(run: Record) -> dict[str, Any]:
-    """What all runs that are compared have in common: the rest of a configuration."""
+def shared_config(run: Record) -> dict[str, Any]:
+    """Return the part of a configuration that all compared runs have in common."""
     keys = ("method", "lr", "steps", "epochs", "seed")
     return {key: value for key, value in run.config.items() if key not in keys}
 
@@ -213,8 +213,8 @@ def shared(run: Record) -> dict[str, Any]:
 _networks: dict[Any, Any] = {}
 
 
-def network(make: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function makes, a network and its graph; kept for the runs to come. A process has one at a time.
+def get_network(make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a network and its CUDA graph, cached for later runs. A process keeps one at a time.
 
     The last one goes before the next is made: graphs are recorded on one stream, and one that goes takes with it what
     the others' products work in (pytorch/pytorch#193402).
@@ -222,18 +222,18 @@ def network(make: Callable[..., Any], *arguments: Any) -> Any:
     key = (make, *arguments)
     if key not in _networks:
         _networks.clear()
-        gc.collect()  # a graph that is still part of a cycle would go later
+        gc.collect()  # else a graph in a reference cycle would be freed later
         _networks[key] = make(*arguments)
     return _networks[key]
 
 
-def precision(device: torch.device) -> str:
-    """What timed trainings compute in, for configurations."""
+def describe_precision(device: torch.device) -> str:
+    """Return the precision of timed trainings, for configurations."""
     return "bfloat16, TF32" if device.type == "cuda" else "float32"
 
 
-def graphed(module: M, sample: Tensor) -> M:
-    """The module, its forward and backward pass for inputs like the sample recorded as CUDA graphs."""
+def capture_graphs(module: M, sample: Tensor) -> M:
+    """Record the module's forward and backward pass, for inputs like the sample, as CUDA graphs."""
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
     kept = torch.backends.cudnn.benchmark
@@ -244,13 +244,13 @@ def graphed(module: M, sample: Tensor) -> M:
 
 
 @contextlib.contextmanager
-def fast(device: torch.device) -> Iterator[None]:
-    """On a GPU, TF32 for products in float32. Without the log lines of the sampling, one a renewal."""
+def fast_math(device: torch.device) -> Iterator[None]:
+    """Use TF32 for float32 products on a GPU, and silence the sampling's log lines, one per refresh."""
     logger = logging.getLogger("egop")
     kept = torch.get_float32_matmul_precision(), logger.level
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    logger.setLevel(logging.ERROR)  # they say that batch norm cannot be vmapped
+    logger.setLevel(logging.ERROR)  # the messages say that batch norm cannot be vmapped
     try:
         yield
     finally:

@@ -20,12 +20,12 @@ from egop_lab.experiments.base import Experiment
 from egop_lab.experiments.curves import curve_series, median, rate_series
 from egop_lab.experiments.registry import experiment
 from egop_lab.plots.picture import Series
-from egop_lab.training import alone, batched
-from egop_lab.training.context import Context, Preset, finished, in_processes
+from egop_lab.training import batched, single_runs
+from egop_lab.training.context import Context, Preset, make_record, run_in_processes
 from egop_lab.training.instances import RANDOM, Trials
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
-from egop_lab.training.tuning import two_stage
+from egop_lab.training.tuning import search_two_stage
 
 Case = Mapping[str, Any]
 Score = Callable[[Mapping[str, Any]], float]
@@ -62,77 +62,79 @@ class TunedExperiment(Experiment):
 
     @abc.abstractmethod
     def cases(self, preset: Preset) -> list[Case]:
-        """The kinds of problems: whatever of the settings decides how they are made."""
+        """Return the kinds of problems: all settings that decide how they are made."""
 
     def methods(self, preset: Preset) -> list[Method]:
-        """What is compared: Adam and Adagrad in all coordinates, and the settings' baselines, which have their own."""
+        """Return the compared methods: Adam and Adagrad in all coordinates, and the baselines of the settings."""
         kinds = [ORIGINAL, EGOP, RANDOM] if preset == "full" else [ORIGINAL, EGOP]
         coordinatewise = [Method(name, kind) for name in ("Adam", "Adagrad") for kind in kinds]
         return coordinatewise + [Method(name) for name in self.settings(preset)["baselines"]]
 
     def pairs(self, preset: Preset) -> list[tuple[Case, Method]]:
-        """What is run: every method on every case."""
+        """Return the pairs to run: every method on every case."""
         return [(case, method) for case in self.cases(preset) for method in self.methods(preset)]
 
     def anneals(self, case: Case) -> bool:
-        """Whether the learning rates of a case are annealed."""
+        """Return True if the learning rates of a case are annealed."""
         return self.cosine
 
     @abc.abstractmethod
     def trials(self, case: Case, seeds: Sequence[int]) -> Trials:
-        """The problems of several seeds."""
+        """Build the problems of several seeds."""
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """What a learning rate is chosen by, median over the tuning trials; the smaller the better."""
+        """Return the score that chooses a learning rate, median over the tuning trials; the smaller the better."""
         return float(result["loss"][-1])
 
-    def tuned_as(self, method: Method) -> Method:
-        """The method whose learning rates a method is given; itself unless the two are known to be the same."""
+    def tuning_method(self, method: Method) -> Method:
+        """Return the method whose learning rates a method uses: itself, unless both are known to be the same."""
         return method
 
     def scores(self, case: Case) -> list[Score]:
-        """What learning rates of a case are searched by, each search giving one that is reported."""
+        """Return the scores to search learning rates by; each search gives a rate that is reported."""
         return [self.score]
 
     def run(self, store: Store, context: Context) -> None:
-        with small(context) as context:
+        with single_threaded(context) as context:
             settings = self.settings(context.preset)
             pairs = self.pairs(context.preset)
             while tasks := [task for pair in pairs for task in self._tuning_left(store, context.preset, *pair)]:
-                self._do(tasks, store, context, "tuning")
+                self._run_tasks(tasks, store, context, "tuning")
             fresh = range(settings["trials"])
             reported = [
                 _Task(case, method, self._rates(store, context.preset, case, method), fresh, settings["record every"])
                 for case, method in pairs
             ]
-            self._do(reported, store, context, "trials")
+            self._run_tasks(reported, store, context, "trials")
 
-    def chosen(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> float:
-        """The learning rate that the two-stage search by a score gives on the tuning trials."""
-        best, left = self._search(store, preset, case, self.tuned_as(method), score or self.score)
+    def choose_rate(
+        self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None
+    ) -> float:
+        """Return the learning rate that the two-stage search by a score finds on the tuning trials."""
+        best, left = self._search(store, preset, case, self.tuning_method(method), score or self.score)
         if left:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} is not tuned yet.")
         return best
 
     def at_edge(self, store: Store, preset: Preset, case: Case, method: Method) -> str:
-        """A remark for methods whose chosen rate is the smallest or largest that was tried; else nothing."""
-        method = self.tuned_as(method)
+        """Return a remark if the chosen rate is the smallest or largest that was tried, else ""."""
+        method = self.tuning_method(method)
         ends = [10.0**exponent for exponent in self.settings(preset)["exponents"][method.optimizer]]
-        chosen = self.chosen(store, preset, case, method)
+        chosen = self.choose_rate(store, preset, case, method)
         return f" ({method}: best at the end of the grid, {chosen:g})" if chosen in ends else ""
 
-    def tuning(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
-        """All runs of the search for a learning rate."""
+    def tuning_runs(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
+        """Return all runs of the search for a learning rate."""
         seen: list[Record] = []
         self._search(store, preset, case, method, self.score, seen)
         return seen
 
-    def reported(
+    def reported_runs(
         self, store: Store, preset: Preset, case: Case, method: Method, rate: float | None = None
     ) -> list[Record]:
-        """The runs on fresh trials, at the chosen rate unless another one is named."""
+        """Return the runs on fresh trials, at the chosen rate unless another one is given."""
         settings = self.settings(preset)
-        rate = self.chosen(store, preset, case, method) if rate is None else rate
+        rate = self.choose_rate(store, preset, case, method) if rate is None else rate
         task = _Task(case, method, [rate], range(settings["trials"]), settings["record every"])
         runs = [store.get(config) for config in self._configs(preset, task, rate)]
         records = [run for run in runs if run is not None]
@@ -143,23 +145,23 @@ class TunedExperiment(Experiment):
     def curve(
         self, store: Store, preset: Preset, case: Case, method: Method, name: str, rate: float | None = None
     ) -> Series:
-        """A recorded curve of the reported trials by step."""
+        """Return a recorded curve of the reported trials by step."""
         settings = self.settings(preset)
         every, last = settings["record every"], settings["steps"]
         places = [min(step, last) for step in range(0, last + every, every)]
-        runs = self.reported(store, preset, case, method, rate)
-        return _styled(curve_series(runs, name, method.optimizer, method.coordinates, places), method)
+        runs = self.reported_runs(store, preset, case, method, rate)
+        return _style(curve_series(runs, name, method.optimizer, method.coordinates, places), method)
 
     def sweep(self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None) -> Series:
-        """What the search saw: its score (or another one) over learning rates, the chosen one marked."""
-        chosen = self.chosen(store, preset, case, method)
-        runs = self.tuning(store, preset, case, method)
-        return _styled(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
+        """Return the score (or another one) of the search over learning rates, with the chosen one marked."""
+        chosen = self.choose_rate(store, preset, case, method)
+        runs = self.tuning_runs(store, preset, case, method)
+        return _style(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
 
     def _search(
         self, store: Store, preset: Preset, case: Case, method: Method, score: Score, seen: list[Record] | None = None
     ) -> tuple[float, _Task | None]:
-        """How far the search has come: the best rate so far, and what is to be run before it can go on."""
+        """Return the best rate so far, and the runs that the search needs before it can go on."""
         settings = self.settings(preset)
         seeds = range(TUNING, TUNING + settings["tuning trials"])
         task = _Task(case, method, [], seeds, settings["record tuning every"])
@@ -168,29 +170,29 @@ class TunedExperiment(Experiment):
         def evaluate(rates: Sequence[float]) -> dict[float, float]:
             configs = {rate: self._configs(preset, task, rate) for rate in rates}
             left.extend(rate for rate in rates if store.missing(configs[rate]))
-            if left:  # a stage is judged as a whole: what a killed run left must not decide where to look next
+            if left:  # judge a stage only when it is complete: a killed run must not decide where to search next
                 return dict.fromkeys(rates, math.inf)
             runs = {rate: [run for config in configs[rate] if (run := store.get(config))] for rate in rates}
             if seen is not None:
                 seen.extend(run for records in runs.values() for run in records)
             return {rate: median([score(run.result) for run in records]) for rate, records in runs.items()}
 
-        best, _ = two_stage(evaluate, *settings["exponents"][method.optimizer])
+        best, _ = search_two_stage(evaluate, *settings["exponents"][method.optimizer])
         return best, replace(task, rates=left) if left else None
 
     def _tuning_left(self, store: Store, preset: Preset, case: Case, method: Method) -> Iterable[_Task]:
-        if self.tuned_as(method) != method:
+        if self.tuning_method(method) != method:
             return []
         searches = [self._search(store, preset, case, method, score)[1] for score in self.scores(case)]
         left = [task for task in searches if task is not None]
-        rates = sorted({rate for task in left for rate in task.rates})  # searches share what both of them want
+        rates = sorted({rate for task in left for rate in task.rates})  # searches share the rates that both need
         return [replace(left[0], rates=rates)] if left else []
 
     def _rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:
-        return sorted({self.chosen(store, preset, case, method, score) for score in self.scores(case)})
+        return sorted({self.choose_rate(store, preset, case, method, score) for score in self.scores(case)})
 
-    def _do(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
-        """Do what the store does not have yet."""
+    def _run_tasks(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
+        """Do the runs that the store does not have yet."""
         for task in tasks:
             if methods.describe(task.method.optimizer):
                 continue
@@ -220,7 +222,7 @@ class TunedExperiment(Experiment):
             for config in self._configs(context.preset, task, rate)
         ]
         if configs:
-            in_processes(run_alone, store.missing(configs), store, context, f"{self.id}, {what}")
+            run_in_processes(run_single, store.missing(configs), store, context, f"{self.id}, {what}")
 
     def _extra(self, task: _Task) -> dict[str, Any]:
         extra = {**task.case, "record every": task.record_every}
@@ -234,8 +236,8 @@ class TunedExperiment(Experiment):
 
 
 @contextmanager
-def small(context: Context) -> Iterator[Context]:
-    """The CPU and one thread, for tensors that are too small to be shared out."""
+def single_threaded(context: Context) -> Iterator[Context]:
+    """Use the CPU and one thread: the tensors are too small to share out."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -244,12 +246,12 @@ def small(context: Context) -> Iterator[Context]:
         torch.set_num_threads(threads)
 
 
-def run_alone(config: Mapping[str, Any]) -> Record:
-    """One run of a method that cannot be batched, as its configuration says."""
+def run_single(config: Mapping[str, Any]) -> Record:
+    """Do one run of a method that cannot be batched, as its configuration says."""
     tuned = experiment(config["experiment"])
     assert isinstance(tuned, TunedExperiment)
     problem = tuned.trials(config, [config["seed"]])
-    result, seconds = alone.train(
+    result, seconds = single_runs.train(
         problem,
         config["optimizer"],
         config["lr"],
@@ -257,11 +259,11 @@ def run_alone(config: Mapping[str, Any]) -> Record:
         record_every=config["record every"],
         cosine=tuned.anneals(config),
     )
-    return finished(config, result, seconds)
+    return make_record(config, result, seconds)
 
 
-def _styled(series: Series, method: Method) -> Series:
-    """Random rotations are a control: their own colour, and not dashed."""
+def _style(series: Series, method: Method) -> Series:
+    """Draw random rotations as a control: in their own colour, and not dashed."""
     if method.coordinates != RANDOM:
         return series
     return replace(series, method=str(method), egop=False)

@@ -1,4 +1,4 @@
-"""What the report says of settings and verdicts, in words."""
+"""Wording of settings and verdicts in the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from egop_lab.experiments.base import Experiment, Judged
+from egop_lab.experiments.base import Experiment, Judgement
 from egop_lab.formatting import pluralize
 from egop_lab.training.context import Preset
 
@@ -17,18 +17,22 @@ RULE = (
 )
 
 
-def settings(experiment: Experiment, preset: Preset) -> list[tuple[str, str]]:
-    """Names and values; what is nested has a row of its own for each part."""
+def format_settings(experiment: Experiment, preset: Preset) -> list[tuple[str, str]]:
+    """Return names and values; nested settings have one row per part."""
     rows: list[tuple[str, str]] = []
     for name, value in experiment.settings(preset).items():
         parts = value if isinstance(value, Mapping) and any(isinstance(v, Mapping) for v in value.values()) else None
-        rows += [(f"{name}: {part}", words(own)) for part, own in parts.items()] if parts else [(name, words(value))]
+        rows += (
+            [(f"{name}: {part}", format_value(own)) for part, own in parts.items()]
+            if parts
+            else [(name, format_value(value))]
+        )
     return rows
 
 
-def deviations(experiment: Experiment, preset: Preset) -> str:
-    """Where the settings are not what the paper names, in a sentence; nothing where it names none."""
-    ours = {name: words(value) for name, value in experiment.settings(preset).items()}
+def describe_deviations(experiment: Experiment, preset: Preset) -> str:
+    """Say in a sentence where the settings differ from the paper's; return "" if the paper names none."""
+    ours = {name: format_value(value) for name, value in experiment.settings(preset).items()}
     if not experiment.paper:
         return ""
     differing = [f"{name}: {ours[name]} (paper: {there})" for name, there in experiment.paper.items()
@@ -36,36 +40,36 @@ def deviations(experiment: Experiment, preset: Preset) -> str:
     return f"Differs from the paper in {'; '.join(differing)}." if differing else "All settings are the paper's."
 
 
-def words(value: Any) -> str:
-    """A setting as it is read."""
+def format_value(value: Any) -> str:
+    """Format a setting."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {words(entry)}" for key, entry in value.items())
+        return ", ".join(f"{key} {format_value(entry)}" for key, entry in value.items())
     if isinstance(value, (list, tuple, range)):
-        entries = [words(entry) for entry in value]
+        entries = [format_value(entry) for entry in value]
         return f"[{('; ' if any(', ' in entry for entry in entries) else ', ').join(entries)}]"
     return str(value)
 
 
-def held(judged: Sequence[Judged]) -> str:
-    """How many of the claims that were judged hold; of targets where there are no claims."""
+def count_holding(judged: Sequence[Judgement]) -> str:
+    """Count the judged claims that hold; targets if there are no claims."""
     kind = "claim" if any(item.kind == "claim" for item in judged) else "target"
     decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
     good = sum(item.verdict == "holds" for item in decided)
     return f"{good} / {len(decided)}{'' if kind == 'claim' else ' targets'}"
 
 
-def reason(judged: Sequence[Judged]) -> str:
-    """Why not all of them hold, in a line."""
+def summarize_verdicts(judged: Sequence[Judgement]) -> str:
+    """Say in a line why not all claims hold."""
     own = [item for item in judged if item.kind in ("claim", "target")]
     failed = [item for item in own if item.verdict == "does not hold"]
     unknown = sum(item.verdict == "cannot be judged" for item in own)
-    flipped = sum(map(_flips, own))
+    flipped = sum(map(_has_opposite, own))
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        parts = [f"does not hold: {worst.words.removesuffix('.').removeprefix('Target: ')}{more}"]
+        parts = [f"does not hold: {worst.statement.removesuffix('.').removeprefix('Target: ')}{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
@@ -75,14 +79,14 @@ def reason(judged: Sequence[Judged]) -> str:
     return f"{line[0].upper()}{line[1:]}."
 
 
-def _flips(item: Judged) -> bool:
-    """Whether another rule decides otherwise."""
+def _has_opposite(item: Judgement) -> bool:
+    """Return True if an alternative rule decides otherwise."""
     opposite = {"holds": "does not hold", "does not hold": "holds"}.get(item.verdict)
-    return any(other.verdict == opposite for other in item.beside)
+    return any(other.verdict == opposite for other in item.alternatives)
 
 
-def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Judged]:
-    """The claims of the paper with a verdict whose numbers are furthest apart, one an experiment."""
+def select_furthest(judged: Iterable[Judgement], verdict: str, count: int = 3) -> list[Judgement]:
+    """Return the paper's claims with a verdict whose numbers are furthest apart, one per experiment."""
     sign = 1 if verdict == "holds" else -1
     margins = [
         (sign * item.margin, item)
@@ -91,55 +95,56 @@ def furthest(judged: Iterable[Judged], verdict: str, count: int = 3) -> list[Jud
         and item.verdict == verdict
         and item.margin is not None
         and sign * item.margin > 0
-        and not _flips(item)
+        and not _has_opposite(item)
     ]
-    best: dict[str, Judged] = {}
+    best: dict[str, Judgement] = {}
     for _, item in sorted(margins, key=lambda pair: -pair[0]):
         best.setdefault(item.id.partition("/")[0], item)
     return list(best.values())[:count]
 
 
-def apart(item: Judged) -> str:
-    """How far apart its numbers are."""
+def format_distance(item: Judgement) -> str:
+    """Say how far apart the numbers are."""
     assert item.margin is not None
     factor = abs(item.margin)
-    return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {_rounded(10**factor)}"
+    return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {_format_factor(10**factor)}"
 
 
-def _rounded(number: float) -> str:
+def _format_factor(number: float) -> str:
     return f"{number:.2g}" if number < 100 else f"{float(f'{number:.2g}'):.0f}"
 
 
-def found(item: Judged) -> list[str]:
-    """What was measured, our threshold and what other rules say, a sentence each."""
-    lines = [item.found]
+def list_findings(item: Judgement) -> list[str]:
+    """Return the finding, our threshold and the results of alternative rules, a sentence each."""
+    lines = [item.finding]
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
-    lines += [f"By another rule ({other.rule}): {other.verdict}. {other.found}" for other in item.beside]
+    lines += [f"By another rule ({other.rule}): {other.verdict}. {other.finding}" for other in item.alternatives]
     return lines
 
 
-def together(judged: Iterable[Judged]) -> list[Judged]:
-    """What is shown, with those that cannot be judged for one reason as one."""
-    kept: dict[object, Judged] = {}
+def merge_unjudged(judged: Iterable[Judgement]) -> list[Judgement]:
+    """Merge the claims that cannot be judged for the same reason."""
+    kept: dict[object, Judgement] = {}
     for item in judged:
-        alike = item.verdict == "cannot be judged" and not (item.beside or item.paper)
-        key = (item.kind, item.found) if alike else item.id
+        alike = item.verdict == "cannot be judged" and not (item.alternatives or item.paper)
+        key = (item.kind, item.finding) if alike else item.id
         first = kept.get(key)
-        more = item.words.removeprefix("Target: ")
-        kept[key] = item if first is None else replace(first, words=f"{first.words.removesuffix('.')}; {more}")
+        more = item.statement.removeprefix("Target: ")
+        kept[key] = item if first is None else replace(first, statement=f"{first.statement.removesuffix('.')}; {more}")
     return list(kept.values())
 
 
-def claim(item: Judged) -> str:
-    """The claim, marked where it is not the paper's."""
-    return f"Our reading: {item.words}" if item.kind == "reading" else item.words
+def format_claim(item: Judgement) -> str:
+    """Return the claim, marked if it is not the paper's."""
+    return f"Our reading: {item.statement}" if item.kind == "reading" else item.statement
 
 
-def changed(judged: Sequence[Judged]) -> str:
-    """How many claims come out otherwise by other rules, in both directions; nothing where there are none."""
+def describe_changes(judged: Sequence[Judgement]) -> str:
+    """Say how many claims alternative rules would change in each direction; return "" if none."""
     claims = [item for item in judged if item.kind == "claim"]
     gained, lost = (
-        sum(item.verdict == verdict and _flips(item) for item in claims) for verdict in ("does not hold", "holds")
+        sum(item.verdict == verdict and _has_opposite(item) for item in claims)
+        for verdict in ("does not hold", "holds")
     )
     if not gained + lost:
         return ""

@@ -1,0 +1,53 @@
+"""Experiments with two sweeps: tuning trials choose a rate in original coordinates, reported trials are judged."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from egop_lab.experiments.base import Experiment, Judgement, make_alternative
+from egop_lab.experiments.curves import best_rate
+from egop_lab.training.context import Preset
+from egop_lab.training.records import Record, Store
+from egop_lab.training.sweeps import ORIGINAL, TUNING
+
+
+class SweepExperiment(Experiment):
+    """Experiment in which the learning rate of original coordinates is also used in EGOP coordinates.
+
+    The paper chooses it on the trials that it reports. Here tuning trials choose the one of the figures; claims are
+    judged by both.
+    """
+
+    @abc.abstractmethod
+    def score(self, result: Mapping[str, Any]) -> float:
+        """Return the score that chooses a learning rate, median over trials; the smaller the better."""
+
+    def choose_rate(self, store: Store, preset: Preset, optimizer: str, *, separate: bool = True) -> float:
+        """Return the rate with the best score on the tuning trials or, if not ``apart``, on the reported ones."""
+        runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
+        return best_rate([run for run in runs if (run.config["seed"] >= TUNING) == separate], self.score)
+
+    def fresh_runs(self, store: Store, preset: Preset, optimizer: str, coordinates: str) -> list[Record]:
+        """Return the runs on reported trials, at all rates."""
+        runs = self.records(store, preset, optimizer=optimizer, coordinates=coordinates)
+        return [run for run in runs if run.config["seed"] < TUNING]
+
+    def reported_runs(
+        self, store: Store, preset: Preset, optimizer: str, coordinates: str, *, separate: bool = True
+    ) -> list[Record]:
+        """Return the runs on reported trials, at the chosen rate."""
+        rate = self.choose_rate(store, preset, optimizer, separate=separate)
+        return [run for run in self.fresh_runs(store, preset, optimizer, coordinates) if run.config["lr"] == rate]
+
+
+def judge_by_both_rules(judge: Callable[[bool], Judgement]) -> Judgement:
+    """Judge a claim at the rates of the paper's rule; at those of tuning trials as an alternative if they differ."""
+    paper, ours = judge(False), judge(True)
+    if (paper.verdict, paper.finding) == (ours.verdict, ours.finding):
+        return paper
+    return replace(
+        paper, alternatives=(*paper.alternatives, make_alternative("rates chosen on tuning trials of their own", ours))
+    )
