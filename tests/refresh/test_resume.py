@@ -209,7 +209,7 @@ def plain():
 
 
 STAY = "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay fixed"
-GO_ON = "The state has bases of structure {}, and training continues with these. The structure= of egop.{}, {}, applies to an"
+GO_ON = "The state has bases of structure {}, and training continues with these. The structure= of egop.{}, {}, applies"
 CANNOT = "The state has bases of structure Reduced, which egop.Online cannot renew, so they stay fixed. Use egop."
 WARNED = {
     "Online": (lambda: saved_by("Online"), plain, STAY),

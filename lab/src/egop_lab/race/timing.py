@@ -66,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", help="folder with the data")
     parser.add_argument("--out", type=Path, required=True, help="file to which records are appended")
     parser.add_argument("--rounds", type=int, default=7, help="default: 7")
-    parser.add_argument("--warm", type=int, default=20, help="steps before the timed ones (default: 20)")
+    parser.add_argument(
+        "--warm",
+        type=int,
+        default=100,
+        help="steps before the timed ones, in which GPU graphs are recorded (default: 100)",
+    )
     parser.add_argument("--steps", type=int, default=40, help="timed steps: multiples of 20 (default: 40)")
     parser.add_argument("--device", default="cuda", help="default: cuda")
     options = parser.parse_args(arguments)
