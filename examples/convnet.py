@@ -35,7 +35,7 @@ def batches(seed: int) -> Batches:
 
 
 def factory() -> tuple[nn.Module, object, Batches]:
-    """The model, its loss and its batches; egop diagnose makes an objective of them."""
+    """Return the model, its loss and its batches; ``egop diagnose`` builds an objective from them."""
     torch.manual_seed(0)
     return network(), cross_entropy, batches(0)
 

@@ -18,7 +18,7 @@ STEPS = 300
 
 
 def factory() -> egop.Objective:
-    """A 64-32-10 network, its loss and its batches: all that egop needs to know."""
+    """Return a 64-32-10 network, its loss and its batches: all that egop needs to know."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     batches = Batches(*digits().train.batch, size=300, generator=torch.Generator().manual_seed(0))

@@ -32,13 +32,13 @@ class Transformer(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
 
     def forward(self, codes: Tensor) -> Tensor:
-        """The scores of each next character."""
+        """Return the logits of each next character."""
         embedded = self.letters(codes) + self.places.weight
         return self.head(self.layers(embedded, mask=self.mask, is_causal=True))
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-    """The cross-entropy of every next character."""
+    """Return the cross-entropy of every next character."""
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -49,7 +49,7 @@ def batches(count: int, seed: int) -> list[Tensor]:
 
 
 def factory() -> egop.Objective:
-    """The model, its loss and its batches: all that egop needs to know."""
+    """Return the model, its loss and its batches: all that egop needs to know."""
     torch.manual_seed(0)
     return egop.Objective(Transformer(), loss_fn, batches(100, seed=0))
 

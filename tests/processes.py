@@ -28,9 +28,10 @@ def prepared():
 def run(function, world, *arguments, timeout=TIMEOUT, attempts=3):
     """What ``function(rank, world, *arguments)`` returned in each process; an error in one of them is raised here."""
     context = prepared()
+    threads = torch.get_num_threads() if world == 1 else 1  # products of more threads are rounded in another way
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_main, args=(function, rank, world, folder, arguments), daemon=True)
+            context.Process(target=_main, args=(function, rank, world, folder, threads, arguments), daemon=True)
             for rank in range(world)
         ]
         for process in processes:
@@ -60,8 +61,8 @@ def _wait(processes, end):
         time.sleep(0.02)
 
 
-def _main(function, rank, world, folder, arguments):
-    torch.set_num_threads(1)
+def _main(function, rank, world, folder, threads, arguments):
+    torch.set_num_threads(threads)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
         result = function(rank, world, *arguments)

@@ -98,7 +98,7 @@ def test_a_text_with_anything_else_in_any_place_is_refused_or_about_names(path):
                 assert f"'{path}'" in str(error)  # noqa: PT017
             else:
                 loaded.add(next(key for key in reversed(at) if isinstance(key, str)))
-    judgments = {"samples", "stability", "chance", "reliability", "surprise"}
+    judgments = {"samples", "reliability"}
     assert loaded <= judgments | {"parameters", "unrotated", "blocks", "shapes", "transposed", "stacked"}
 
 
@@ -172,7 +172,7 @@ def write_sparse_file(path, description, shapes, extra=0):
 SIDE = 20_000  # a matrix of this side takes 1.6 GB
 DESCRIBED = {"name": "w", "structure": "Full", "parameters": ["w"], "transposed": [0], "dtype": "float32"}
 DESCRIBED |= {"shapes": [[SIDE]], "stacked": [0], "settings": {}, "tensors": ["basis"]}
-SPECTRUM = {"samples": 1, "stability": None, "chance": None, "reliability": None, "surprise": None}
+SPECTRUM = {"samples": 1, "reliability": None}
 TOO_LARGE = {
     "a tensor of another shape": (DESCRIBED | {"shapes": [[4]]}, {"w/basis": (SIDE, SIDE)}, r"needs a basis of shape"),
     "a tensor of no block": (

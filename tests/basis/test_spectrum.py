@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import cases
 import egop
-from egop.basis.spectrum import _make_descending, compare_halves
-from egop.numerics import random_orthonormal
 
 
 def spectrum(*eigenvalues):
@@ -61,77 +57,6 @@ def test_the_effective_dimension_of_nothing_is_zero():
 def test_a_fraction_outside_its_range_is_refused(fraction):
     with pytest.raises(ValueError, match="Invalid fraction value"):
         spectrum(1.0).effective_dimension(fraction)
-
-
-# --- stability: how far two halves agree ---
-
-
-def side(values, vectors):
-    return torch.tensor(values, dtype=torch.float64), vectors
-
-
-def plane(angle):
-    """The axes of the plane, turned."""
-    turned = torch.tensor([angle]).double()
-    return torch.stack([torch.cat([turned.cos(), -turned.sin()]), torch.cat([turned.sin(), turned.cos()])])
-
-
-def held(angle):
-    """What the first axis of a turned plane holds of a spectrum of 0.95 and 0.05 on the axes."""
-    return 0.95 * math.cos(angle) ** 2 + 0.05 * math.sin(angle) ** 2
-
-
-def test_the_stability_is_what_leading_directions_hold_of_the_other_half_over_what_they_hold_of_their_own():
-    one, other = side([9.5, 0.5], plane(0.0)), side([9.5, 0.5], plane(0.7))
-    assert compare_halves([one], [one]).stability == pytest.approx(1)
-    found = compare_halves([one], [other])
-    assert found.stability == pytest.approx(held(0.7) / 0.95)
-    assert found.chance == pytest.approx(0.5 / 0.95)
-    assert found.held_out.tolist() == pytest.approx([held(0.7), 1 - held(0.7)])
-    both = side([5.0, 5.0], plane(0.0)), side([5.0, 5.0], plane(0.7))
-    assert compare_halves([both[0]], [both[1]]).stability == pytest.approx(1)  # two planes in the plane are the same
-    assert compare_halves([both[0]], [both[1]]).chance == 1
-
-
-def test_the_one_norm_compares_with_the_axes():
-    one = side([9.5, 0.5], plane(0.0))
-    assert compare_halves([one], [one]).one_norm == pytest.approx(1)  # axes already
-    turned = side([1.0, 0.0], plane(math.pi / 4))
-    assert compare_halves([turned], [turned]).one_norm == pytest.approx(1 / math.sqrt(2))
-    leading = side([1.0], plane(math.pi / 4)[:, :1])
-    assert compare_halves([leading], [leading]).one_norm is None
-
-
-def test_two_sides_are_compared_as_their_kronecker_product():
-    one, other = side([9.5, 0.5], plane(0.0)), side([9.5, 0.5], plane(0.7))
-    single, double = compare_halves([one], [other]), compare_halves([one, one], [other, other])
-    assert double.stability == pytest.approx(single.stability**2)
-    assert double.chance == pytest.approx(single.chance**2)
-    assert double.one_norm == pytest.approx(single.one_norm**2)
-    a, b = single.held_out.tolist()
-    assert double.held_out.tolist() == pytest.approx([a * a, a * b, a * b, b * b])
-
-
-def test_there_is_nothing_to_compare_where_nothing_was_decomposed_or_all_is_zero():
-    assert compare_halves([], []) is None
-    assert compare_halves([side([0.0, 0.0], plane(0.0))], [side([1.0, 0.0], plane(0.0))]) is None
-
-
-def test_independent_subspaces_agree_as_chance_says():
-    generator = torch.Generator().manual_seed(0)
-    values = [1.0] * 9 + [0.0] * 41
-    found = [
-        compare_halves(*([side(values, random_orthonormal(50, 50, generator))] for _ in range(2)), fraction=1.0)
-        for _ in range(40)
-    ]
-    assert all(each.chance == pytest.approx(9 / 50) for each in found)
-    assert sum(each.stability for each in found) / len(found) == pytest.approx(9 / 50, rel=0.1)
-
-
-def test_what_is_held_out_descends_and_keeps_its_sum():
-    assert _make_descending(torch.tensor([3.0, 1.0, 2.0, 0.5, 0.9, 0.7])).tolist() == pytest.approx(
-        [3, 1.5, 1.5, *[0.7] * 3]
-    )
 
 
 # --- reliability: how much of a spectrum is chance ---

@@ -25,9 +25,7 @@ from egop.basis.roles import Role as Role
 from egop.basis.roles import find_roles as find_roles
 from egop.basis.roles import strip_compile_prefix as strip_compile_prefix
 from egop.basis.spectrum import LEADING as LEADING
-from egop.basis.spectrum import HalfComparison as HalfComparison
 from egop.basis.spectrum import Spectrum
-from egop.basis.spectrum import compare_halves as compare_halves
 from egop.basis.structures import CHANGE_TYPES as CHANGE_TYPES
 from egop.basis.structures import (
     Accumulator,

@@ -25,7 +25,7 @@ _COST_NOTE = (
     "(tokens, examples, positions of a convolution); ten times as many rows, a tenth of the cost"
 )
 _FORWARD_AND_BACKWARD = 6  # floating-point operations per weight and row
-_HEADER = ["block", "structure", "size", "bytes", f"cost at {_ROWS:,} rows", "stable rank", "stability", "why"]
+_HEADER = ["block", "structure", "size", "bytes", f"cost at {_ROWS:,} rows", "stable rank", "why"]
 # With more blocks than this, similar blocks of several layers share a row.
 _MANY = 12
 
@@ -43,7 +43,6 @@ class BlockInfo:
     stable_rank: float | None = None
     dimension: int | None = None
     draws: int | None = None  # set if they are too few for the stable rank
-    stability: tuple[float, float] | None = None  # with that of chance
     why: str = ""
 
     @classmethod
@@ -54,10 +53,7 @@ class BlockInfo:
         if spectrum is None:
             return cls(*known)
         draws = None if spectrum.is_supported else spectrum.samples
-        stability = None
-        if spectrum.stability is not None and spectrum.chance is not None:
-            stability = spectrum.stability, spectrum.chance
-        return cls(*known, spectrum.stable_rank, len(spectrum.eigenvalues), draws, stability)
+        return cls(*known, spectrum.stable_rank, len(spectrum.eigenvalues), draws)
 
     @classmethod
     def from_plan(cls, block: Block, structure: Structure, why: str = "") -> BlockInfo:
@@ -87,10 +83,10 @@ def format_blocks_html(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]
 def _build_table(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows, without empty columns."""
     rows = [_format_row(name, group) for name, group in _group(blocks)]
-    rows += [[name, "-", "", "", "", "", "", reason] for name, reason in unrotated.items()]
+    rows += [[name, "-", "", "", "", "", reason] for name, reason in unrotated.items()]
     size, flops = sum(block.size for block in blocks), sum(block.flops for block in blocks)
     total = format_bytes(sum(block.bytes for block in blocks))
-    rows.append(["total", "", "", total, _format_cost(flops, size), "", "", ""])
+    rows.append(["total", "", "", total, _format_cost(flops, size), "", ""])
     kept = [column for column in range(len(_HEADER)) if column < 5 or any(row[column] for row in rows)]
     return [_HEADER[column] for column in kept], [[row[column] for column in kept] for row in rows]
 
@@ -117,7 +113,6 @@ def _format_row(name: str, group: Sequence[BlockInfo]) -> list[str]:
         format_bytes(sum(block.bytes for block in group)),
         _format_cost(first.flops, first.size),
         _format_rank(group),
-        _format_range(sorted(f"{pair[0]:.2f} ({pair[1]:.2f})" for block in group if (pair := block.stability))),
         first.why,
     ]
 

@@ -26,7 +26,6 @@ _MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS, _MAX_ENTRIES = 64, 2**60
 _DTYPES = {"F32": torch.float32, "F64": torch.float64}  # as safetensors calls them
 _EIGENVALUES, _DENSITY = "spectrum/eigenvalues", "spectrum/density"
-_JUDGMENTS = ("stability", "chance", "reliability", "surprise")  # attributes of a spectrum that may be None
 
 
 class Content(NamedTuple):
@@ -44,7 +43,7 @@ def save(path: str | os.PathLike[str], content: Content) -> None:
     for change in content.changes:
         entry, entries = change.describe(), dict(change.tensors)
         if (spectrum := content.spectra.get(change.block.name)) is not None:
-            entry["spectrum"] = {name: getattr(spectrum, name) for name in ("samples", *_JUDGMENTS)}
+            entry["spectrum"] = {"samples": spectrum.samples, "reliability": spectrum.reliability}
             entries |= {_EIGENVALUES: spectrum.eigenvalues, _DENSITY: spectrum.density}
         blocks.append(entry | {"tensors": list(entries)})
         tensors |= {f"{change.block.name}/{key}": tensor.detach().cpu() for key, tensor in entries.items()}
@@ -200,13 +199,13 @@ def _is_orthonormal(basis: Tensor) -> bool:
 
 
 def _parse_spectrum(block: Block, entry: Mapping[str, Any], values: Any, density: Any) -> Spectrum:
-    samples, judgments = entry["samples"], {name: entry[name] for name in _JUDGMENTS}
+    samples, reliability = entry["samples"], entry["reliability"]
     is_valid = values.shape == density.shape and values.dim() == 1 and 0 < len(values) <= block.size
     is_valid = is_valid and all(part.is_meta or part.isfinite().all() for part in (values, density))
     is_valid = is_valid and type(samples) is int and samples >= 0
-    if not is_valid or not all(value is None or type(value) is float for value in judgments.values()):
+    if not is_valid or not (reliability is None or type(reliability) is float):
         raise ValueError(f"Block '{block.name}' has an invalid spectrum.")
-    return Spectrum(values, density, samples, **judgments)
+    return Spectrum(values, density, samples, reliability)
 
 
 def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ def _add_stable_rank(shown: BlockInfo, sides: Mapping[str, Tensor]) -> BlockInfo
         dimension *= root.shape[-1]
     dimension *= sums.numel()
     rank = float(sums.sum()) / top if top > 0 else 0.0
-    return dataclasses.replace(shown, stable_rank=rank, dimension=dimension, draws=None, stability=None)
+    return dataclasses.replace(shown, stable_rank=rank, dimension=dimension, draws=None)
 
 
 def make_plan(engine: Engine) -> Plan:

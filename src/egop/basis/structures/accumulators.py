@@ -66,8 +66,8 @@ class EigenAccumulator(Accumulator):
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
         check_count(self.products.count, self.block)
         values, vectors = self.products.eigenbasis()
-        judgment = judge_spectrum([self.products.anisotropy(values)], [self.products.dimension])
-        spectrum = Spectrum(values, density(vectors), self.products.draws, **judgment)
+        reliability = judge_reliability([self.products.anisotropy(values)])
+        spectrum = Spectrum(values, density(vectors), self.products.draws, reliability)
         return spectrum, self.build(self.block, {"basis": vectors.to(self.block.dtype)})
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
@@ -110,7 +110,7 @@ class StackAccumulator(Accumulator):
         values = torch.cat([spectrum.eigenvalues for spectrum in spectra])
         values, order = values.sort(descending=True, stable=True)
         densities = torch.cat([spectrum.density for spectrum in spectra])[order] / len(spectra)
-        spectrum = Spectrum(values, densities, spectra[0].samples, **_combine_judgments(spectra))
+        spectrum = Spectrum(values, densities, spectra[0].samples, _average_reliability(spectra))
         return spectrum, self.structure.change(self.block, tensors)
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
@@ -127,33 +127,15 @@ def check_count(count: int, block: Block) -> None:
         raise ValueError(f"Block '{block.name}' has seen no gradients.")
 
 
-def judge_spectrum(sides: Sequence[tuple[float, float] | None], widths: Sequence[int]) -> dict[str, float]:
-    """Return ``reliability`` and ``surprise`` of a spectrum, from the anisotropy of each side; nothing if unknown.
-
-    The anisotropy of white noise is a sum of squares of d(d + 1)/2 − 1 roughly normal numbers.
-    """
-    known = [(real, whole, width) for pair, width in zip(sides, widths, strict=True) if pair for real, whole in [pair]]
-    if not known:
-        return {}
-    share = sum(real for real, _, _ in known) / sum(whole for _, whole, _ in known)
-    freedoms = [width * (width + 1) / 2 - 1 for _, _, width in known]
-    surprises = [
-        real / max(whole - real, 1e-12 * whole) * math.sqrt(freedom / 2)
-        for (real, whole, _), freedom in zip(known, freedoms, strict=True)
-    ]
-    return {"reliability": share, "surprise": max(surprises)}
+def judge_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
+    """Return the reliability of a spectrum from the anisotropy of each side; None if unknown."""
+    known = [side for side in sides if side is not None]
+    return sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None
 
 
-def _combine_judgments(spectra: Sequence[Spectrum]) -> dict[str, float]:
-    """Return the mean reliability, and the sum of independent surprises."""
-    shares = [spectrum.reliability for spectrum in spectra if spectrum.reliability is not None]
-    surprises = [spectrum.surprise for spectrum in spectra if spectrum.surprise is not None]
-    if not shares or not surprises:
-        return {}
-    return {
-        "reliability": sum(shares) / len(shares),
-        "surprise": sum(surprises) / math.sqrt(len(surprises)),
-    }
+def _average_reliability(spectra: Sequence[Spectrum]) -> float | None:
+    known = [spectrum.reliability for spectrum in spectra if spectrum.reliability is not None]
+    return sum(known) / len(known) if known else None
 
 
 def density(vectors: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.accumulators import StackAccumulator, check_count, density, judge_spectrum
+from egop.basis.structures.accumulators import StackAccumulator, check_count, density, judge_reliability
 from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
 from egop.basis.structures.shared import DRAWS_WANTED, ROWS_WANTED
 from egop.basis.structures.views import (
@@ -121,5 +121,4 @@ class _KroneckerAccumulator(Accumulator):
         densities = torch.outer(density(left), density(right)).flatten()[order]
         tensors = {"left": left.to(self.block.dtype), "right": right.to(self.block.dtype)}
         sides = [self.left.anisotropy(left_values), self.right.anisotropy(right_values)]
-        judgment = judge_spectrum(sides, [len(left), len(right)])
-        return Spectrum(values, densities, draws, **judgment), KroneckerChange(self.block, tensors)
+        return Spectrum(values, densities, draws, judge_reliability(sides)), KroneckerChange(self.block, tensors)
