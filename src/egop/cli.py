@@ -1,6 +1,6 @@
 """The command line: ``egop diagnose`` and ``egop plan``.
 
-Needs ``pip install 'egop[cli]'``. What only one command needs is imported inside it.
+Requires ``pip install 'egop[cli]'``. Imports that only one command needs are inside that command.
 """
 
 from __future__ import annotations

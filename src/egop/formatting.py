@@ -1,6 +1,6 @@
-"""Numbers, names and tables for people to read: in plain text, and as HTML for notebooks.
+"""Formatting of numbers, names and tables, as plain text and as HTML for notebooks.
 
-Every package may use it; it uses nothing of egop.
+Every package may use this module; it imports nothing from egop.
 """
 
 from __future__ import annotations

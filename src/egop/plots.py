@@ -1,4 +1,4 @@
-"""Plots with matplotlib, which is imported when one is drawn.
+"""Plots with matplotlib, which is imported only when a plot is drawn.
 
 ``pyplot`` is not imported, so nothing global changes.
 """
@@ -23,7 +23,7 @@ _ROUNDING = 1e-10
 
 
 def create_axes(**labels: Any) -> tuple[Figure, Axes]:
-    """Create a figure with one pair of axes, which get these labels and scales."""
+    """Create a figure with one pair of axes with these labels and scales."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

@@ -20,7 +20,9 @@ __all__ = ["EGOP"]
 
 
 class EGOP(ReparameterizedOptimizer):
-    r"""The combination that performed best on text. It replaces AdamW, with four to eight times its learning rate.
+    r"""PolarAdam in an online eigenbasis, and AdamW for the rest: the combination that performed best on text.
+
+    Use it in place of AdamW, with four to eight times AdamW's learning rate.
 
     :class:`egop.optim.PolarAdam` steps the weights of linear layers (including the first), convolutions, attention and
     experts in the eigenbasis of their gradients' Gram matrices, on the smaller side. :class:`egop.Online` keeps that
@@ -29,7 +31,7 @@ class EGOP(ReparameterizedOptimizer):
     and the first step warns about it.
 
     Final validation loss on four tasks, each method at its own tuned learning rate, median of three seeds, one H200
-    (``docs/coordinates.md``):
+    (``docs/coordinates.md``; *not all*: some seeds were not run):
 
     =============== ========= ========== ========= =========
     \               GPT 6×384 GPT 12×768 ResNet-34 ViT 6×384
@@ -49,18 +51,18 @@ class EGOP(ReparameterizedOptimizer):
     four times within 0.034. On networks that train in seconds the best factor ranged from a quarter to ten: try AdamW's
     own rate there too, or use :func:`egop.find_lr`.
 
-    For other choices, combine the parts yourself with :class:`egop.ReparameterizedOptimizer`. The two load each
-    other's state.
+    For other choices, combine the parts yourself with :class:`egop.ReparameterizedOptimizer`. Each of the two loads the
+    other's state dict.
 
     Args:
         params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
         lr: learning rate; start with four to eight times AdamW's best rate.
         betas: decay of the running means of gradients and of their squares, for all parameters.
-        eps: added to the root of the latter.
-        weight_decay: decoupled weight decay for all parameters (torch's AdamW has 0.01 by default). To exclude norms
-            and biases, put them in a group of their own.
+        eps: added to the root of the mean square.
+        weight_decay: decoupled weight decay for all parameters (torch's AdamW defaults to 0.01). To exclude norms and
+            biases, put them in a group of their own.
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
-        every: number of steps between two refreshes of a basis.
+        every: number of steps between refreshes of a basis.
         memory: limit for all bases together; the first step raises an error if they need more.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.

@@ -29,9 +29,9 @@ class ReferenceEGOP(Optimizer):
         others: all other parameters.
         lr: learning rate.
         betas: decay of the running means of the gradients and of their squares.
-        eps: added to the root of the latter.
+        eps: added to the root of the mean square.
         weight_decay: decoupled weight decay.
-        every: number of steps between two refreshes of a basis.
+        every: number of steps between refreshes of a basis.
     """
 
     def __init__(

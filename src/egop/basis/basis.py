@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Basis(Mapping[str, ChangeOfBasis]):
-    """One change of basis per block, by block name.
+    """A mapping from the name of each block to its change of basis.
 
     Args:
         changes: the changes of basis.
         spectrum: the spectra, by block name; blocks may have none.
-        unrotated: why weights are left in original coordinates, by name.
+        unrotated: reasons why weights are left in original coordinates, by name.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
@@ -74,7 +74,7 @@ class Basis(Mapping[str, ChangeOfBasis]):
         return encoded
 
     def decode(self, coordinates: Mapping[str, Tensor | Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Return the parameters, by name, at these coordinates, given by block."""
+        """Return the parameters, by name, for coordinates given by block."""
         decoded: dict[str, Tensor] = {}
         for name, values in coordinates.items():
             change, given = self[name], as_tuple(values)
@@ -103,7 +103,7 @@ class Basis(Mapping[str, ChangeOfBasis]):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is damaged, or is something else.
+            ValueError: if it is damaged or does not hold a basis.
         """
         return cls(*files.load(path, device))
 

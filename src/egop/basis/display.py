@@ -42,7 +42,7 @@ class BlockInfo:
     flops: int
     stable_rank: float | None = None
     dimension: int | None = None
-    draws: int | None = None  # set if they are too few for the stable rank
+    draws: int | None = None  # set if there are too few for the stable rank
     why: str = ""
 
     @classmethod

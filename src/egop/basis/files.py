@@ -29,7 +29,7 @@ _EIGENVALUES, _DENSITY = "spectrum/eigenvalues", "spectrum/density"
 
 
 class Content(NamedTuple):
-    """Changes of basis, spectra by block name, and why weights are not rotated, by name."""
+    """Changes of basis, spectra by block name, and reasons why weights are not rotated, by name."""
 
     changes: Sequence[ChangeOfBasis]
     spectra: Mapping[str, Spectrum]
@@ -61,11 +61,11 @@ def save(path: str | os.PathLike[str], content: Content) -> None:
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Content:
-    """Read what :func:`save` wrote. Values are read only if all sizes fit.
+    """Load a file that :func:`save` wrote. Values are read only if all sizes fit.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, has another version, or is something else.
+        ValueError: if it is damaged, has another version, or does not hold a basis.
     """
     name = f"'{os.fspath(path)}'"
     if not Path(path).is_file():
@@ -189,7 +189,7 @@ def _parse_block(entry: Mapping[str, Any]) -> Block:
 
 
 def _is_orthonormal(basis: Tensor) -> bool:
-    """Check Vᵀ V c = c for one random c, which takes little time and memory. Without values, return True."""
+    """Return True if Vᵀ V c = c for one random c, a cheap test, or if the tensor has no values."""
     if basis.is_meta or not basis.is_floating_point():
         return basis.is_meta
     generator = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ class Block:
         transposed: tuple[int, ...] = (),
         stacked: tuple[int, ...] = (),
     ) -> Block:
-        """Build the block of these tensors, which must share one dtype and device."""
+        """Build a block from these tensors, which must share one dtype and device."""
         kinds = {(tensor.dtype, tensor.device) for tensor in tensors.values()}
         if len(kinds) > 1:
             members = ", ".join(f"'{key}' is {tensor.dtype} on {tensor.device}" for key, tensor in tensors.items())
@@ -88,7 +88,7 @@ class Block:
         return rest, [block for name, block in alone.items() if name in names]
 
     def unstack(self) -> Block:
-        """Return the block of a single matrix of a stack; only for a block of one tensor."""
+        """Return the block for a single matrix of a stack. The block must consist of one tensor."""
         (shape,), (stacked,) = self.shapes, self.stacked
         return replace(self, shapes=(shape[stacked:],), stacked=(0,))
 
@@ -103,7 +103,7 @@ def partition_parameters(
         roles: their roles, by name.
         partition: ``"layer"``, one block for the weights of each layer; ``"parameter"``, one block per weight;
             ``"global"``, one block for all weights; or a mapping of block names to name patterns (``*`` and ``?`` as in
-            file names), which includes exactly what it names. The first three leave out biases and norm layers.
+            file names), which includes only the parameters it names. The first three leave out biases and norm layers.
     """
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
     if isinstance(partition, Mapping):

@@ -17,7 +17,7 @@ from egop.formatting import format_bytes, pluralize
 
 StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
 
-# What "auto" chooses from, richest first: for a basis estimated from samples, and for one that follows the training.
+# The candidates of "auto", richest first: for a basis estimated from samples, and for one that follows training.
 # Full is meant for vectors: for matrices Shared was as good, at a fraction of the time and memory.
 ESTIMATE_CANDIDATES: tuple[Structure, ...] = (Full(), Shared())
 ONLINE_CANDIDATES: tuple[Structure, ...] = (Kronecker(), Shared())

@@ -17,17 +17,17 @@ _CONVOLUTIONS = nn.modules.conv._ConvNd  # the common base class has no public n
 _TRANSPOSED = nn.modules.conv._ConvTransposeNd
 # The weight of these layers counts as a matrix even with a single input or output.
 _LAYERS = (nn.Linear, nn.Bilinear, _CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
-# Common names of output layers, for models that do not say which layer it is.
+# Common names of output layers, for models that do not declare theirs.
 _HEADS = {"lm_head", "head", "classifier", "score", "embed_out"}
 
 
 def strip_compile_prefix(name: str) -> str:
-    """Return a parameter's name without what ``torch.compile`` adds to it."""
+    """Return a parameter's name without the prefixes that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 
 class Role(NamedTuple):
-    """The part that a parameter plays in its layer."""
+    """The role of a parameter in its layer."""
 
     kind: Literal["weight", "bias", "norm", "embedding", "head", "other"]
     # Number of groups of a transposed convolution; 1 for a matrix stored as (inputs, outputs).
@@ -75,7 +75,7 @@ class ModuleIndex:
 
 
 def find_roles(parameters: Mapping[str, Tensor], module: nn.Module | ModuleIndex | None) -> dict[str, Role]:
-    """Find the role of each parameter from the module, or guess it from name and shape without one.
+    """Read the role of each parameter from the module; without a module, guess it from name and shape.
 
     - Norm layers (recognized by class name), vectors, biases and embeddings are not rotated.
     - Output heads are what ``get_output_embeddings()`` of any submodule returns, and linear layers with a usual name
@@ -102,7 +102,7 @@ class _Use(NamedTuple):
     parameter: Tensor
     holder: nn.Module  # for a parametrized tensor, the module that owns the tensor
     attribute: str
-    path: str  # to the holder
+    path: str  # of the holder, from the root module
 
 
 def _find_uses(module: nn.Module) -> Iterator[_Use]:
@@ -208,7 +208,7 @@ def _find_named_heads(module: nn.Module, uses: Mapping[int, _Use]) -> set[int]:
 def _declared_output(part: nn.Module) -> nn.Module | None:
     try:
         output = part.get_output_embeddings()  # type: ignore[operator]
-    except Exception:  # most modules have no such method, and it may raise anything in a model without an output
+    except Exception:  # most modules have no such method, and in a model without an output it may raise anything
         return None
     return output if isinstance(output, nn.Module) else None
 

@@ -49,7 +49,7 @@ class Spectrum:
 
     @property
     def is_supported(self) -> bool:
-        """True unless the spectrum is known to be mostly chance; then the true stable rank is higher."""
+        """True unless the spectrum is known to be mostly chance, in which case the true stable rank is higher."""
         return self.reliability is None or self.reliability >= _SUPPORTED
 
     @property
@@ -84,7 +84,7 @@ class Spectrum:
 
 
 def effective_dimension(eigenvalues: Tensor, fraction: float) -> int:
-    """Return the smallest k for which the first k of these descending eigenvalues hold a fraction of their sum."""
+    """Return the smallest k such that the first k of these descending eigenvalues hold a fraction of their sum."""
     if not 0 < fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction!r}. Must be above 0 and at most 1.")
     held = eigenvalues.double().cumsum(0)

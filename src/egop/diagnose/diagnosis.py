@@ -1,4 +1,4 @@
-"""Say which optimizer to use, at which learning rate, from a race."""
+"""Say which optimizer to use, at which learning rate, based on a race."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Diagnosis", "diagnose"]
 
-# A candidate is advised if it needs at most this fraction of AdamW's time to AdamW's loss.
+# A candidate is advised if it reaches AdamW's loss in at most this fraction of AdamW's time.
 WORTH = 0.95
 # A spectrum is steep if the paper's ratio, stable rank / (dimension x density of the first eigenvector), is below this.
 STEEP = 0.9
@@ -39,11 +39,11 @@ _HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """The answer of :func:`egop.diagnose`. Print it to see four lines and a table.
+    """The result of :func:`egop.diagnose`. Print it to see four lines and a table.
 
     Attributes:
         candidates: the candidates, AdamW first.
-        race: the runs that the answer comes from.
+        race: the runs that the answer is based on.
         basis: the fixed basis that took part, if one was asked for.
 
     Example:
@@ -146,7 +146,7 @@ class Diagnosis:
         return f"Sure: both stages of the race{f' and {seeds} seeds' if seeds > 1 else ''} agree."
 
     def _steepness(self) -> list[str]:
-        """Answer whether the spectra are steep enough for a fixed basis."""
+        """Say whether the spectra are steep enough for a fixed basis."""
         if self.basis is None:
             return []
         spectra = list(self.basis.spectrum.values())
@@ -216,24 +216,24 @@ def diagnose(
 ) -> Diagnosis:
     """Race AdamW against egop's optimizers on copies of the model and say which one to use.
 
-    AdamW, :class:`egop.EGOP` with and without its rotation, and AdamW with :class:`egop.Online` each search their
-    learning rate with runs of 8 % of the planned training and repeat the best two with 20 % of it, with warm-up and
-    decay. A candidate is advised if it reaches AdamW's final loss in less time. The model, its gradients and the random
-    state stay as they are, also after Ctrl-C, which returns what is known.
+    The candidates are AdamW, :class:`egop.EGOP` with and without its rotation, and AdamW with :class:`egop.Online`. For
+    each one, runs of 8 % of the planned training search the learning rate, and runs of 20 % repeat the best two rates.
+    All runs have warm-up and decay. A candidate is advised if it reaches AdamW's final loss in less time. The model,
+    its gradients and the random state are left unchanged, even after Ctrl-C, which returns the results so far.
 
     Copies train in the mode that the model is in: call ``model.train()`` first.
 
     Args:
         objective: the model, its loss and its batches.
-        steps: length of the planned training. If it is not known, runs have 60, then 150 steps.
-        budget: seconds that the race may take; runs are shortened to fit.
-        seeds: seeds of the batches and of dropout. The first decides, the others repeat the deciding comparison.
+        steps: number of steps of the planned training. If unknown, runs take 60 steps, then 150.
+        budget: time limit of the race in seconds; runs are shortened to fit.
+        seeds: seeds of the batches and of dropout. The first one decides; the others repeat the deciding comparison.
         fixed: also race AdamW in a fixed basis, the paper's method, which is estimated first (see
             :func:`egop.estimate`; this time is not part of the budget).
         progress: print the expected time and show a progress bar.
 
     Raises:
-        ValueError: if AdamW lowers the loss at no learning rate, or if there is nothing to train.
+        ValueError: if AdamW does not lower the loss at any learning rate, or if there is nothing to train.
         TimeoutError: if the budget is used up before AdamW's first run is finished.
 
     Example:

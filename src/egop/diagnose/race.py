@@ -23,14 +23,14 @@ __all__ = ["RATES", "Candidate", "Comparison", "Race", "run_race"]
 
 # Steps of a run in each stage: a fraction of the planned training, or a fixed number if its length is unknown.
 _FRACTIONS, _LENGTHS = (0.08, 0.2), (60, 150)
-# A budget, or a short training, makes runs no shorter than this.
+# Runs are never shorter than this, whatever the budget or the planned training.
 _SHORTEST = (20, 50)
 # Evaluations of a run in each stage.
 _EVALUATIONS = (12, 30)
-# Learning rates to try, 1, 2 and 5 of each power of ten; the search starts at the first candidate's.
+# Learning rates to try: 1, 2 and 5 times each power of ten. The search starts at the first candidate's.
 RATES = (*(float(f"{digit}e{power}") for power in range(-6, 0) for digit in (1, 2, 5)), 1.0)
 _START = 2e-3
-# The search ends in a direction after this many rates in a row that are no better.
+# The search in one direction ends after this many rates in a row that are no better.
 _WORSE = 2
 # A search usually takes this many runs.
 _USUAL = 6
@@ -38,7 +38,7 @@ _USUAL = 6
 _TIMING = 0.1
 # The second stage begins after this fraction of the budget at the latest.
 _FIRST_STAGE = 0.6
-# If the budget is too small for everyone, candidates with steps slower than the baseline's by this factor are left out.
+# If the budget is too small for all, leave out candidates whose steps are slower than the baseline's by this factor.
 _TOO_SLOW = 5.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left{postfix}"
 
@@ -89,9 +89,9 @@ class Race:
         start: loss before training.
         runs: finished runs of each candidate in each stage.
         left_out: why some candidates did not take part.
-        too_slow: likewise, of candidates that the budget left no time for.
+        too_slow: why others were left out: the budget had no time for them.
         ended: why the race ended early; empty if it is complete.
-        announcement: its size and expected time.
+        announcement: number of runs and expected time, as text.
         seconds: time it took.
     """
 
@@ -128,7 +128,7 @@ class Race:
         return Comparison(own[0].steps_to(target) / max(base[0].steps_to(target), 1e-9), slowdown)
 
     def _step_seconds(self, name: str, stage: int) -> float:
-        """Return the time of a step in the fastest run: others may have been slowed down by other programs."""
+        """Return the time of a step in the fastest run: other programs may have slowed down the rest."""
         return min(run.step_seconds for run in self.runs[stage][name])
 
 
@@ -148,15 +148,16 @@ def run_race(
     Args:
         objective: the model, its loss and its batches.
         candidates: the candidates, the baseline first.
-        steps: length of the planned training.
-        budget: seconds that the race may take.
+        steps: number of steps of the planned training.
+        budget: time limit of the race in seconds.
         seeds: seeds of the order of the batches and of dropout.
         keep: number of learning rates of each candidate in the second stage.
         rates: learning rates to try.
         progress: print the expected time and show a progress bar.
 
     Returns:
-        The race, also if it was interrupted, or its budget was used up, once a run of the baseline lowered the loss.
+        The race. It may be incomplete if it was interrupted or its budget was used up after a run of the baseline
+        lowered the loss.
 
     Raises:
         TimeoutError: if the budget is used up before that.
@@ -183,7 +184,7 @@ class _OutOfTimeError(Exception):
 
 
 class _Racer:
-    """Runs a race and keeps track of its time."""
+    """The runner of a race, which keeps track of time."""
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class _Racer:
             self.bar = tqdm(total=seconds, desc="Race", bar_format=_BAR, delay=1e-9)
 
     def _leave_out_slow(self, shortest: tuple[int, int]) -> None:
-        """Leave out candidates with very slow steps while even the shortest runs do not fit into the budget."""
+        """Leave out candidates with very slow steps until the shortest runs fit into the budget."""
         while len(self.candidates) > 1 and self._estimate(shortest) > self._time_left():
             slowest = max(self.candidates[1:], key=lambda each: self.step_seconds[each.name])
             slowdown = self.step_seconds[slowest.name] / max(self.step_seconds[self.candidates[0].name], 1e-9)
@@ -349,7 +350,7 @@ class _Racer:
         race = self.race
         promising = sorted(self.candidates[1:], key=lambda each: _time(race.compare(each.name, 0)))
         if self.bar.total:
-            # The first stage is over, however many runs it took.
+            # The first stage is over, regardless of how many runs it took.
             self.bar.total = self.bar.n + self._estimate((0, race.lengths[1]))
         for candidate in [self.candidates[0], *promising]:
             for run in race.ranked(candidate.name, 0)[: self.keep]:
@@ -389,18 +390,18 @@ def search_rates(rates: Sequence[float], start: float, train: Callable[[float], 
 
     Args:
         rates: the rates, ascending.
-        start: the search begins at the nearest of them.
+        start: the search begins at the rate nearest to this one.
         train: trains at a rate.
         initial: loss before training; rates that do not get below it do not count as good.
     """
     middle = min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / start)))
     first = best = train(rates[middle]).final
-    # Above a rate that diverges, all do.
+    # Every rate above a diverging one diverges too.
     for direction in (rates[middle + 1 :] if math.isfinite(first) else [], rates[:middle][::-1]):
         worse = 0
         for rate in direction:
             loss = train(rate).final
-            # Going down, until some rate lowers the loss there is nothing to be worse than.
+            # On the way down, keep going until some rate lowers the loss: before that, no rate can be worse.
             worse = 0 if loss < best or (rate < rates[middle] and best >= initial) else worse + 1
             best = min(best, loss)
             if worse == _WORSE or (rate > rates[middle] and math.isinf(loss)):

@@ -30,8 +30,8 @@ class FoundRates:
     """Learning rates to try, from :func:`egop.find_lr`. Iterate over it to get the rates, best first.
 
     Attributes:
-        rates: the best two rates, best first (one if no other lowered the loss).
-        race: the runs they come from.
+        rates: the best two rates, best first (only one if no other rate lowered the loss).
+        race: the runs that they come from.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -115,15 +115,15 @@ def find_lr(
     """Find two learning rates to try, best first, from short runs on copies of the model.
 
     Each rate trains a copy for 8 % of the planned training, with warm-up and decay. The best three are repeated with
-    20 % of it, and the best two of these are returned. The model stays as it is, also after Ctrl-C, which returns what
-    is known. Copies train in the mode that the model is in: call ``model.train()`` first.
+    20 % of it, and the best two of these are returned. The model is left unchanged, even after Ctrl-C, which returns
+    the results so far. Copies train in the mode that the model is in: call ``model.train()`` first.
 
     Args:
         objective: the model, its loss and its batches.
         optimizer: an optimizer class, a pair of a class and its options, or a function of the model that returns an
             optimizer. The rates are those of the first parameter group; other groups keep their ratio to it.
-        steps: length of the planned training. If it is not known, runs have 60, then 150 steps.
-        budget: seconds that this may take; runs are shortened to fit.
+        steps: number of steps of the planned training. If unknown, runs take 60 steps, then 150.
+        budget: time limit in seconds; runs are shortened to fit.
         seed: seed of the batches and of dropout.
         rates: learning rates to try.
         progress: print the expected time and show a progress bar.
@@ -146,7 +146,7 @@ def find_lr(
         objective, [candidate], steps=steps, budget=budget, seeds=(seed,), keep=3, rates=rates, progress=progress
     )
     ranked = [run.lr for run in race.ranked(candidate.name)]
-    # Fewer than two in the second stage: the first stage has others.
+    # If the second stage has fewer than two rates, take more from the first stage.
     ranked += [run.lr for run in race.ranked(candidate.name, 0) if run.lr not in ranked]
     return FoundRates(tuple(ranked[:2]), race)
 

@@ -24,9 +24,9 @@ Build = (
     | tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 )
 
-# Fractions of a run over which the learning rate rises and falls.
+# Fractions of a run over which the learning rate rises and then falls.
 WARM_UP, DECAY = 0.1, 0.4
-# Number of batches to train on, repeated in longer runs, and of batches to evaluate on.
+# Number of batches to train on (repeated in longer runs) and number of batches to evaluate on.
 _TRAINING, _EVALUATION = 100, 4
 # A run ends early when its loss exceeds the initial loss by this factor.
 _RUNAWAY = 10.0
@@ -68,7 +68,7 @@ class Run:
 
 
 class Trainer:
-    """Trains copies of an objective's model, each time from the same start and on the same batches.
+    """A trainer of copies of an objective's model, always from the same start and on the same batches.
 
     Args:
         objective: the model, its loss and its batches.
@@ -88,7 +88,7 @@ class Trainer:
         with objective.preserve(seed=seed):
             count = _EVALUATION + min(steps, _TRAINING)
             batches = objective.move_batches(itertools.islice(objective.batches(), count))
-            # Drawn first, so that a large data set has other batches to train on.
+            # Evaluation batches come first, so that with a large data set none of them is trained on.
             self._evaluation, self._training = batches[:_EVALUATION], batches[_EVALUATION:]
             model, loss_fn = objective.trainable_copy()
             _check_gradient(model, loss_fn, batches[0])
@@ -120,7 +120,7 @@ class Trainer:
             lr: peak learning rate.
             steps: number of steps; the run ends earlier if it diverges.
             seed: seed of the order of the batches and of dropout.
-            evaluations: how often to evaluate the loss, about.
+            evaluations: approximate number of evaluations of the loss.
             on_step: called after each step.
         """
         every = math.ceil(steps / evaluations)
@@ -169,7 +169,7 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
 
 
 def build_optimizer(build: Build, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer of a copy of the model.
+    """Build the optimizer for a copy of the model.
 
     Args:
         build: a function of the model, an optimizer class, or a pair of a class and its options.

@@ -1,4 +1,4 @@
-"""Work divided among processes. An error in one of them is raised in all.
+"""Division of work among processes. An error in one of them is raised in all.
 
 Without a process group, or with a single process, everything here works without collectives.
 """
@@ -26,7 +26,7 @@ class Holding(NamedTuple):
         pieces: shapes of the tensors in which it keeps them.
         dtype: dtype of these tensors.
         folded: whether it keeps the sum of their outer products instead.
-        draws: number of gradients that the rows come from.
+        draws: number of gradients from which the rows were taken.
         fourth: sum of the squared norms of these gradients' own matrices, see :class:`egop.numerics.OuterProducts`.
     """
 
@@ -138,8 +138,8 @@ def gather_rows(
         rows: rows of this process.
         holdings: description of what each process holds.
         device: where the owner wants them.
-        take: called in the owner's process with one tensor after another. An error in it is raised after the other
-            processes have sent everything.
+        take: called in the owner's process with each tensor in turn. An error in it is raised after the other processes
+            have sent everything.
     """
     error: Exception | None = None
     for sender, holding in enumerate(holdings):

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over processes: this process's part of them, and the way back.
+"""Parameters that are sharded over processes: read this process's part, and write it back.
 
 ``fully_shard`` (FSDP2) turns every parameter into a ``DTensor`` that is sharded along its first dimension. A structure
 that rotates each row separately needs only the local rows. Other structures gather the full tensor and write back
@@ -18,7 +18,7 @@ from torch import Tensor
 class LocalShards:
     """Local parts of the sharded parameters outside every block, which the inner optimizer steps.
 
-    They are plain tensors because torch does not accept a mixture of plain tensors and ``DTensor`` in one call.
+    They are plain tensors because torch does not accept a mix of plain tensors and ``DTensor`` in one call.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def to_full(tensor: Any) -> Tensor:
 
 
 def sharding_layout(tensor: Any) -> tuple[Any, ...]:
-    """Return the device mesh and the placements of a tensor; nothing if it is not sharded."""
+    """Return the device mesh and the placements of a tensor; an empty tuple if it is not sharded."""
     return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else ()
 
 

@@ -29,7 +29,7 @@ def move_batches(batches: Iterable[Any], device: torch.device | None, dtype: tor
     """Move batches to a device, and their floating-point tensors to a dtype. Move a repeated batch only once.
 
     Args:
-        batches: nested containers of tensors and other objects that have a method ``to``.
+        batches: nested containers of tensors and other objects that have a ``to`` method.
         device: the target device; None leaves everything in place.
         dtype: the dtype of floating-point tensors; None leaves them as they are.
     """

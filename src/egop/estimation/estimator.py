@@ -33,8 +33,8 @@ from egop.formatting import parse_bytes
 
 logger = logging.getLogger("egop")
 
-_MORE_SAMPLES = 4  # with too few samples, advise this many times as many
-_MAX_LISTED = 3  # names in a message
+_MORE_SAMPLES = 4  # if there are too few samples, advise this many times as many
+_MAX_LISTED = 3  # maximum number of names in a message
 
 
 def estimate(
@@ -57,7 +57,7 @@ def estimate(
 
     In an initialized process group all processes must call this, with the same arguments and the same batches (all of
     the data, not a shard). They divide the draws and the decompositions, and all get the same basis, bit for bit. Up to
-    rounding it is the basis of a single process, except if more gradients are sketched than a sketch holds, or if
+    rounding, it is the basis that a single process would get, unless more gradients are sketched than a sketch holds or
     dropout masks are drawn for a whole chunk (see :func:`egop.estimation.sample_gradients`). The first process's
     generator, parameters and buffers are used. An error in one process is raised in all of them.
 
@@ -70,8 +70,8 @@ def estimate(
             structures (the first match counts; blocks without a match stay in original coordinates), or ``"auto"``:
             ``Shared``, and ``Full`` for parameters without rows, printed as a table. ``"auto"`` leaves embeddings,
             output heads and very wide layers in original coordinates.
-        samples: the number M of points; by default what the structures ask for.
-        memory: the memory that all bases together may take.
+        samples: the number M of points; by default, as many as the structures ask for.
+        memory: memory limit for all bases together.
         generator: the source of all randomness; by default one with seed 0.
         progress: show a progress bar.
         sampling: ``"loop"``, ``"vmap"`` or ``"auto"``, see :func:`egop.estimation.sample_gradients`.
@@ -102,7 +102,7 @@ def estimate(
 
 
 class NoGradientError(ValueError):
-    """The loss does not reach the parameters of any block: every sampled gradient is exactly zero."""
+    """Error for a loss that does not depend on the parameters of any block: every sampled gradient is exactly zero."""
 
 
 def resolve_arguments(
@@ -128,7 +128,7 @@ def resolve_arguments(
 
 
 def partition_objective(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Role]]:
-    """Partition an objective's parameters into blocks; return these and the role of each parameter."""
+    """Partition an objective's parameters into blocks; return the blocks and the role of each parameter."""
     layers = find_roles(objective.parameters, objective.module)
     if objective.module is None:  # every tensor of a function is a weight, even a vector
         layers = {name: Role("weight") for name in layers}
@@ -220,7 +220,7 @@ def _accumulate(
         share=processes.local_share(draws),
     )
     is_first, has_gradient = True, False
-    with closing(chunks):  # restores the model at once if something is interrupted
+    with closing(chunks):  # restores the model immediately if sampling is interrupted
         for gradients in chunks:
             if is_first:
                 warn_if_identical(gradients)

@@ -36,7 +36,7 @@ class Points:
 
 
 def loop_gradients(objective: Objective, names: Sequence[str], points: Points) -> Gradients:
-    """Compute the gradients at one point after the other by plain reverse mode, which works for every model."""
+    """Compute the gradients at one point after another by plain reverse mode, which works for every model."""
     losses, gradients = [], []
     for index, (seed, batch) in enumerate(zip(points.seeds, points.batches, strict=True)):
         seed_everything(seed)  # for dropout and the like
@@ -155,7 +155,7 @@ def _group_batches(batches: Sequence[Any]) -> list[_Group]:
 
 
 def _split_tensors(batch: Any) -> tuple[Any, list[Tensor]]:
-    """Replace the tensors of a batch by slots; return the result and the tensors."""
+    """Replace the tensors of a batch with slots; return the result and the tensors."""
     tensors: list[Tensor] = []
 
     def replace_tensor(leaf: Any) -> Any:

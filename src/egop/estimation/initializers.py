@@ -24,7 +24,7 @@ _Step = Callable[[], object]
 
 # Root mean squares that differ by this factor count as different scales. Smaller tensors may differ by chance.
 _SCALE_RATIO, _MIN_SIZE = 3, 32
-_MAX_LISTED = 5  # parameters named in a message
+_MAX_LISTED = 5  # maximum number of parameters named in a message
 
 # Names that authors give to a function that initializes a whole model (timm, MAE, torchvision) or one module
 # (transformers, nanoGPT). For the whole model the first match counts, since it calls the others.
@@ -38,9 +38,9 @@ _logged: weakref.WeakKeyDictionary[Objective, set[str]] = weakref.WeakKeyDiction
 
 
 class InitializationSampler:
-    """Draws initializations of an objective's module.
+    """A sampler of initializations of an objective's module.
 
-    Initializers use the global random numbers, so each draw seeds them from the given generator.
+    Initializers use the global random state, so each draw seeds it from the given generator.
     """
 
     def __init__(self, objective: Objective, initializer: Initializer) -> None:
@@ -116,7 +116,7 @@ class InitializationSampler:
 
 
 def find_initializer(module: nn.Module) -> Initializer | None:
-    """Return a function that initializes the module in place as it was built, or None if nothing in it does.
+    """Return a function that re-initializes the module in place, or None if the module has no initializer.
 
     First it calls every layer's ``reset_parameters()``, inner layers first. Then it calls what the author of the model,
     or of a part of it, wrote: either a function for the whole, called once, or one for each module, such as
@@ -183,7 +183,7 @@ def _find_author_initializers(
 
 
 def _get_author_functions(module: nn.Module) -> tuple[_Step | None, Initializer | None]:
-    """Return the functions of a module's class that initialize the whole of it, and each module in it."""
+    """Return the functions of a module's class that initialize the whole module, and each module inside it."""
     whole, per_module = None, None
     # Look at the class: wrappers such as peft's and torch.compile's forward attributes of the model inside.
     for name in _NAMES:
@@ -252,7 +252,7 @@ def _remove_marks(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def _find_scale_changes(drawn: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> list[str]:
-    """Describe the weights whose root mean square differs much between the two."""
+    """Describe the weights whose root mean square differs a lot between the two."""
     changes = []
     for name, value in current.items():
         if value.dim() < 2 or value.numel() < _MIN_SIZE:

@@ -22,7 +22,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class Objective:
-    """A loss of named parameters and the batches it is evaluated on.
+    """A loss as a function of named parameters, and the batches it is evaluated on.
 
     Args:
         model: the module to train. If it is wrapped in ``DistributedDataParallel``, the inner module is used, so that
@@ -62,7 +62,7 @@ class Objective:
     def from_function(
         cls, function: Callable[..., Tensor], tensors: Mapping[str, Tensor], batches: Iterable[Any] | None = None
     ) -> Objective:
-        """Build the objective of a differentiable function of named tensors.
+        """Build an objective from a differentiable function of named tensors.
 
         Args:
             function: called with the tensors as keyword arguments, ``function(theta=...)``; with ``batches``, the batch
@@ -94,7 +94,7 @@ class Objective:
 
     @property
     def current(self) -> dict[str, Tensor]:
-        """The parameters' values in training, even while sampling has written other values to the model."""
+        """The parameters' values in training, even while sampling has temporarily overwritten them in the model."""
         if self._current is not None:
             return self._current
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -117,9 +117,9 @@ class Objective:
             passes += 1
 
     def move_batches(self, batches: Iterable[Any]) -> list[Any]:
-        """Move batches to the parameters' device, and cast floating-point tensors if the whole model is in half.
+        """Move batches to the parameters' device; cast their floats if the whole model is in half precision.
 
-        Batches may be tensors in lists, tuples, mappings and dataclasses, and other objects that have a method ``to``.
+        Batches may be tensors in lists, tuples, mappings and dataclasses, and other objects that have a ``to`` method.
         If the parameters are on several devices, batches stay where they are.
         """
         tensors = list(self._model.parameters())
@@ -265,7 +265,7 @@ def _call_function(function: Callable[..., Tensor], has_batch: bool, module: nn.
 
 
 class _Caller(nn.Module):
-    """Calls a function with the model, so that ``functional_call`` reaches every use of the parameters in it."""
+    """A module that calls a function with the model, so that ``functional_call`` swaps every use of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
 
 
 def _check_loss(loss_fn: Callable[..., Any]) -> None:
-    """Raise TypeError for a loss of ``torch.nn`` itself, given as a module or a function."""
+    """Raise TypeError if given a bare ``torch.nn`` loss, as a module or a function."""
     called = type(loss_fn).forward if isinstance(loss_fn, nn.Module) else loss_fn
     if getattr(called, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)

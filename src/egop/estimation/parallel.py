@@ -89,7 +89,7 @@ def combine(
 
 
 def share_results(results: Mapping[Block, Result], owners: Mapping[Block, int]) -> dict[Block, Result]:
-    """Give every process the results of all blocks, bit for bit."""
+    """Give every process the same results for all blocks, bit for bit."""
     if processes.world_size() == 1:
         return dict(results)
     outlines = processes.gather_results(lambda: {block.name: _outline(*result) for block, result in results.items()})
@@ -115,7 +115,7 @@ def _outline(spectrum: Spectrum | None, change: ChangeOfBasis) -> tuple[Spectrum
 
 
 def _allocate(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Result:
-    """Allocate memory for a result that another process has outlined."""
+    """Allocate memory for a result that another process has described."""
     if spectrum is not None:
         eigenvalues, density = (
             torch.empty_like(tensor, device=device) for tensor in (spectrum.eigenvalues, spectrum.density)

@@ -20,7 +20,9 @@ Sampler = Callable[[torch.Generator, int], dict[str, Tensor]]
 
 
 class Distribution(abc.ABC):
-    """A distribution of parameter points. A subclass implements :meth:`draw`, and :meth:`sampler` if that is faster.
+    """A distribution over points in parameter space.
+
+    A subclass implements :meth:`draw`, and :meth:`sampler` if that is faster.
 
     Example:
         >>> class Corners(egop.Distribution):  # of a cube
@@ -58,7 +60,7 @@ class _BatchedDistribution(Distribution):
 
 @dataclass(frozen=True)
 class Gaussian(_BatchedDistribution):
-    """Independent normal entries, ``N(center, scale**2)``.
+    """A normal distribution with independent entries, ``N(center, scale**2)``.
 
     Args:
         scale: the standard deviation.
@@ -89,7 +91,7 @@ class Gaussian(_BatchedDistribution):
 
 @dataclass(frozen=True)
 class Ball(_BatchedDistribution):
-    """The uniform distribution in a ball of the parameter space, as in the paper's theory.
+    """A uniform distribution over a ball in parameter space, as in the paper's theory.
 
     Args:
         radius: the ball's radius, over all parameters together.
@@ -126,14 +128,14 @@ class Ball(_BatchedDistribution):
 
 @dataclass(frozen=True)
 class Initialization(_BatchedDistribution):
-    """The network's own initialization.
+    """The distribution of the network's own initialization.
 
     Args:
-        init_fn: ``init_fn(model)`` initializes the model in place with torch's global random numbers (which are seeded
-            for each draw and restored afterwards). By default the model's own initializers are called: every layer's
+        init_fn: ``init_fn(model)`` initializes the model in place with torch's global random state (which is seeded for
+            each draw and restored afterwards). By default the model's own initializers are called: every layer's
             ``reset_parameters()``, then what its author wrote, such as ``_init_weights`` in transformers. Parameters
-            that none of them writes keep their values; a log line names these, and those drawn at another scale than
-            the model has.
+            that none of them writes keep their values; a log line names these, and those drawn at a different scale
+            than the model's.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

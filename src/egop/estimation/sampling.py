@@ -39,7 +39,7 @@ BLOCK_POINTS, BLOCK_VALUES = 1024, 2**22
 CHUNK_BYTES = 128 * 2**20
 # On a GPU, a chunk may take this share of the free memory, up to this many bytes.
 GPU_SHARE, GPU_BYTES = 0.25, 16 * 2**30
-# Larger chunks gain nothing: with this many points at once the products fill any machine, and a loop needs few.
+# Larger chunks gain nothing: this many points keep any machine busy, and the loop needs only a few.
 CHUNK_POINTS, LOOP_POINTS = 4096, 256
 # With more activations than this, convolutions on the CPU are faster one point at a time.
 CONVOLUTION_BYTES = 512 * 2**10
@@ -73,7 +73,7 @@ def sample_gradients(
             gives the same gradients and otherwise falls back to the loop with one log line. It also uses the loop for
             large convolutions on the CPU, where that is faster.
         progress: show a progress bar with the remaining time.
-        chunk_bytes: the memory one chunk may take; by default what suits the device.
+        chunk_bytes: memory limit for one chunk; by default chosen for the device.
         share: the draws to compute here if other processes compute the rest; all by default. The batches of all draws
             are iterated, so that every draw sees its own batch.
 
@@ -91,12 +91,12 @@ def sample_gradients(
     with contextlib.ExitStack() as stack:
         stack.enter_context(objective.preserve(seed=base))
         source = _PointSource(objective, rho, base, samples)
-        # Every process looks at the first of all draws, so all choose the same way.
+        # Every process looks at the very first draw, so all make the same choice.
         use_vmap, size = _choose_chunks(
             objective, wanted, source.peek(), method, chunk_bytes or _get_chunk_bytes(objective)
         )
-        size -= size % BLOCK_POINTS if size > BLOCK_POINTS else 0  # whole blocks need no copy
-        # Opened only now, so that log lines about the choice do not run into it.
+        size -= size % BLOCK_POINTS if size > BLOCK_POINTS else 0  # taking whole blocks needs no copy
+        # Open the bar only now, so that log lines about the choice do not interrupt it.
         bar = stack.enter_context(tqdm(total=len(share), desc="Sampling gradients", disable=not progress))
         source.skip(done := share.start)
         while done < share.stop:
@@ -144,7 +144,7 @@ class _PointSource:
         self.sampler = sampler
         self.pending: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn but not taken yet
         self.objective, self.batches = objective, objective.batches()
-        # Shuffling and augmentation have their own random numbers, which neither rho nor the loss affects.
+        # Shuffling and augmentation have their own random stream, which neither rho nor the loss affects.
         self.batch_stream = RandomStream(self._draw_seeds(base, 1)[0])
 
     def peek(self) -> Points:
@@ -272,7 +272,7 @@ def _get_buffers(module: nn.Module | None) -> dict[str, tuple[Tensor, int]]:
 
 
 def _find_written_buffer(module: nn.Module | None, before: dict[str, tuple[Tensor, int]]) -> str | None:
-    """Name a buffer that the forward pass writes, as BatchNorm does in training mode; vmap cannot do that."""
+    """Return the name of a buffer that the forward pass writes to, as in BatchNorm; vmap cannot do that."""
     for name, (buffer, version) in _get_buffers(module).items():
         if name not in before or before[name][0] is not buffer or before[name][1] != version:
             assert module is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-# Sampling writes to the model and seeds the global random numbers, so only one thread may sample at a time, even with
+# Sampling writes to the model and seeds the global random state, so only one thread may sample at a time, even with
 # different models. The lock is reentrant because points are drawn while gradients are being sampled.
 sampling_lock = threading.RLock()
 

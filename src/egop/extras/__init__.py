@@ -1,6 +1,6 @@
-"""Tools around a basis: f(V x) as a module, rotated inputs, random rotations, optimizers for trainers.
+"""Optional tools: f(V x) as a module, rotated inputs, random rotations, and optimizers for trainers.
 
-Nothing else in egop uses them.
+No other package of egop uses them.
 """
 
 from egop.basis import RandomRotation

@@ -19,7 +19,7 @@ class TrainerOptimizer(ReparameterizedOptimizer):
     """:class:`egop.ReparameterizedOptimizer` as Hugging Face's ``Trainer`` constructs it: from unnamed groups.
 
     ``Trainer`` replaces its parameter groups by a keyword argument ``model``, which would lose
-    ``TrainingArguments(weight_decay=...)``. So the model has another name here.
+    ``TrainingArguments(weight_decay=...)``. So the model argument has another name here.
 
     Args:
         params: parameter groups made by ``Trainer``, one with weight decay and one without.

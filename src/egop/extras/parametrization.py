@@ -85,7 +85,7 @@ def merge(model: nn.Module) -> nn.Module:
         (part, name)
         for part in model.modules()
         for name, entries in getattr(part, "parametrizations", {}).items()
-        if isinstance(entries[0], _Decoded)
+        if isinstance(entries[0], _DecodedTensor)
     ]
     values = [getattr(part, name).detach().clone() for part, name in places]  # decode all before removing any
     for (part, name), value in zip(places, values, strict=True):
@@ -104,7 +104,9 @@ def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, 
         rest = [whole - part for whole, part in zip(exact, change.decode(coordinates), strict=True)]
     home: _Home = []
     for index, (part, name) in enumerate(places):
-        decoded = _Decoded(change, index, coordinates if index == 0 else (), rest[index], tensors[index].dtype, home)
+        decoded = _DecodedTensor(
+            change, index, coordinates if index == 0 else (), rest[index], tensors[index].dtype, home
+        )
         torch_parametrize.register_parametrization(part, name, decoded, unsafe=True)
         if index == 0:
             home.append(cast(nn.ModuleDict, part.parametrizations)[name])
@@ -115,7 +117,7 @@ def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, 
 _Home = list[nn.Module]
 
 
-class _Decoded(nn.Module):
+class _DecodedTensor(nn.Module):
     """One tensor of a block, decoded from the coordinates that belong to the block's first tensor."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Numerical tools: decompositions in float64, sketches, precision of products, random states, CUDA graphs.
 
-Everything that decomposes or orthonormalizes does so here. Above ``distributed``: outer products are summed over
+All decompositions and orthonormalizations are here. This package uses ``distributed`` to sum outer products over
 processes.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 # Up to this many bytes of weights, a GPU finishes the work of a step before the host has launched it.
 SMALL_NETWORK_BYTES = 128 * 2**20
 
-# How many sets of tensors a function is recorded for, and how many it remembers having seen: more do not pay off.
+# How many sets of tensors a function is recorded for, and how many it remembers: more than this does not pay off.
 _MAX_RECORDINGS, _MAX_REMEMBERED = 4, 16
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class _CaptureStream:
-    """A stream to record on, with the memory pool of its graphs and the graphs themselves, which live as long."""
+    """A stream to record on, together with its graphs and their memory pool."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream, self.pool = stream, torch.cuda.graph_pool_handle()
@@ -32,9 +32,9 @@ class _CaptureStream:
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
 
-# All capture streams in use, by device and stream. A graph that is freed takes along the workspace of the matrix
-# products on its stream, also for other graphs recorded there (pytorch/pytorch#193402): their results would be wrong.
-# So each stream has one owner, which is freed as a whole. torch has few streams and hands them out in turn. Nobody else
+# All capture streams in use, by device and stream. Freeing a graph also frees the workspace of the matrix products on
+# its stream, which other graphs recorded there still use (pytorch/pytorch#193402): their results would be wrong. So
+# each stream has one owner, which is freed as a whole. torch has few streams and hands them out in turn. Nobody else
 # records on streams of these priorities, as torch.cuda.graph uses the default priority.
 _in_use: weakref.WeakValueDictionary[tuple[torch.device, int], _CaptureStream] = weakref.WeakValueDictionary()
 _STREAMS, _PRIORITY, _BRANCH_PRIORITY = 32, -1, -2
@@ -95,8 +95,8 @@ def run_in_branches(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
 class Recorder:
     """A recorder of CUDA graphs that share one stream and one memory pool per device.
 
-    So these graphs never run at the same time, and the results of one must be used before the next one runs. All of
-    them live as long as this object.
+    Therefore these graphs never run at the same time, and the results of one must be used before the next one runs. All
+    of them live as long as this object.
 
     Args:
         branched: whether :func:`run_in_branches` may record work to run in parallel.
@@ -117,7 +117,7 @@ class Recorder:
     def record(
         self, function: Callable[[], Result], device: torch.device
     ) -> tuple[Callable[[], object], Result] | None:
-        """Record a function. Return what replays it and where its results will be; None if it cannot be recorded."""
+        """Record a function. Return its replay function and its result tensors; None if it cannot be recorded."""
         with torch.cuda.device(device):
             capture = self._current.get(device) or _new_capture_stream(device, branched=self._branched)
             if capture is None:
@@ -125,7 +125,7 @@ class Recorder:
             self._current[device] = capture
             graph = torch.cuda.CUDAGraph()
             capture.graphs.append(graph)
-            # Not by torch.cuda.graph, which collects garbage first. Other threads may continue to launch work.
+            # Do not use torch.cuda.graph, which collects garbage first. Other threads may continue to launch work.
             torch.cuda.synchronize()
             try:
                 with torch.cuda.stream(capture.stream):
@@ -145,11 +145,11 @@ class Recorder:
 class GraphedFunction:
     """A function of tensors that is recorded the second time it sees a combination of shapes, and replayed after that.
 
-    A decomposition is hundreds of launches, which take the host longer than the device. Arguments are copied to where
-    the graph expects them, and results are copied out.
+    A decomposition consists of hundreds of kernels, which take the host longer to launch than the device to run.
+    Arguments are copied to where the graph expects them, and results are copied out.
 
     Args:
-        function: uses tensors only: no random numbers, no values read by the host.
+        function: a function of tensors only: no random numbers, no values read by the host.
         recorder: records the graphs.
     """
 
@@ -202,7 +202,7 @@ class InPlaceGraph(Generic[Arguments, Result]):
         self._recordings: dict[Any, tuple[Callable[[], object], Result] | None] = {}
 
     def run(self, tensors: Sequence[Tensor], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Return the function's result for these arguments, whose tensors are all listed first."""
+        """Return the function's result for these arguments; ``tensors`` lists every tensor among them."""
         device = self.recorder.device_for(tensors)
         if device is None:
             return self.function(*args, **kwargs)
@@ -232,7 +232,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def use(self, tensors: Sequence[Tensor]) -> Iterator[bool]:
-        """Work on the side stream, if these tensors (all that are read or written) are on one GPU; yield whether so."""
+        """Switch to the side stream if all tensors that are read or written are on one GPU; yield True if they are."""
         devices = {tensor.device for tensor in tensors}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():

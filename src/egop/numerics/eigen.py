@@ -9,7 +9,7 @@ from torch import Tensor
 
 from egop.numerics.orthonormal import orthonormalize
 
-# An error of this many units in the last place is rounding.
+# Errors up to this many units in the last place count as rounding.
 ROUNDING = 4
 # A null space with more dimensions than this is not decomposed.
 _WIDE_NULL_SPACE = 2048

@@ -1,4 +1,4 @@
-"""Orthonormal columns: random ones, the Gram-Schmidt basis of given ones, and the error of those one has."""
+"""Orthonormal columns: draw random ones, orthonormalize given ones, and measure the error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Widths above which the faster method for narrow matrices is the slower one, measured on an H200
+# Widths above which the method that is faster for narrow matrices becomes slower, measured on an H200
 # (docs/performance-history.md).
 _WIDE = 1024  # for a batched Cholesky decomposition
 _VERY_WIDE = 3072  # for the inverse of a triangle
@@ -71,7 +71,7 @@ def scale_near_one(matrices: Tensor) -> Tensor:
 
 
 def _cholesky(matrices: Tensor) -> Tensor:
-    """Return Cholesky factors, not finite where none exists: checking here would wait for the device.
+    """Return Cholesky factors; they are not finite where none exists, because a check would wait for the device.
 
     Wide matrices are decomposed one at a time, which takes half as long as the batched solver for small matrices.
     """

@@ -17,8 +17,8 @@ _SLICE_BYTES = 256 * 2**20
 class OuterProducts:
     """The mean outer product of rows that arrive in chunks: kept as rows while there are few, then as a matrix.
 
-    All rows of one gradient count as one draw, because they may be correlated. How much of the result is chance follows
-    from how much the draws differ, so the squared norms of their own matrices are summed as well.
+    All rows of one gradient count as one draw, because they may be correlated. The differences between draws show how
+    much of the result is chance, so the squared norms of the draws' own matrices are summed as well.
 
     Args:
         dimension: length of a row.
@@ -37,7 +37,7 @@ class OuterProducts:
         self.fourth: Tensor | float = 0.0  # Σ ‖Gᵀ G‖² over the draws G; stays on the device to avoid waiting for it
 
     def add(self, rows: Tensor, draws: int | None = None) -> None:
-        """Add the rows of several draws, equally many of each and in order. By default every row is a draw."""
+        """Add the rows of several draws, in order and with equally many rows each. By default every row is a draw."""
         draws = len(rows) if draws is None else draws
         if draws:
             self.draws += draws
@@ -59,7 +59,7 @@ class OuterProducts:
         return Holding.describe(self.count, self.rows, self.total is not None, self.draws, float(self.fourth))
 
     def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Do what may fail before :meth:`collect`, given what each process holds and where the result is wanted."""
+        """Do in advance what may fail in :meth:`collect`, given what each process holds and the target device."""
         if any(holding.folded for holding in holdings) or self._should_fold(sum(holding.seen for holding in holdings)):
             self._fold()
             if self.total is None:

@@ -1,4 +1,4 @@
-"""Control of the precision of products, independent of what the program has chosen for its network."""
+"""Control of the precision of products, independent of the settings that the program uses for its network."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def _raise_precision(settings: list[Setting]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _raise_setting(setting: Setting) -> Iterator[None]:
-    """Set full precision where the setting gets its value: globally, in its backend, or in the setting itself.
+    """Set full precision at the level that the setting takes its value from: global, backend, or its own.
 
-    A setting that was never written shows the value it inherits, and looks like one that was. If it were written back,
+    A setting that was never written reports its inherited value, as if it had been set explicitly. Once written back,
     it would no longer inherit. So only settings that do not inherit are written.
     """
     backend = setting[0], "all"

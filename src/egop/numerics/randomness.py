@@ -30,7 +30,7 @@ def has_drawn_outside_torch(seed: int) -> bool:
 
 
 class RandomStream:
-    """A separate stream of global random numbers, which continues from one use to the next.
+    """A separate global random state that continues from one use to the next.
 
     Example:
         >>> stream, same = RandomStream(3), RandomStream(3)

@@ -88,7 +88,7 @@ def leading_directions(
 ) -> tuple[Tensor, Tensor]:
     """Return the ``rank`` largest squared singular values of the rows and their right singular vectors (columns).
 
-    Few rows, and those of a full sketch, are decomposed exactly through their inner products. Many rows go through a
+    A few rows, or those of a full sketch, are decomposed exactly through their inner products. Many rows go through a
     randomized range finder of twice the rank with power iterations; less oversampling would miss directions near the
     cut. Missing directions are filled with random orthonormal ones.
     """

@@ -1,7 +1,7 @@
 """The elementwise parts of a step: update moments, scale matrices, apply updates to weights.
 
-On a GPU each is one pass over memory, by the kernels of :mod:`egop.optim.kernels`. Elsewhere, and where the kernels
-cannot be used, they are torch's own operations, eighteen in all, each of which is a pass.
+On a GPU each is one pass over memory, by the kernels of :mod:`egop.optim.kernels`. Where the kernels cannot be used,
+torch's own operations do the same in eighteen passes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 _logger = logging.getLogger("egop")
 
-_ALIGNMENT = 16  # bytes: kernels need tensors that begin at multiples of this
-_MAX_ADDRESSES = 256  # lists of addresses to keep; a network's steps have few, and the same ones again and again
+_ALIGNMENT = 16  # bytes; kernels need tensors whose addresses are multiples of this
+_MAX_ADDRESSES = 256  # lists of addresses to keep; the steps of a network reuse a few
 
 
 class _Layout(NamedTuple):
-    """How a weight is seen as a matrix, or as a stack of matrices."""
+    """The view of a weight as a matrix, or as a stack of matrices."""
 
     order: tuple[int, ...] | None  # permutation of its dimensions; None to leave them as they are
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class _Layout(NamedTuple):
 
 
 class ElementwiseOps:
-    """Elementwise operations on weights of one shape, seen as a stack of matrices.
+    """Elementwise operations on weights of one shape, viewed as a stack of matrices.
 
     Args:
         any_column_order: whether permuting the columns of a matrix merely permutes those of its update. Convolutions
@@ -41,7 +41,7 @@ class ElementwiseOps:
     def __init__(self, *, any_column_order: bool) -> None:
         self._any_column_order = any_column_order
         self._layouts: dict[tuple[torch.Size, tuple[int, ...], bool], _Layout] = {}
-        self._addresses: dict[tuple[int, ...], Tensor] = {}  # CUDA graphs read them, so they must live as long
+        self._addresses: dict[tuple[int, ...], Tensor] = {}  # kept alive: CUDA graphs read them
 
     def update_moments(
         self,
@@ -67,7 +67,7 @@ class ElementwiseOps:
             momentum: decay of the means.
             nesterov: return the means one step ahead.
             second: decay of the squares.
-            eps: added to their root.
+            eps: added to the root of the squares.
 
         Returns:
             A stack with one matrix, or one stack of matrices, per weight.
@@ -120,7 +120,7 @@ class ElementwiseOps:
         torch._foreach_sub_(views, list(steps.unbind()))
 
     def _layout(self, weight: Tensor, last: bool) -> _Layout:
-        """Return how a weight is seen as a matrix, worked out once for each shape and strides."""
+        """Return how to view a weight as a matrix, computed once for each shape and strides."""
         key = weight.shape, weight.stride(), last
         if key not in self._layouts:
             usual = tuple(range(weight.dim()))
@@ -134,7 +134,7 @@ class ElementwiseOps:
         return self._layouts[key]
 
     def _kernels(self, weight: Tensor, layout: _Layout, tensors: Sequence[Tensor]) -> ModuleType | None:
-        """Return the kernels if they can work on these tensors as they are in memory."""
+        """Return the kernels if they support these tensors and their memory layout, else None."""
         if weight.device.type != "cuda" or not (self._any_column_order and layout.dense and weight.numel() < 2**31):
             return None
         kind = (weight.stride(), torch.float32, weight.device)
@@ -187,7 +187,7 @@ def _load_kernels(device: torch.device) -> ModuleType | None:
         from egop.optim import kernels
 
         kernels.check(device)
-    except Exception as error:  # of many kinds: no Triton, no compiler, an old GPU
+    except Exception as error:  # any error: no Triton, no compiler, an old GPU
         _logger.info("Steps of egop.optim are slower on %s because Triton does not work here (%s).", device, error)
         return None
     return kernels

@@ -1,4 +1,4 @@
-"""Base class of the matrix optimizers: momentum, weights of one shape in one stack, updates of one size."""
+"""Base class of the matrix optimizers: momentum, stacks of weights of one shape, updates of one size."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor]]
 class MatrixOptimizer(Optimizer, abc.ABC):
     """Base class of optimizers that transform the momentum of a weight as a whole matrix.
 
-    Every update is scaled to the same root mean square, so that learning rates are of the order of AdamW's. Weights of
-    one shape are stepped together. A weight of more than two dimensions (a convolution) is a matrix with one row per
+    Every update is scaled to the same root mean square, so that learning rates are similar to AdamW's. Weights of one
+    shape are stepped together. A weight of more than two dimensions (a convolution) is a matrix with one row per
     output. All state is plain tensors of the weight's shape: ``exp_avg`` is linear in the gradients and is rotated
     exactly, ``exp_avg_sq`` is rotated by the squared rotation (see :mod:`egop.optimizer.moments`).
 
@@ -54,7 +54,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether the class itself declares that its step can be recorded."""
+        """True if the class itself declares that its step can be recorded."""
         return bool(vars(type(self)).get("recordable"))
 
     @property
@@ -136,7 +136,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         for group in self.param_groups:
             indices = [index_of[id(weight)] for weight in group["params"] if id(weight) in index_of]
             if indices:
-                # Nearly always all weights, in order.
+                # Nearly always, these are all weights in order.
                 part = slice(None) if indices == list(range(len(weights))) else indices
                 means = [self.state.get(weights[i], {}).get("exp_avg", torch.zeros_like(weights[i])) for i in indices]
                 momenta[part] = torch.stack(means).lerp(gradients[part], 1 - group["momentum"])
@@ -150,7 +150,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         self._reset_graphs()
 
     def _states(self, weights: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Return the state tensors of this name, zeros at first."""
+        """Return the state tensors with this name, initialized to zero."""
         states = [self.state[weight] for weight in weights]
         for state, weight in zip(states, weights, strict=True):
             if name not in state:
@@ -171,27 +171,27 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     ) -> None:
         """Step weights of one shape."""
         directions = self.compute_directions(group, weights, gradients)
-        if directions.dtype in (torch.float16, torch.bfloat16):  # too few digits to tell what is rounding
+        if directions.dtype in (torch.float16, torch.bfloat16):  # too few digits to recognize rounding errors
             directions = directions.float()
         updates = self.compute_updates(group, weights, directions)
         scales = self.compute_scales(updates, group) * lr
         self._elementwise.apply_updates(weights, updates, scales, kept, last=group["matrices_last"])
 
     def _group_by_layout(self, group: Mapping[str, Any], weights: Sequence[Tensor]) -> list[list[int]]:
-        """Return the indices of weights with the same shape, strides, dtype and device, grouped once for all steps."""
+        """Group the indices of weights by shape, strides, dtype and device, once for all steps."""
         layouts = [(weight.shape, weight.stride(), weight.dtype, weight.device) for weight in weights]
         known, grouped = self._grouped.get(id(group), (None, []))
         if known != layouts:
             by_layout: dict[Any, list[int]] = {}
             for index, layout in enumerate(layouts):
                 by_layout.setdefault(layout, []).append(index)
-            # The largest first: small ones then run in parallel with them.
+            # Largest first, so that small ones run in parallel with them.
             grouped = sorted(by_layout.values(), key=lambda indices: -len(indices) * weights[indices[0]].numel())
             self._grouped[id(group)] = layouts, grouped
         return grouped
 
     def _step_recorded(self, parts: Sequence[Part]) -> None:
-        """Step by a CUDA graph, which reads gradients and rates from buffers of its own."""
+        """Step with a CUDA graph, which reads gradients and rates from its own buffers."""
         rates = {id(group): self._buffer_rates(group, weights[0]) for group, weights, _ in parts}
         buffered, tensors = [], []
         for group, weights, gradients in parts:
@@ -206,7 +206,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     def _buffer_gradients(
         self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]
     ) -> list[Tensor]:
-        if group["matrices_last"]:  # gradients of egop's coordinates always have the same memory
+        if group["matrices_last"]:  # gradients of egop's coordinates are always in the same memory
             return gradients
         buffers = [self._gradient_buffers.setdefault(weight, torch.empty_like(weight)) for weight in weights]
         copy_all(buffers, gradients)
@@ -220,7 +220,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         return buffers
 
     def _reset_graphs(self) -> None:
-        """Drop all graphs and what they use, because the tensors of this optimizer may have changed."""
+        """Drop all graphs and their buffers, because the tensors of this optimizer may have changed."""
         self._graph = InPlaceGraph(_step_all, Recorder(branched=True))
         self._elementwise = ElementwiseOps(any_column_order=self.is_recordable)
         self._rate_buffers: dict[Any, list[Tensor]] = {}  # by group, dtype and device

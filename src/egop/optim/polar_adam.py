@@ -28,7 +28,7 @@ class PolarAdam(MatrixOptimizer):
         params: weights of two or more dimensions, or parameter groups of them.
         lr: learning rate; four to eight times AdamW's best rate worked best.
         betas: decay of the running means of the gradients and of their squares.
-        eps: added to the root of the latter.
+        eps: added to the root of the mean square.
         nesterov: use Nesterov momentum.
         iterations: number of Newton-Schulz steps.
         weight_decay: decoupled weight decay, as in AdamW.
@@ -61,7 +61,7 @@ class PolarAdam(MatrixOptimizer):
         super().__init__(params, rates | {"weight_decay": weight_decay, "update_rms": update_rms})
 
     def compute_directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> Tensor:
-        """Return Adam's directions. Bias correction would only scale a whole matrix, and so change nothing."""
+        """Return Adam's directions. There is no bias correction: it would only scale whole matrices."""
         states = self._states(weights, "exp_avg"), self._states(weights, "exp_avg_sq")
         (first, second), last = group["betas"], group["matrices_last"]
         options = {"nesterov": group["nesterov"], "eps": group["eps"]}

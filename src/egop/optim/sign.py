@@ -1,4 +1,4 @@
-"""Sign: every entry moves by the same amount."""
+"""Sign: move every entry by the same amount."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sign(MatrixOptimizer):
 
     Args:
         params: weights of two or more dimensions, or parameter groups of them.
-        lr: learning rate, of the order of AdamW's.
+        lr: learning rate, similar to AdamW's.
         momentum: decay of the running mean of the gradients.
         nesterov: use Nesterov momentum.
         weight_decay: decoupled weight decay, as in AdamW.

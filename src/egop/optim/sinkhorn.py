@@ -1,4 +1,4 @@
-"""Sinkhorn: rows and columns of the momentum are normalized in turn."""
+"""Sinkhorn: normalize the rows and columns of the momentum in turn."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from egop.optim.matrix_optimizer import MatrixOptimizer
 
 
 class Sinkhorn(MatrixOptimizer):
-    """The momentum with all rows of one length and all columns of one length.
+    """The momentum, scaled so that all rows have the same length and all columns have the same length.
 
-    In a basis that is aligned with it (``refresh=egop.Aligned()``) this is ARO (arXiv 2602.09006).
+    In a basis that is aligned with the momentum (``refresh=egop.Aligned()``), this is ARO (arXiv 2602.09006).
 
     Args:
         params: weights of two or more dimensions, or parameter groups of them.
-        lr: learning rate, of the order of AdamW's.
+        lr: learning rate, similar to AdamW's.
         momentum: decay of the running mean of the gradients.
         nesterov: use Nesterov momentum.
-        iterations: how often rows and columns are normalized.
+        iterations: number of times that rows and columns are normalized.
         weight_decay: decoupled weight decay, as in AdamW.
         update_rms: root mean square of an update before the learning rate.
 

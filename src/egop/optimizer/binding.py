@@ -30,8 +30,8 @@ Groups = Sequence[Mapping[str, Any]]
 
 # What is remembered of a parameter: its values, its version counter and address, or a digest of its values.
 Snapshot = Tensor | tuple[int, int] | str
-UNKNOWN = "0" * 32  # the digest of parameters that nobody knows
-_LOADED = "f" * 32  # likewise, for loaded coordinates, whose decoding may have rounded differently
+UNKNOWN = "0" * 32  # the digest of unknown parameters
+_LOADED = "f" * 32  # the same for loaded coordinates, whose decoding may have rounded differently
 
 
 class BoundBlock:
@@ -52,21 +52,21 @@ class BoundBlock:
             and all(is_sharded(original) and is_sharded_by_rows(original) for original in originals)
         )
         self.parameters = [to_local(original) if self.by_rows else to_full(original) for original in originals]
-        # The dtype of the parameters now: the model may have been cast since the basis was estimated.
+        # The current dtype of the parameters: the model may have been cast since the basis was estimated.
         dtype = functools.reduce(torch.promote_types, [original.dtype for original in originals], torch.float32)
         shapes = tuple(parameter.shape for parameter in self.parameters)
         block = dataclasses.replace(change.block, dtype=dtype, shapes=shapes)
-        # In the memory layout that loading gives, so that a resumed run rounds the same way.
+        # Use the memory layout that loading produces, so that a resumed run rounds the same way.
         tensors = change.to(self.parameters[0].device, dtype).tensors.items()
         self.change = type(change)(block, {key: tensor.contiguous() for key, tensor in tensors}, change.settings)
         self.coordinates = [
             torch.empty(shape, dtype=dtype, device=self.parameters[0].device)
             for shape in self.change.coordinate_shapes()
         ]
-        # What an incomplete basis leaves out of the parameters, if the optimizer is to keep it.
+        # The part of the parameters outside an incomplete basis, if the optimizer keeps it.
         self.rest: list[Tensor] | None = None
         self.compares_values = compares_values(self.device)
-        self.seen: list[Snapshot] = []  # the parameters that the coordinates stand for
+        self.seen: list[Snapshot] = []  # the parameters that the coordinates represent
         self.encode(self.parameters)
         self.mark_synced()
         for coordinate in self.coordinates:
@@ -84,23 +84,23 @@ class BoundBlock:
 
     @property
     def is_trained(self) -> bool:
-        """Whether any parameter is trained; a frozen block keeps its basis."""
+        """True if any parameter is trained. A frozen block keeps its basis."""
         return any(original.requires_grad or original.grad is not None for original in self.originals)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any parameter has a gradient; without one there is no step."""
+        """True if any parameter has a gradient. Without one there is no step."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What two blocks must share to be stacked; the same in all processes, even if their shards differ in size."""
+        """The properties that blocks must share to be stacked; equal in all processes, even if shard sizes differ."""
         return self.change.signature, tuple(
             (original.shape, original.device, sharding_layout(original)) for original in self.originals
         )
 
     def whole_change(self, tensors: Mapping[str, Tensor] | None = None) -> ChangeOfBasis:
-        """Return the change of basis for the whole parameters, even if only some rows are here."""
+        """Return the change of basis for the whole parameters, even if this process holds only some rows."""
         block = dataclasses.replace(self.change.block, shapes=tuple(original.shape for original in self.originals))
         return type(self.change)(block, self.change.tensors if tensors is None else tensors, self.change.settings)
 
@@ -109,7 +109,7 @@ class BoundBlock:
         return shard_like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
 
     def find_temporaries(self) -> list[Tensor]:
-        """Return what has gradients during a step only: coordinates, and views or copies of sharded parameters."""
+        """Return the tensors that have gradients only during a step: coordinates, and views or copies of shards."""
         pairs = zip(self.parameters, self.originals, strict=True)
         return self.coordinates + [parameter for parameter, original in pairs if parameter is not original]
 
@@ -146,7 +146,7 @@ class BoundBlock:
             gradients.append(gradient.to(self.change.block.dtype))
         return gradients
 
-    # --- between parameters and coordinates ---
+    # --- conversion between parameters and coordinates ---
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> None:
@@ -158,14 +158,14 @@ class BoundBlock:
         self.keep_rest(exact)
 
     def keep_rest(self, tensors: Sequence[Tensor]) -> None:
-        """Keep what an incomplete basis leaves out of these tensors, which have just been encoded."""
+        """Store the part of these tensors outside an incomplete basis, just after they have been encoded."""
         if not self.change.is_complete and self.change.settings["keep_rest"]:
             with exact_products():
                 inside = self.change.decode([coordinate.detach() for coordinate in self.coordinates])
             self.rest = [whole - part for whole, part in zip(tensors, inside, strict=True)]
 
     def add_rest(self, decoded: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return decoded tensors plus what the basis leaves out."""
+        """Return decoded tensors plus the part outside the basis."""
         if self.rest is None:
             return decoded
         return [part + rest for part, rest in zip(decoded, self.rest, strict=True)]
@@ -185,7 +185,7 @@ class BoundBlock:
         self.mark_synced()
 
     def follow_parameters(self, decoded: Sequence[Tensor]) -> None:
-        """Encode the parameters again if they are no longer what the coordinates stand for.
+        """Encode the parameters again if the coordinates no longer represent them.
 
         A write may have left the values unchanged. The coordinates hold more than the parameters (rounding, and the
         bits below half precision), so they are kept as long as they still decode to the parameters.
@@ -222,11 +222,11 @@ class BoundBlock:
         self.seen = [UNKNOWN] * len(self.parameters)
 
     def compute_digests(self) -> list[str]:
-        """Return digests of the parameters that the coordinates stand for, with which they can be restored."""
+        """Return digests of the parameters that the coordinates represent, to check them when restored."""
         return list(map(_compute_digest, self.parameters, self.originals, self.seen))
 
     def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor], digests: Sequence[str] | None) -> None:
-        """Take saved coordinates (and rest) that stand for the parameters with these digests, if known."""
+        """Take saved coordinates (and rest), which represent the parameters with these digests, if known."""
         for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
             here = take_shard(saved, self.originals[place]) if self.by_rows else to_full(saved)
             if coordinate.shape != here.shape:
@@ -312,8 +312,8 @@ def _equals(value: Tensor, parameter: Tensor) -> bool:
 def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
     """Return True if a half-precision parameter is the decoded value up to rounding.
 
-    Its coordinates are master weights with more bits than the parameter. A float32 parameter has as many bits as they
-    have, so there the parameter must be equal.
+    Its coordinates are master weights with more bits than the parameter. A float32 parameter has as many bits as its
+    coordinates, so it must be equal.
     """
     epsilon = torch.finfo(parameter.dtype).eps
     if epsilon <= torch.finfo(torch.float32).eps:
@@ -387,7 +387,7 @@ def _list_parameters(groups: Groups) -> list[Tensor]:
 def bind_blocks(
     basis: Basis | None, groups: Groups, first_group: int = 0, *, needs_matrices: bool = False
 ) -> list[BoundBlock]:
-    """Bind each block of a basis to the parameters of its names, which must all be in one group."""
+    """Bind each block of a basis to the parameters with its names, which must all be in one group."""
     if basis is None:
         return []
     if not isinstance(basis, Basis):

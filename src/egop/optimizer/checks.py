@@ -20,7 +20,7 @@ _NOT_SETTINGS = ("params", "param_names", "basis")
 
 
 def check_optimizer(optimizer_class: Any) -> None:
-    """Raise TypeError for anything but a class of optimizers."""
+    """Raise TypeError for anything but an optimizer class."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         given = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
         raise TypeError(
@@ -41,7 +41,7 @@ def check_class(
 
     Args:
         optimizer_class: the class.
-        groups: the parameter groups, with settings of their own.
+        groups: the parameter groups, each with its own settings.
         hyperparameters: the arguments of the class.
 
     Returns:
@@ -145,7 +145,7 @@ def warn_rotation_invariant(optimizer_class: type[Optimizer], blocks: Sequence[B
 
 
 def warn_no_basis(optimizer_class: type[Optimizer]) -> None:
-    """Warn that an optimizer without a basis and a refresh does nothing of its own."""
+    """Warn that an optimizer with neither a basis nor a refresh does nothing of its own."""
     name = optimizer_class.__name__
     warnings.warn(
         f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(). "

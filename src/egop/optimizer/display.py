@@ -131,7 +131,7 @@ def _add_stable_rank(shown: BlockInfo, sides: Mapping[str, Tensor]) -> BlockInfo
 
 
 def make_plan(engine: Engine) -> Plan:
-    """Return the blocks that there are, or will be after the first step, their structures and the reasons."""
+    """Return the current blocks (or those after the first step), their structures and the reasons."""
     planned = None if engine.refresher is None else engine.refresher.plan(engine)
     if not engine.blocks:
         return planned if planned is not None else Plan({}, {}, {})

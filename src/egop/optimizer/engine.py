@@ -22,7 +22,7 @@ from egop.optimizer.stacks import Stack, Stacks
 class Engine:
     """Everything that an optimizer works with, in one object.
 
-    Frameworks wrap an optimizer by copying its attributes to another object; wrapper and original then share this.
+    Frameworks wrap an optimizer by copying its attributes to another object. Wrapper and original then share this one.
 
     Args:
         base: the classes and options of the inner optimizers.
@@ -33,13 +33,13 @@ class Engine:
         self.base, self.compiled = base, compiled
         self.is_for_matrices = False  # whether the class treats matrices and vectors differently
         self.benefits_from_rotation = False
-        self.warns_of_no_basis = False  # at the first step, if it has no blocks
+        self.warns_of_no_basis = False  # warn at the first step if there are no blocks
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Role] = {}
         self.known: ModuleIndex | None = None  # the model's names and modules
         self.refresher: Refresher | None = None
         self.blocks: list[BoundBlock] = []
-        self.excluded: dict[str, str] = {}  # weights without a basis and the reasons, as the given basis says
+        self.excluded: dict[str, str] = {}  # weights without a basis, with the reasons given by the basis
         self.pieces = LocalShards()
         self._inner: InnerOptimizers | None = None
         self._stacks: Stacks | None = None
@@ -48,7 +48,7 @@ class Engine:
 
     @property
     def is_built(self) -> bool:
-        """Whether the inner optimizers exist yet."""
+        """True if the inner optimizers have been built."""
         return self._inner is not None
 
     @property
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def unrotated(self) -> dict[str, str]:
-        """Weights without a basis and the reasons, as far as a given basis or the refresh says."""
+        """Weights without a basis, with the reasons that the given basis or the refresh states."""
         inside = {name for block in self.blocks for name in block.change.block.parameters}
         reasons = dict(self.excluded)
         if self.refresher is not None and self.blocks:
@@ -114,11 +114,11 @@ class Engine:
         return blocks
 
     def build(self, blocks: list[BoundBlock], pieces: LocalShards, inner: InnerOptimizers | None = None) -> None:
-        """Work with these blocks from here on.
+        """Use these blocks from now on.
 
         Args:
             blocks: the blocks.
-            pieces: the local parts of sharded parameters outside of them.
+            pieces: the local parts of sharded parameters outside the blocks.
             inner: optimizers over their coordinates; new ones by default.
         """
         inner = inner or InnerOptimizers(self.base, self.param_groups, blocks, pieces)
@@ -159,7 +159,7 @@ class Engine:
             self.pieces.sync()
             if refresher is not None:
                 refresher.observe(self)
-                if self.stacks is not stacks:  # it has made other blocks, which take this step
+                if self.stacks is not stacks:  # it has created other blocks, which take this step
                     stacks.drop_gradients()
                     stacks = self.stacks
                     stacks.collect()
@@ -205,7 +205,7 @@ class Engine:
         check_lookahead(self.inner.coordinates)
 
     def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the momentum that this step will have, and what the inner optimizer maps it to.
+        """Return the momentum after this step, and the update that the inner optimizer maps it to.
 
         Both are in coordinates and stacked, for the blocks that have a gradient. Nothing is changed.
         """
@@ -221,8 +221,8 @@ class Engine:
     def read_by_lookahead(self, stacks: Sequence[Stack]) -> tuple[list[Tensor], str] | None:
         """Return all tensors that :meth:`lookahead` reads for these stacks, and the settings.
 
-        Return None if it cannot be recorded, because something happens on the host or tensors are elsewhere than in the
-        last step.
+        Return None if it cannot be recorded, because it needs the host or because tensors have moved since the last
+        step.
         """
         if not self.stacks.still or any(len(stack.active) < len(stack.blocks) for stack in stacks):
             return None
@@ -274,7 +274,7 @@ class Engine:
         self.reset_moments(new)
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
-        """Continue in other bases of some blocks of one stack, without the checks of :meth:`rebase`.
+        """Continue in other bases for some blocks of one stack, without the checks of :meth:`rebase`.
 
         Args:
             stack: one of :attr:`stacks`.
@@ -306,7 +306,7 @@ class Engine:
         self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: without stacks, whose memory its blocks do not share, and without the model."""
+        """Return what a copy needs: not the model, nor the stacks, whose memory its blocks do not share."""
         self.wait_for_refresh()
         return self.__dict__ | {"_stacks": None, "_block_of": None, "bound": BoundParameters(), "known": None}
 

@@ -1,4 +1,4 @@
-"""Parameter groups with names, from everything that an optimizer may be given."""
+"""Parameter groups with names, built from whatever an optimizer is given."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def name_groups(
     Args:
         params: a module, named parameters, or groups of them; with a model also parameters without names.
         taken: names that are already used.
-        model: the module that has the parameters, wrapped or not. Parameters without a name get the one that they have
-            there, and given names must agree with it.
+        model: the module that owns the parameters, wrapped or not. Parameters without a name get their name in the
+            model, and given names must agree with it.
     """
     if model is not None and not isinstance(model, nn.Module | ModuleIndex):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -65,7 +65,7 @@ def _add_name(member: Any, known: ModuleIndex) -> Any:
 
 
 def _check_name(given: str, parameter: Any, known: ModuleIndex) -> str:
-    """Return a given name as the model has it; a parameter that is not the model's keeps its name."""
+    """Return the model's spelling of a given name. A parameter outside the model keeps its name."""
     names, name = known.names(parameter), strip_compile_prefix(given)
     if name not in known.parameters:
         name = name.removeprefix(DDP_PREFIX)

@@ -7,7 +7,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-# torch replaces the ``step`` of each optimizer class by a function that calls the hooks and has the original as its
+# torch replaces the ``step`` of each optimizer class with a function that calls the hooks and has the original as its
 # ``__wrapped__``. These functions share one code object. (Private to torch; tests/optimizer/test_hooks.py notices when
 # this changes.)
 _wrap = getattr(Optimizer, "profile_hook_step", None)
@@ -17,9 +17,9 @@ _WRAPPER = object() if _wrap is None else _wrap(lambda self: None).__code__
 def step_inner(optimizer: Optimizer, *args: Any) -> Any:
     """Step an inner optimizer without running torch's global step hooks.
 
-    The optimizer's own hooks run, and the profiler sees the step. If someone has replaced ``step``, on the class or on
-    the optimizer, it is called as it is. If a class calls ``super().step()`` in its step, torch runs the global hooks
-    there, as it does outside egop.
+    The optimizer's own hooks run, and the profiler sees the step. If ``step`` has been replaced, on the class or on the
+    optimizer, the replacement is called unchanged. If a class calls ``super().step()`` in its step, torch runs the
+    global hooks there, as it does outside egop.
 
     Args:
         optimizer: the inner optimizer.

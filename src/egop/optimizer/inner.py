@@ -1,4 +1,4 @@
-"""The optimizers that run inside: one on the coordinates, and perhaps another on everything outside the blocks."""
+"""The inner optimizers: one for the coordinates, and optionally another for everything outside the blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from egop.optimizer.hooks import step_inner
 from egop.optimizer.moments import find_momentum
 from egop.optimizer.trial import try_optimizer
 
-# A setting of optimizers for matrices: the matrices are the last two dimensions, which holds for coordinates.
+# A setting of matrix optimizers: the last two dimensions are the matrices, as in coordinates.
 _LAST = "matrices_last"
 _OWN = ("params", "param_names", _LAST)  # not passed between groups
-# What the outside optimizer takes from the user's groups. Its other settings are there with a prefix, so that they are
-# saved and can be changed; the same name may mean something else to another class.
+# Settings that the outside optimizer takes from the user's groups. Its other settings are there with a prefix, so that
+# they are saved and can be changed; the same name may mean something else to another class.
 SHARED = ("lr", "weight_decay", "maximize")
 _PREFIX = "outside/"
 
@@ -31,7 +31,7 @@ Group = dict[str, Any]
 
 
 class BaseOptimizer:
-    """The classes and options of the optimizers that run inside.
+    """The classes and options of the inner optimizers.
 
     Args:
         optimizer_class: steps the coordinates.
@@ -62,11 +62,11 @@ class BaseOptimizer:
 
     @property
     def may_keep_gradients(self) -> bool:
-        """Whether the optimizer may keep a gradient until its next step, as third-party classes might."""
+        """True if the optimizer may keep a gradient until its next step, as third-party classes might."""
         return not is_own_or_torch(self.optimizer_class)
 
     def find_setting(self, key: str) -> tuple[type[Optimizer], str]:
-        """Return the class that a key of a user's group is a setting of, and the setting's name there."""
+        """Return the class to which a key of a user's group belongs, and the name of the setting in that class."""
         if self.outside_class is not None and key.startswith(_PREFIX):
             return self.outside_class, key.removeprefix(_PREFIX)
         return self.optimizer_class, key
@@ -87,7 +87,7 @@ class BaseOptimizer:
             block_of: the block of each parameter, see :func:`egop.optimizer.binding.map_to_blocks`.
             pieces: the local parts of sharded parameters outside the blocks.
         """
-        members: dict[int, Tensor] = {}  # in the order of the group, a block where its first parameter is
+        members: dict[int, Tensor] = {}  # in the order of the group; a block comes where its first parameter is
         others: list[Tensor] = []
         for parameter in group["params"]:
             block = block_of.get(id(parameter))
@@ -128,7 +128,7 @@ class BaseOptimizer:
 
 
 class InnerOptimizers:
-    """The optimizer of the coordinates, and that of everything outside the blocks if it is another one.
+    """The optimizer of the coordinates, and the one for everything outside the blocks if it is separate.
 
     Both share one state. Without an outside optimizer the first one steps everything.
 
@@ -136,7 +136,7 @@ class InnerOptimizers:
         base: their classes and options.
         groups: the user's parameter groups; each has inner groups in the same position.
         blocks: the blocks whose coordinates are stepped.
-        pieces: the local parts of sharded parameters outside of them.
+        pieces: the local parts of sharded parameters outside the blocks.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class InnerOptimizers:
     # --- groups and settings ---
 
     def find_groups(self, index: int) -> tuple[list[Group], Group | None]:
-        """Return the inner groups of one of the user's."""
+        """Return the inner groups of one of the user's groups."""
         count = self.base.groups_per_group
         inside = self.coordinates.param_groups[count * index : count * (index + 1)]
         return inside, None if self.outside is None else self.outside.param_groups[index]
@@ -195,7 +195,7 @@ class InnerOptimizers:
         }
 
     def add_group(self, group: Group, blocks: Sequence[BoundBlock], pieces: LocalShards) -> list[Tensor]:
-        """Add inner groups for one of the user's; return their tensors."""
+        """Add inner groups for one of the user's groups; return their tensors."""
         self._synced = []
         inside, outside = self.base.split_group(group, map_to_blocks(blocks), pieces)
         for each in inside:
@@ -212,7 +212,7 @@ class InnerOptimizers:
             del self.outside.param_groups[index:]
 
     def replace_parameters(self, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: LocalShards) -> None:
-        """Step the coordinates of these blocks from here on, in the same optimizers: they may keep more than state."""
+        """Step the coordinates of these blocks from now on, in the same optimizers: they may keep more than state."""
         self._synced = []
         block_of = map_to_blocks(blocks)
         for index, group in enumerate(groups):
@@ -224,7 +224,7 @@ class InnerOptimizers:
                 outside["params"] = wanted_outside["params"]
 
     def load_settings(self, groups: Sequence[Group]) -> None:
-        """Give the inner groups the hyper-parameters of the user's."""
+        """Copy the hyper-parameters of the user's groups to the inner groups."""
         if self._is_synced(groups):
             return
         for index, group in enumerate(groups):
@@ -236,7 +236,7 @@ class InnerOptimizers:
         self._synced = []
 
     def store_settings(self, groups: Sequence[Group]) -> None:
-        """Give the user's groups what the inner ones have: some optimizers keep estimates or counters there."""
+        """Copy the inner groups' values to the user's groups: some optimizers keep estimates or counters there."""
         if self._is_synced(groups):
             return
         for index, group in enumerate(groups):
@@ -248,7 +248,7 @@ class InnerOptimizers:
         self._synced = [(group, list(group), list(group.values())) for group in everyone]
 
     def expose_outside_settings(self, groups: Sequence[Group]) -> None:
-        """Let the user's groups have all settings of the outside optimizer, since torch's tools load what is there."""
+        """Add all settings of the outside optimizer to the user's groups: torch's tools load only existing keys."""
         for index, group in enumerate(groups):
             _, outside = self.find_groups(index)
             if outside is not None:
@@ -271,7 +271,7 @@ class InnerOptimizers:
     # --- state ---
 
     def reset(self, tensors: Sequence[Tensor]) -> None:
-        """Reset the state of some tensors to that before the first step."""
+        """Reset the state of some tensors to what it was before the first step."""
         wanted = {id(tensor) for tensor in tensors}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -283,7 +283,7 @@ class InnerOptimizers:
     def make_fresh_states(
         self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, stepped: bool = False
     ) -> list[dict[str, Any]]:
-        """Return the states of tensors before their first step, or (``stepped``) what later ones look like.
+        """Return the states of tensors before their first step, or after one (``stepped``).
 
         Args:
             tensors: some of the group's tensors.
@@ -343,7 +343,7 @@ def _load_state(optimizer: Optimizer, states: Mapping[Tensor, Mapping[Any, Any] 
             if not isinstance(value, Tensor):
                 state[key] = value  # torch rebuilds containers, and a deque loses its length
                 continue
-            # Torch casts everything to the parameter's dtype, also running products, which have a dtype of their own.
+            # Torch casts everything to the parameter's dtype, even running products, which have their own dtype.
             if state[key].dtype != value.dtype and not (cast and value.shape == tensor.shape):
                 state[key] = value.to(state[key].device)
             # Fused kernels expect state in the memory layout of its parameter.
@@ -387,8 +387,8 @@ def check_lookahead(optimizer: Optimizer) -> None:
 def look_ahead(optimizer: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Return the momenta after a step with these gradients, and what the optimizer maps them to, both stacked.
 
-    An optimizer offers this as a method ``lookahead(tensors, gradients)``, as those of ``egop.optim`` whose map depends
-    on the momentum alone. Adam's map is the division by the root of its second moment.
+    An optimizer supports this through a method ``lookahead(tensors, gradients)``. Those of ``egop.optim`` whose map
+    depends on the momentum alone have one. Adam's map is the division by the root of its second moment.
     """
     check_lookahead(optimizer)
     if callable(method := getattr(optimizer, "lookahead", None)):
@@ -413,7 +413,7 @@ def look_ahead(optimizer: Optimizer, tensors: Sequence[Tensor], gradients: Tenso
 
 
 def find_lookahead_inputs(optimizer: Optimizer, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str] | None:
-    """Return what :func:`look_ahead` reads of an optimizer, and its settings; None if it works on the host too."""
+    """Return the tensors that :func:`look_ahead` reads and the optimizer's settings; None if it needs the host."""
     means = [find_momentum(optimizer.state.get(tensor, {})) for tensor in tensors]
     known = [mean for mean in means if mean is not None]
     if not isinstance(optimizer, MatrixOptimizer) or not optimizer.is_recordable or len(known) < len(means):

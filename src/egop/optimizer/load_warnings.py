@@ -1,4 +1,4 @@
-"""Warn when the bases of a loaded state are not what the refresh would give."""
+"""Warn when the bases of a loaded state differ from what the refresh would create."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def warn_of_loaded_bases(
         refresher: the optimizer's refresher, if it has one.
     """
     kinds = {block.change.kind for block in blocks}
-    found = _listed(kinds)
+    found = _join_names(kinds)
     text = None
     if refresher is None:
         if with_refresh:
@@ -42,10 +42,10 @@ def warn_of_loaded_bases(
     elif (wanted := _list_structures(refresher)) and all(_has_structure(block.change, wanted) for block in before):
         others = [block.change.structure() for block in blocks if not _has_structure(block.change, wanted)]
         same_kind = {type(structure) for structure in others} <= {type(structure) for structure in wanted}
-        if others and same_kind:  # then it is their settings that differ
-            found, asked = _listed(map(repr, others)), _listed(map(repr, wanted))
+        if others and same_kind:  # then only their settings differ
+            found, asked = _join_names(map(repr, others)), _join_names(map(repr, wanted))
         else:
-            asked = _listed(structure.change_type.kind for structure in wanted)
+            asked = _join_names(structure.change_type.kind for structure in wanted)
         if others:
             text = (
                 f"The state has bases of structure {found}, and training continues with these. The structure= of "
@@ -69,12 +69,12 @@ def _list_structures(refresher: Refresher) -> list[Structure]:
 
 
 def _has_structure(change: ChangeOfBasis, structures: Iterable[Structure]) -> bool:
-    """Return True if one of the structures would give a block a change of basis of this kind and settings."""
+    """Return True if one of the structures would give this block its kind of basis, with the same settings."""
     return any(
         isinstance(change, structure.change_type) and structure.empty_change(change.block).settings == change.settings
         for structure in structures
     )
 
 
-def _listed(words: Iterable[str]) -> str:
+def _join_names(words: Iterable[str]) -> str:
     return ", ".join(sorted(set(words)))

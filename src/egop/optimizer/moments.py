@@ -46,9 +46,9 @@ STEP_SIZES = {"step_size"}
 
 _KINDS = (LINEAR, POINTS, SQUARED, MAGNITUDES, STEP_SIZES)  # users may add names to them
 _PLAIN = (Number, str, bytes, type(None), torch.dtype, torch.device)
-_WIDE = 2048  # from this width on the product of two bases takes seconds on a CPU
+_WIDE = 2048  # from this width on, the product of two bases takes seconds on a CPU
 
-# For each coordinate tensor of each block the part of its state that follows a change of basis.
+# For each coordinate tensor of each block, the part of its state that follows a change of basis.
 StackedStates = Sequence[Sequence[Mapping[str, Tensor]]]
 
 
@@ -59,7 +59,7 @@ def check_moments(moments: str) -> None:
 
 
 def is_known_name(name: str) -> bool:
-    """Return True for a name of the table above."""
+    """Return True for a name in the table above."""
     return any(name in kind for kind in _KINDS)
 
 
@@ -81,7 +81,7 @@ def has_only_vectors(state: Mapping[str, Any]) -> bool:
 
 
 def find_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors inside a value of a state, and objects that cannot be looked into, each with its path."""
+    """Yield the tensors inside a value of a state, and any opaque objects, each with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -159,7 +159,7 @@ def move_states(
         new: the bases to move to.
         states: the state tensors.
         rotation: the rotation between the bases, if there is one.
-        rest: what the old bases leave out of the blocks' tensors.
+        rest: the part of the blocks' tensors outside the old bases.
         changed: which blocks have another basis; the states of the others keep their values.
     """
     kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
@@ -201,7 +201,7 @@ def rotate_states(
         old: the current basis.
         new: the basis to move to.
         rotation: the rotation between them, if known already.
-        rest: what the old basis leaves out of the block's tensors: part of every point.
+        rest: the part of the block's tensors outside the old basis, which belongs to every point.
     """
     rotation = new.rotation_from(old) if rotation is None else rotation
     fresh: list[dict[str, Tensor]] = [{} for _ in states]
@@ -231,11 +231,11 @@ def rotate_states(
 def rotate_squares(
     squares: tuple[Tensor, ...], new: ChangeOfBasis, rotation: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, ...]:
-    """Return squared moments carried by the squared rotation, or unchanged if there is no rotation.
+    """Return squared moments rotated by the squared rotation, or unchanged if there is no rotation.
 
-    A square that has overflowed makes everything infinite that it is mixed with, although infinity times zero is not a
-    number: those coordinates get no more steps, like the one that overflowed. Anything less would not be safe, since
-    the huge first moment is mixed with theirs, too.
+    A square that has overflowed makes every coordinate it is mixed with infinite (not NaN, although infinity times zero
+    is NaN). These coordinates then stop moving, like the one that overflowed. Nothing less is safe, because the huge
+    first moment is mixed into theirs too.
     """
     if rotation is None:
         return squares
@@ -248,7 +248,7 @@ def _is_wide(change: ChangeOfBasis) -> bool:
 
 
 def _find_changed(old: ChangeOfBasis, new: ChangeOfBasis) -> Tensor:
-    """Return which of several stacked bases differ from before in any bit, expert by expert."""
+    """Return which stacked bases differ from the old ones in any bit, expert by expert."""
     leading = 1 + (old.block.stacked[0] if len(old.block.stacked) == 1 else 0)
     pairs = [(tensor, new.tensors[name]) for name, tensor in old.tensors.items()]
     return torch.stack([(before != after).flatten(leading).any(-1) for before, after in pairs]).any(0)

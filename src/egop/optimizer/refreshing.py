@@ -59,7 +59,7 @@ class Rebasable(Protocol):
 
 
 class Refresh(abc.ABC):
-    """Configuration: when and how an optimizer's basis is renewed.
+    """Configuration of when and how an optimizer's basis is renewed.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -78,10 +78,10 @@ class Refresher(abc.ABC):
     """The running part of a refresh, which renews the basis of one optimizer and counts steps, renewals and failures.
 
     If a decomposition fails (because its input is not finite, or it does not converge), the old basis is kept and
-    training continues. The first failure causes a warning, the others are only counted.
+    training continues. The first failure causes a warning; later ones are only counted.
     """
 
-    refresh: Refresh  # the configuration that it was started from
+    refresh: Refresh  # the configuration that created it
 
     def __init__(self) -> None:
         self.steps = 0
@@ -118,7 +118,7 @@ class Refresher(abc.ABC):
         return {}
 
     def plan(self, optimizer: Rebasable) -> Plan | None:
-        """Return which blocks the refresh creates, in which structures and why; None if it creates none."""
+        """Return the blocks that the refresh creates, their structures and the reasons; None if it creates none."""
         return None
 
     def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
@@ -144,7 +144,7 @@ class Refresher(abc.ABC):
         """Create the blocks that the first step would create, so that the layout of the state is known."""
 
     def on_rebase(self, names: Collection[str], *, replaced: bool) -> None:  # noqa: B027 - optional
-        """React to a user's call of ``optimizer.rebase``.
+        """React when the user calls ``optimizer.rebase``.
 
         Args:
             names: the blocks that got a basis.
@@ -171,7 +171,7 @@ class Refresher(abc.ABC):
         """Raise an error if the refresh cannot continue with the parameters that the optimizer has now."""
 
     def reset(self) -> None:
-        """Start again, as after loading a state that was saved without a refresh."""
+        """Start over, as after loading a state that was saved without a refresh."""
         Refresher.load(self, [0, 0, 0], {}, [])
 
     def count_failures(self, sound: Tensor) -> None:
@@ -191,7 +191,7 @@ class Refresher(abc.ABC):
         self._set_failures(self._failures + 1, str(error))
 
     def report_failures(self) -> None:
-        """Warn if the first failure on a GPU has become known by now."""
+        """Warn if the host has learned of a first failure on a GPU."""
         if self._copied_failures is not None:
             self._set_failures(max(self._failures, int(self._copied_failures)))
 

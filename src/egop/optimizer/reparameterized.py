@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class _StateExchange:
-    """State on its way between an optimizer and those who read, edit or load it."""
+    """State in transit between an optimizer and the code that reads, edits or loads it."""
 
-    exported: ExportedState | None = None  # since someone has read the state
-    complete: dict[Tensor, Entry] | None = None  # while a state dict is made
-    loading: RestoredParts | None = None  # while one is loaded
+    exported: ExportedState | None = None  # set once the state has been read
+    complete: dict[Tensor, Entry] | None = None  # set while a state dict is being made
+    loading: RestoredParts | None = None  # set while one is being loaded
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -50,19 +50,19 @@ class ReparameterizedOptimizer(Optimizer):
     ``GradScaler`` and hooks work as with any optimizer. Parameters outside every block are stepped unrotated.
     Parameters in half precision have float32 coordinates, which serve as master weights.
 
-    If someone changes a parameter between steps (loads, averages or clips it), its version counter shows it and the
+    If a parameter is changed between steps (loaded, averaged or clipped), its version counter shows this and the
     parameter is encoded again. Writes through ``parameter.data`` bypass that counter. They are noticed on the CPU,
     where comparing values is cheap; on other devices, write under ``torch.no_grad()`` to the parameter itself.
 
     Args:
-        params: a module, ``model.named_parameters()``, or parameter groups of named parameters; a group may bring a
-            ``"basis"`` of its own. With ``model`` the parameters need no names.
+        params: a module, ``model.named_parameters()``, or parameter groups of named parameters; a group may have its
+            own ``"basis"``. With ``model``, the parameters need no names.
         optimizer_class: any ``torch.optim`` class, or another ``Optimizer`` class, that works coordinate by coordinate.
         basis: the change of basis of each block. Without one (and without ``refresh``) the optimizer is plain
             ``optimizer_class`` until a state dict with a basis is loaded, and the first step warns about that. Pass
-            ``egop.Basis([])``, a basis without blocks, to say that this is what you want.
-        model: the module that has the parameters, if ``params`` is not the module itself. It gives their names and
-            roles (embeddings, output heads, experts), by which ``refresh`` chooses what to rotate.
+            ``egop.Basis([])``, a basis without blocks, to confirm that this is what you want.
+        model: the module that owns the parameters, if ``params`` is not the module itself. It provides their names and
+            their roles (embeddings, output heads, experts), from which ``refresh`` chooses what to rotate.
         outside: the optimizer class for parameters outside every block (embeddings, heads, norms, biases), or a pair of
             the class and its options; by default ``optimizer_class`` steps these too. It shares the learning rate, the
             weight decay (unless its options set one) and ``maximize`` of the groups; its other settings are in the
@@ -112,7 +112,7 @@ class ReparameterizedOptimizer(Optimizer):
                 f"it would step everything, and {optimizer_class.__name__} nothing. Give refresh=egop.Online() or "
                 f"basis=. To use {optimizer_class.__name__} without a rotation, make one optimizer of each class."
             )
-        # Frameworks copy these attributes to wrappers, so both work with the same two objects.
+        # Frameworks copy these attributes to wrappers, so wrapper and optimizer share the same two objects.
         self._engine = engine = Engine(
             BaseOptimizer(optimizer_class, hyperparameters, outside, self._shared_settings), compiled=compile
         )
@@ -151,10 +151,10 @@ class ReparameterizedOptimizer(Optimizer):
     @property  # type: ignore[override]
     @outside_inference_mode
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The state of each parameter: that of the inner optimizer and the refresh, coordinates and basis.
+        """The state of each parameter: inner optimizer state, refresh state, coordinates and basis.
 
         Its tensors are the optimizer's own. New values for the inner optimizer's entries or for coordinates take effect
-        at the next step; a basis is changed by :meth:`rebase`. Read the state again after a step.
+        at the next step; use :meth:`rebase` to change a basis. Read the state again after a step.
         """
         engine, exchange = self._engine, self._exchange
         if not engine.is_built:
@@ -196,7 +196,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """The weights that are (or before the first step: will be) rotated, their structures, and the reasons."""
+        """The weights that are rotated (before the first step: will be rotated), their structures, and the reasons."""
         return display.make_plan(self._engine)
 
     @outside_inference_mode
@@ -239,9 +239,9 @@ class ReparameterizedOptimizer(Optimizer):
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of named parameters, which may have a ``"basis"`` of its own.
+        """Add a group of named parameters, which may have its own ``"basis"``.
 
-        Parameters of the model that the optimizer was given need no names.
+        If the optimizer was given the model, its parameters need no names.
         """
         engine = self._engine
         if not engine.is_built:  # called by Optimizer.__init__, with groups that are already checked
@@ -303,12 +303,12 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     def train(self) -> Callable[[], None]:
-        """The inner optimizer's ``train``, if it has one, as schedule-free optimizers do: use the training weights."""
+        """The inner optimizer's ``train`` method, if it has one: switch to the training weights (schedule-free)."""
         return self._mode("train")
 
     @property
     def eval(self) -> Callable[[], None]:
-        """The inner optimizer's ``eval``, if it has one: use the weights to evaluate and save."""
+        """The inner optimizer's ``eval`` method, if it has one: switch to the weights to evaluate and save."""
         return self._mode("eval")
 
     def _mode(self, name: str) -> Callable[[], None]:
@@ -329,7 +329,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @outside_inference_mode
     def renew_basis(self) -> None:
-        """Renew the basis now, from scratch, as ``refresh`` does."""
+        """Renew the basis now, from scratch, in the way of ``refresh``."""
         if self.refresher is None:
             raise RuntimeError(
                 "This optimizer has no refresh=, so it does not know how to renew a basis. See egop.Every."
@@ -367,7 +367,7 @@ class ReparameterizedOptimizer(Optimizer):
     @outside_inference_mode
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a state dict, in its bases. If it does not fit, raise ValueError and change nothing."""
+        """Resume from a state dict, including its bases. If it does not fit, raise ValueError and change nothing."""
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
         self._engine.wait_for_refresh()
@@ -403,7 +403,7 @@ class ReparameterizedOptimizer(Optimizer):
         warn_of_loaded_bases(parts.with_refresh, self._engine.blocks, before, self.refresher)
 
     def _use(self, parts: RestoredParts) -> None:
-        """Replace the working parts by those built from a state."""
+        """Replace the working parts with those built from a state."""
         self._exchange.exported = None
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)

@@ -24,8 +24,8 @@ from egop.optimizer.binding import BoundBlock, find_written
 from egop.optimizer.moments import Moments, StackedStates, move_states, rebase_stack, select_movable
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
-Part = tuple[ChangeOfBasis, list[Tensor], list[Tensor]]  # what to apply, to what, and memory to use
-Products = list[Sequence[Tensor]]  # for each tensor of a block, those of all blocks
+Part = tuple[ChangeOfBasis, list[Tensor], list[Tensor]]  # the change of basis, its inputs, and the memory to use
+Products = list[Sequence[Tensor]]  # for each tensor of a block, the tensors of all blocks
 
 
 class Stack:
@@ -45,12 +45,12 @@ class Stack:
         ]
         self.active: list[int] = []  # which blocks have a gradient in this step
         self.gradients: list[Tensor] = []  # their gradients, stacked, one tensor for each parameter of a block
-        self.slots: list[Tensor] = []  # where gradients are stacked, if always in the same memory
+        self.slots: list[Tensor] = []  # where gradients are stacked, if the memory is reused
         self._everyone = list(range(len(blocks)))
         self._is_sharded = any(block.sharded for block in blocks)
         self._parameters = self._find_parameters()
         self._owns_basis = len(blocks) > 1
-        self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if always in the same memory
+        self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if the memory is reused
         self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
         self._share_basis()
         for index, block in enumerate(blocks):
@@ -59,12 +59,12 @@ class Stack:
 
     @property
     def by_rows(self) -> bool:
-        """Whether this process has some rows of each block, and other processes the rest."""
+        """True if this process has some rows of each block, and other processes have the rest."""
         return self.blocks[0].by_rows
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the first rows."""
+        """True if this process has the first rows."""
         return not self.by_rows or has_first_shard(self.blocks[0].originals[0])
 
     def summed(self, tensor: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Stack:
             in_place: stack them in the same memory in every step.
 
         Returns:
-            Copies that the caller has to make, targets and sources.
+            The targets and sources of copies that the caller has to make.
         """
         if self._is_sharded:
             for block in self.blocks:
@@ -126,7 +126,7 @@ class Stack:
                 self.blocks[index].coordinates[place].grad = gradient
 
     def drop_gradients(self) -> None:
-        """Remove the gradients of coordinates, which a later step without gradients would take for its own."""
+        """Remove the gradients of coordinates: a later step without gradients would mistake them for its own."""
         for index in self.active:
             block = self.blocks[index]
             for tensor in block.find_temporaries() if block.sharded else block.coordinates:
@@ -134,7 +134,7 @@ class Stack:
         self.active, self.gradients = [], []
 
     def follow_parameters(self, blocks: Sequence[BoundBlock]) -> None:
-        """Take into the coordinates what someone else has written to the parameters of these blocks."""
+        """Update the coordinates of these blocks if other code has written to their parameters."""
         written = find_written(blocks)
         if written:
             decoded = zip(*self.change.decode(self.coordinates), strict=True)
@@ -224,7 +224,7 @@ class Stack:
             block.drop_rest()
 
     def _copy_incoming(self, new: ChangeOfBasis, members: slice) -> ChangeOfBasis:
-        """Copy new bases to where they always arrive."""
+        """Copy new bases to the memory reserved for them."""
         if not self._incoming:
             self._incoming = {name: torch.empty_like(tensor) for name, tensor in self.change.tensors.items()}
         places = {name: tensor[members] for name, tensor in self._incoming.items()}
@@ -262,7 +262,7 @@ class Stacks:
             groups.setdefault(block.signature, []).append(block)
         recorder = Recorder(branched=True)
         self._each = [Stack(members, recorder) for members in groups.values()]
-        # Whether a step works in the same memory every time, so that its products can be recorded.
+        # True if every step works in the same memory, so that its products can be recorded.
         self.still = reused and not compiled and _is_small([block for members in groups.values() for block in members])
         self._apply_all = torch.compile(_apply_to_all) if compiled else None
         self._recorded = {method: InPlaceGraph(_apply_in_branches, recorder) for method in ("encode", "decode")}
@@ -285,7 +285,7 @@ class Stacks:
                 yield stack, members, type(changes[0]).stack(changes).tensors
 
     def collect(self) -> None:
-        """Stack the gradients of all blocks that have one, and follow what someone else has written to them."""
+        """Stack the gradients of all blocks that have one, and pick up writes to their parameters by other code."""
         copies: list[tuple[Tensor, Tensor]] = []
         for stack in self._each:
             copies += stack.collect(in_place=self.still)
@@ -330,7 +330,7 @@ class Stacks:
             block.mark_synced(copied)
 
     def rewrite(self, write: Callable[[], object]) -> None:
-        """Let ``write`` change the coordinates, outside a step, and write the parameters accordingly."""
+        """Let ``write`` change the coordinates outside a step, then update the parameters to match."""
         for stack in self._each:
             stack.read_parameters()
         before = [[stacked.clone() for stacked in stack.coordinates] for stack in self._each]
@@ -344,7 +344,7 @@ class Stacks:
             stack.drop_gradients()
 
     def _multiply_all(self, method: str, parts: Sequence[Part]) -> list[Products]:
-        """Encode or decode all stacks at once if that is compiled or recorded; otherwise return nothing."""
+        """Encode or decode all stacks at once if that is compiled or recorded; otherwise return an empty list."""
         if self._apply_all is not None:
             return self._apply_all(method, parts)
         if not self.still:
@@ -371,7 +371,7 @@ def _apply_in_branches(method: str, parts: Sequence[Part]) -> list[Products]:
 
 
 def _match_layout(tensor: Tensor, slot: Tensor) -> Tensor:
-    """Return a tensor in the memory layout of a slot, copied there if it has another one, mostly channels last."""
+    """Return a tensor in the memory layout of a slot; copy it there if its layout differs (usually channels last)."""
     return tensor if tensor.stride()[1:] == slot.stride()[1:] else slot.copy_(tensor)
 
 

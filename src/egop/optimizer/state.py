@@ -1,9 +1,9 @@
-"""The state of an optimizer by parameter, where torch's tools look for it: export, edits and restoring.
+"""The state of an optimizer by parameter, where torch's tools look for it: export, edit and restore.
 
 ``state[parameter]`` has the inner optimizer's state of the parameter (or of its coordinates) under its usual names and,
 with names that begin with ``egop/``, the block's coordinates and basis, the state of the refresh, and a description of
-all this. The state of a block of several parameters is with the first one. Apart from what the inner optimizer keeps,
-everything is a tensor, so that every tool can carry it under the parameter's name.
+all this. The state of a block of several parameters is stored with the first one. Except for the inner optimizer's own
+state, everything is a tensor, so that every tool can store it under the parameter's name.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _ABOUT_KEYS = {"version", "optimizer", "name", "shape", "dtype", "refresh"}
 def export_state(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
     """Return the state of every parameter; its tensors are the optimizer's own.
 
-    A parameter that has not been stepped gets the state that it will have then, marked as not stepped: tools that read
-    a checkpoint in place need to know what is in it.
+    A parameter that has not been stepped gets the state that it will have after a step, marked as not stepped: tools
+    that load a checkpoint in place need to know what is in it.
 
     Args:
         engine: the engine of the optimizer.
-        complete: whether to add what takes time: copies, digests of the parameters, and sums over processes.
+        complete: whether to add the slow parts: copies, digests of the parameters, and sums over processes.
     """
     refresher = engine.refresher
     if refresher is not None:
@@ -86,7 +86,7 @@ def export_state(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
 def _export_block(
     engine: Engine, block: BoundBlock, groups: Mapping[int, Any], *, complete: bool
 ) -> tuple[Entry, bool]:
-    # A state dict gets copies, since it has digests of the parameters that they stand for.
+    # A state dict gets copies, since it has digests of the parameters that they represent.
     def take(tensor: Tensor) -> Tensor:
         return tensor.clone() if complete else tensor
 
@@ -119,12 +119,12 @@ def _export_inner(
         return states, True
     try:
         return engine.inner.make_fresh_states(tensors, *groups[id(tensors[0])], stepped=True), False
-    except Exception:  # an optimizer that cannot be tried; then nothing is known of its state
+    except Exception:  # this optimizer cannot be tried, so nothing is known about its state
         return states, False
 
 
 def encode_about(about: Mapping[str, Any]) -> Tensor:
-    """Return a description as a tensor of bytes."""
+    """Encode a description as a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
@@ -133,7 +133,7 @@ def _map_tensors(function: Callable[[Tensor], Tensor], state: Mapping[Any, Any])
 
 
 def _find_inner_key(place: int, key: Any) -> Any:
-    """Return the inner optimizer's name for a key of an entry, if it is for this coordinate tensor of the block."""
+    """Return the inner optimizer's name for a key of an entry; None if it belongs to another coordinate tensor."""
     number, slash, name = str(key).partition("/")
     if place > 0:
         return name if slash and number == str(place) else None
@@ -144,7 +144,7 @@ def _find_inner_key(place: int, key: Any) -> Any:
 
 
 class ExportedState:
-    """A state as it was handed out, so that edits to it are noticed.
+    """A state as it was exported, used to detect edits.
 
     Args:
         engine: the engine of the optimizer.
@@ -165,10 +165,10 @@ class ExportedState:
         }
 
     def apply_edits(self, engine: Engine) -> None:
-        """Give the optimizer what was written: other moments or coordinates, or none, which resets them.
+        """Apply what was written to the state: new moments or coordinates, or none, which resets them.
 
         Raises:
-            ValueError: for what cannot be changed this way. Nothing is changed then.
+            ValueError: if an edit is not possible. Nothing is changed then.
         """
         for parameter, new in engine.bound.find_replaced(engine.param_groups).items():
             if new in self.states and parameter not in self.states:  # its state was given to the new one
@@ -250,7 +250,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _write_over(before: Any, value: Any) -> Any:
-    """Return a new value, in the memory of the one before if it fits, since that may be part of a stack."""
+    """Return a new value, in the memory of the old one if it fits, since that may be part of a stack."""
     if not isinstance(value, Tensor):
         return value
     value = to_local(value)
@@ -309,7 +309,7 @@ class _SavedEntry:
 
 
 def read_about(entry: Mapping[str, Any], name: str = "a parameter") -> dict[str, Any]:
-    """Return the description in the state of a parameter; errors call it by ``name``."""
+    """Return the description in the state of a parameter; error messages refer to it as ``name``."""
     try:
         about: dict[str, Any] = json.loads(to_full(entry[ABOUT]).cpu().numpy().tobytes())
         has_place = type(about.get("place", 0)) is int
@@ -344,7 +344,7 @@ def parse_state_dict(engine: Engine, state_dict: dict[str, Any]) -> tuple[Restor
 
 @torch.no_grad()
 def rebind(engine: Engine) -> RestoredParts:
-    """Build the working parts for the parameters that the groups have now, some of which may be new."""
+    """Build the working parts for the groups' current parameters, some of which may be new."""
     groups = engine.param_groups
     before = [group.get("param_names") for group in groups]
     try:
@@ -372,7 +372,7 @@ def rebind(engine: Engine) -> RestoredParts:
 
 
 def _read_entries(state_dict: Any, engine: Engine) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """Return the checked state of each parameter in a state dict, and the state that belongs to none.
+    """Return the checked state of each parameter in a state dict, and the state that belongs to no parameter.
 
     Torch's tools leave out frozen parameters; these keep their current state.
     """
@@ -440,7 +440,7 @@ def _check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
             raise ValueError(
                 f"Block '{name}' has shape {tuple(there[name])} in the state dict, but {tuple(shape)} here."
             )
-    if list(here) != list(there):  # state goes by position
+    if list(here) != list(there):  # state is matched by position
         raise ValueError(
             f"The state dict has the parameters in another order: {list(there)}, but here {list(here)}. "
             "Give them to the optimizer in the order in which they were saved."
@@ -453,7 +453,7 @@ def _restore(
     others: Mapping[Any, Any],
     groups: Sequence[Group] | None = None,
 ) -> RestoredParts:
-    """Build the working parts that states describe over the groups' current parameters, without changing anything.
+    """Build the working parts that states describe for the groups' current parameters, without side effects.
 
     Args:
         engine: the engine of the optimizer.
@@ -525,7 +525,7 @@ def _restore_block(block: BoundBlock, saved: _SavedEntry) -> None:
 
 
 def _copy_local(state: Mapping[Any, Any] | None, original: Tensor, *, is_cut: bool) -> dict[Any, Any] | None:
-    """Copy the tensors of a state as this process holds them: only its rows if the parameter is cut by rows."""
+    """Copy the tensors of a state as this process holds them: only its rows if the parameter is sharded by rows."""
     if state is None:
         return None
 

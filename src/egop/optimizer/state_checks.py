@@ -1,4 +1,4 @@
-"""Check that the inner optimizers would keep and accept what a state dict has for them."""
+"""Check that the inner optimizers can use the state and settings in a state dict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_settings(
     """Raise ValueError for hyper-parameters that the inner optimizers could not work with.
 
     Args:
-        base: the classes that run inside.
+        base: the classes of the inner optimizers.
         groups: the parameter groups with the loaded hyper-parameters.
         current: the parameter groups of the optimizer, with hyper-parameters that work.
         inner: the optimizers built from ``groups``.
@@ -33,7 +33,7 @@ def check_settings(
         for key in group.keys() & target.keys() - {"params", "param_names"}:
             optimizer_class, name = base.find_setting(key)
             if not is_own_or_torch(optimizer_class) and name not in inspect.signature(optimizer_class).parameters:
-                continue  # a quantity that the optimizer keeps there, not a hyper-parameter
+                continue  # a value that the optimizer tracks there, not a hyper-parameter
             if expected := _describe_mismatch(group[key], target[key]):
                 raise ValueError(
                     f"Parameter group {index} of the state dict has {key}={group[key]!r:.80}. Must be {expected}."
@@ -50,7 +50,7 @@ def _check_accepted(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], group: Mapping[str, Any], index: int
 ) -> None:
     if not is_own_or_torch(optimizer_class):
-        return  # others may refuse a value that is right later in training, such as a learning rate of 0
+        return  # others may reject a value that is valid later in training, such as a learning rate of 0
     known = inspect.signature(optimizer_class).parameters
     settings = {key: value for key, value in group.items() if key in known and key != "params"}
     try:
@@ -63,13 +63,13 @@ def _check_accepted(
 
 
 class StateCheck:
-    """Compares loaded states with those that fresh inner optimizers keep for small tensors of the same kind.
+    """A comparison of loaded states with those that fresh inner optimizers keep for small tensors of the same kind.
 
-    The small tensors have at most two entries along each dimension, so this takes neither time nor memory.
+    The small tensors have at most two entries along each dimension, so this takes little time and memory.
 
     Args:
         inner: the optimizers, with the loaded hyper-parameters.
-        cast: whether parameters have another dtype than when the state was saved; torch then casts the state too.
+        cast: whether the parameters' dtype has changed since the state was saved; torch then casts the state too.
     """
 
     def __init__(self, inner: InnerOptimizers, *, cast: bool) -> None:

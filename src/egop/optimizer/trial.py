@@ -17,7 +17,7 @@ from egop.optimizer.hooks import step_inner
 from egop.optimizer.moments import find_leaves, has_only_vectors
 
 _ENTRIES, _STEPS = 12, 3
-_MORE_STEPS = 12  # some optimizers start like plain momentum
+_MORE_STEPS = 12  # enough for optimizers that start like plain momentum
 _MATRIX, _OTHER_MATRIX, _VECTOR = (4, 3), (3, 4), (12,)
 # Relative to the largest step. Sums in another order differ by rounding, about 1e-16 of the weights.
 _TOLERANCE = 1e-6
@@ -41,9 +41,9 @@ def try_optimizer(
 ) -> Trial:
     """Try an optimizer on a few numbers, without changing any global state.
 
-    An optimizer that treats all coordinates alike cannot see how they are arranged: numbers that are shuffled into
-    another shape get the same steps. Norms of the whole tensor may matter, since a rotation preserves them. If the
-    optimizer does not run here, because it is called differently or needs more, nothing is found.
+    The steps of an optimizer that treats all coordinates alike do not depend on their arrangement: numbers that are
+    shuffled into another shape get the same steps. Norms of the whole tensor may matter, since a rotation preserves
+    them. If the optimizer does not run here, because it is called differently or needs more, the trial finds nothing.
 
     Args:
         optimizer_class: the class.
@@ -66,7 +66,7 @@ def _try(optimizer_class: type[Optimizer], settings: Mapping[str, Any], hyperpar
     def build(parameter: Tensor) -> Optimizer:
         return optimizer_class([{**settings, "params": [parameter]}], **hyperparameters)
 
-    # Without compiling anything for these few numbers, and whatever the default device is.
+    # Do not compile anything for these few numbers, and ignore the default device.
     with warnings.catch_warnings(), RandomStream(0), torch.compiler.set_stance("force_eager"), torch.device("cpu"):
         warnings.simplefilter("ignore")
         matrix = _run(build, _MATRIX)
@@ -113,7 +113,7 @@ def _run(
         for gradient in gradients:
             parameter.grad = gradient.clone()
             step_inner(optimizer, loss) if closure else step_inner(optimizer)
-    except Exception:  # it will be raised again where it matters, in the first step of a training
+    except Exception:  # if it matters, the first training step raises it again
         return None
     moved = torch.empty_like(numbers[0])
     moved[order] = (parameter.detach() - start).flatten()
@@ -121,9 +121,9 @@ def _run(
 
 
 def _is_rotation_invariant(build: Callable[[Tensor], Optimizer]) -> bool:
-    """Return True if a rotated start and rotated gradients give the rotated steps, for rows and columns.
+    """Return True if rotating the start and the gradients rotates the steps, for both rows and columns.
 
-    An optimizer that keeps squares of gradients is assumed not to, since it may use them later.
+    An optimizer that keeps squared gradients is assumed not to be invariant, since it may use them later.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     numbers = torch.randn(1 + _MORE_STEPS, *_MATRIX, generator=generator, dtype=torch.float64, device="cpu")
@@ -150,10 +150,10 @@ def _is_rotation_invariant(build: Callable[[Tensor], Optimizer]) -> bool:
 
 
 def _draw_numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:
-    """Return a weight and its gradients, always the same ones, and the order of their entries.
+    """Return a fixed weight, its gradients, and the order of their entries.
 
-    Unshuffled, the gradients are orthogonal to the rows of the weight, as before a normalization layer: some optimizers
-    look at rows only then.
+    Unshuffled, the gradients are orthogonal to the rows of the weight, as before a normalization layer. Some optimizers
+    treat rows specially only in that case.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     rows = torch.randn(1 + _STEPS, *_MATRIX, generator=generator, dtype=torch.float64, device="cpu")
@@ -165,7 +165,7 @@ def _draw_numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:
 
 
 def _find_other_state(state: Mapping[str, Any]) -> str:
-    """Describe state that is neither a single number nor of the weight's size, such as factors of rows and columns."""
+    """Describe state that is neither a single number nor of the weight's size, such as row and column factors."""
     for key, value in state.items():
         for path, leaf in find_leaves(key, value):
             if not isinstance(leaf, Tensor):

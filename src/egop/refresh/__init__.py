@@ -1,6 +1,6 @@
-"""Refreshes: estimate a basis again every so often, or keep it current from the training gradients.
+"""Refreshes: re-estimate a basis at regular intervals, or keep it current from the training gradients.
 
-A refresh of your own is a subclass of ``Refresh``, whose ``start`` creates a ``Refresher`` for each optimizer.
+To add a refresh, subclass ``Refresh``; its ``start`` creates a ``Refresher`` for each optimizer.
 """
 
 from egop.optimizer import Rebasable, Refresh, Refresher

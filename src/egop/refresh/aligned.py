@@ -18,7 +18,7 @@ from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
 from egop.refresh.eigenbases import align, renew_in_batches
 from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
 
-_CREATED = "created"  # saved for each block: whether it was created here
+_CREATED = "created"  # saved for each block: whether this refresh created it
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Aligned(Refresh):
     map is known: ``egop.optim.Sinkhorn``, ``Sign``, and Adam, whose map divides by its second moment.
 
     Args:
-        every: number of steps between two changes of the rotation.
+        every: number of steps between updates of the rotation.
         side: which side of a weight is rotated, as in :class:`egop.Shared`.
         memory: memory limit for all rotations together.
 
@@ -86,7 +86,7 @@ class _AlignedRefresher(BlockCreatingRefresher):
         self.steps += 1
 
     def renew(self, optimizer: Rebasable) -> None:
-        """Rotate now, by the gradients of the current step; outside a step there are none to follow."""
+        """Rotate now, using the gradients of the current step. Outside a step there are none, so nothing happens."""
         stacks = [stack for stack in optimizer.stacks if stack.active and _can_align(stack.change)]
         if stacks:
             self._align(optimizer, stacks)
@@ -138,7 +138,7 @@ class _AlignedRefresher(BlockCreatingRefresher):
                 optimizer.rebase_stack(stack, slice(members[0], members[-1] + 1), tensors, "rotate")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies the recordings, which belong to the stacks of this optimizer."""
+        """Leave the recordings out of copies: they belong to the stacks of this optimizer."""
         return super().__getstate__() | {"_recorded": InPlaceGraph(_compute_rotations, Recorder())}
 
 

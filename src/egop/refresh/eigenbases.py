@@ -31,7 +31,7 @@ _SHIFT = 1e-6  # weight of the old basis, relative to the mean eigenvalue: it ke
 # For matrices wider than WIDE, `decompose_leading` computes LEADING eigenvectors: all of them would take minutes.
 WIDE, LEADING = 2048, 256
 
-_PROGRESS_AFTER = 5.0  # seconds of work from which on a progress bar is shown
+_PROGRESS_AFTER = 5.0  # show a progress bar if the work takes at least this many seconds
 # Rough seconds for a matrix of width n: a full decomposition takes _FULL n³, one of rank r takes _PARTIAL n² r.
 _FULL, _PARTIAL = 1e-10, 3e-10
 _GPU_SPEEDUP = 10  # over two CPU cores
@@ -46,7 +46,7 @@ def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
     The shift keeps weak directions close to the old ones. Directions whose gradient is only rounding error stay exactly
     where they are: they are orthonormalized first, so that no error of the others reaches them, and then moved last.
     """
-    with exact_products():  # with fewer digits the weak directions would change at random every time
+    with exact_products():  # with fewer digits, the weak directions would change randomly every time
         image = gram @ basis
         held = (basis * image).sum(-2, keepdim=True)
         noise = ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
@@ -85,10 +85,10 @@ def decompose(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tup
 
 
 def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the eigenvectors of a first basis; of wide matrices only the leading ones. Returns as :func:`iterate`.
+    """Compute the eigenvectors of a first basis, only the leading ones of wide matrices; returns as :func:`iterate`.
 
-    Power iterations find the others later. A layer with fewer rows has no more than these, since directions without any
-    gradient come last in arbitrary order.
+    Power iterations find the others later. A layer with fewer rows has no others: directions without any gradient come
+    last, in arbitrary order.
     """
     if gram.shape[-1] <= WIDE:
         return decompose(gram, basis, on_done)
@@ -99,8 +99,8 @@ def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None
 def align(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the orthonormal factor of ``basis @ image``; returns as :func:`iterate`.
 
-    A small multiple of the old basis is added. So where the image has no full rank, directions stay as close to the old
-    ones as possible and are not determined by rounding.
+    A small multiple of the old basis is added. If the image does not have full rank, the other directions then stay as
+    close to the old ones as possible instead of being determined by rounding.
     """
     with exact_products():
         lengths = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
@@ -115,7 +115,7 @@ def align(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
-    """Return True for each new basis that is finite and maps a few vectors, taken from the old one, there and back."""
+    """Return True for each new basis that is finite and maps a few test vectors from the old one there and back."""
     probes = old[..., :_PROBES]
     with exact_products():
         error = fresh @ (fresh.mT @ probes) - probes
@@ -152,7 +152,7 @@ def renew_in_batches(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -
         small = sum(pairs[index][0].nbytes for index in indices) <= SMALL_NETWORK_BYTES
         for group in [indices] if small else [[index] for index in indices]:
             grams, bases = (_concatenate(side) for side in zip(*(pairs[index] for index in group), strict=True))
-            most = max(1, SMALL_NETWORK_BYTES // grams[0].nbytes)  # larger batches would be no faster, and take memory
+            most = max(1, SMALL_NETWORK_BYTES // grams[0].nbytes)  # larger batches are no faster and take more memory
             parts = [_renew_or_keep(renewal, *part) for part in zip(grams.split(most), bases.split(most), strict=True)]
             sizes = [len(pairs[index][0]) for index in group]
             fresh, sound = (_concatenate(side).split(sizes) for side in zip(*parts, strict=True))
@@ -162,7 +162,7 @@ def renew_in_batches(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -
 
 @contextlib.contextmanager
 def show_progress(matrices: Sequence[Tensor], *, is_leading: bool) -> Iterator[OnDone]:
-    """Show a progress bar if decomposing these matrices takes long; yield what to call after each of them."""
+    """Show a progress bar if decomposing these matrices takes long; yield a function to call after each of them."""
     seconds = estimate_seconds(matrices, is_leading=is_leading)
     widest = max((matrix.shape[-1] for matrix in matrices), default=0)
     text = f"First bases: {len(matrices)} up to {widest} wide, about {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Every: a basis that is estimated again every so many steps."""
+"""Every: a basis that is re-estimated at regular intervals."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
 
 @dataclass(frozen=True)
 class Every(Refresh):
-    """A refresh that estimates the basis again every so many steps, at the current point: the paper's periodic variant.
+    """A refresh that re-estimates the basis at the current point at regular intervals: the paper's periodic variant.
 
     Args:
-        every: number of steps between two estimates.
+        every: number of steps between estimates.
         objective: the objective whose gradients are sampled. It must use the model that is trained, not a copy.
-        rho: where points are drawn; by default at the current parameters, where gradients differ by their batches.
+        rho: distribution of the points; by default all are at the current parameters, and gradients differ by their
+            batches.
         samples: number of points; by default what the structures ask for.
         partition: which parameters form a block, if the optimizer has no basis to start with.
         structure: the structure of the blocks, if the optimizer has no basis to start with.
         memory: memory limit for all bases together, if the optimizer has no basis to start with.
         moments: what happens to the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
-        seed: seed of the sampling; each renewal combines it with its number.
+        seed: seed for sampling; each renewal combines it with its own index.
         progress: whether to show a progress bar while sampling.
 
     Example:
@@ -111,7 +112,7 @@ class _EveryRefresher(Refresher):
         except (torch.linalg.LinAlgError, FloatingPointError) as error:
             self.count_error(error)
         except NoGradientError as error:
-            if is_first:  # a mistake; later it means that the loss has reached its minimum
+            if is_first:  # a mistake here; later it means that the loss has reached its minimum
                 raise
             self.count_error(error)
         else:

@@ -15,14 +15,14 @@ from egop.numerics import InPlaceGraph, Recorder
 from egop.optimizer import BoundBlock, Stack, Stacks
 
 BlockRange = tuple[Stack, slice]  # consecutive blocks of a stack
-_PREFIX = "gram/"  # of the names under which the matrices are saved
+_PREFIX = "gram/"  # prefix of the names under which the matrices are saved
 
 
 class GramMatrices:
     """Running means of the Gram matrices of every block that has received a gradient.
 
-    If a gradient's Gram matrix overflows (from gradients of 1e19 on in float32), the next renewal of its block fails,
-    and the mean starts again with the gradient after that.
+    If a gradient's Gram matrix overflows (in float32, with gradients of about 1e19), the next renewal of its block
+    fails, and the mean starts again with the gradient after that.
 
     Args:
         decay: the decay of the running means.
@@ -43,7 +43,7 @@ class GramMatrices:
         self._add = InPlaceGraph(add_gradients, Recorder())
 
     def follow(self, stacks: Stacks) -> None:
-        """Arrange the matrices like these stacks. Must be called before any method that is given a stack."""
+        """Arrange the matrices like these stacks. Call this before any method that takes a stack."""
         if self._stacks is stacks:
             return
         self._stacked = {stack: self._arrange(stack) for stack in stacks if stack.change.is_renewable()}
@@ -93,7 +93,7 @@ class GramMatrices:
         return traces
 
     def forget(self, names: Iterable[str]) -> None:
-        """Start again with the next gradient of these blocks."""
+        """Discard the means of these blocks; their next gradients start new ones."""
         for name in names:
             del self.by_block[name]
         self._find_all_seen()
@@ -111,7 +111,7 @@ class GramMatrices:
             self.by_block[block.name] if self.has_seen(block) else _zero_grams(block.change) for block in stack.blocks
         ]
         if complete and stack.by_rows:
-            if not stack.is_first:  # totals are held by the first process, too
+            if not stack.is_first:  # the first process holds the totals too
                 exported = [
                     _zero_grams(block.change) if block.name in self._totals else grams
                     for block, grams in zip(stack.blocks, exported, strict=True)
@@ -157,7 +157,7 @@ class GramMatrices:
         return cls(decay, by_block, totals=by_block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies the stacks and recordings, which belong to this optimizer."""
+        """Leave the stacks and recordings out of copies: they belong to this optimizer."""
         own: dict[str, Any] = {"_stacks": None, "_stacked": {}, "_flat": {}, "_all_seen": set()}
         return self.__dict__ | own | {"_add": InPlaceGraph(add_gradients, Recorder())}
 
@@ -180,7 +180,7 @@ class GramMatrices:
         }
 
     def _update_blocks(self, stack: Stack) -> None:
-        """Update the blocks that have a gradient: at once if all of them have their first one, else one by one."""
+        """Update the blocks that have a gradient: together if it is the first one for all of them, else one by one."""
         stacked = self._stacked[stack]
         names = [stack.blocks[index].name for index in stack.active]
         known = [name in self.by_block for name in names]

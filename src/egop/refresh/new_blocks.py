@@ -1,4 +1,4 @@
-"""Blocks that a refresh creates itself: at the first step, and later for parameters that start training then."""
+"""Blocks that a refresh creates itself: at the first step, and later for parameters that start training late."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ class BlockChoice:
 
 
 class BlockCreatingRefresher(Refresher):
-    """A refresher that creates blocks in original coordinates; their first gradient is to give them their first basis.
+    """A refresher that creates blocks in original coordinates, to get their first basis from their first gradient.
 
-    Parameters start training late if they are unfrozen, or if their group is added. Which of them get a block follows
-    from the existing blocks, the roles and the settings, so that a resumed run decides the same. Only :attr:`created`
-    and :attr:`waiting` have to be saved.
+    Parameters start training late if they are unfrozen, or if their group is added. The existing blocks, the roles and
+    the settings determine which of them get a block, so a resumed run makes the same choice. Only :attr:`created` and
+    :attr:`waiting` have to be saved.
 
     Args:
         choice: which parameters get a block.
@@ -145,7 +145,7 @@ class BlockCreatingRefresher(Refresher):
         """
         self.created, self.waiting = set(created), set(waiting)
         self._has_chosen = False  # the first blocks
-        self._decided: set[str] = set()  # parameters that were considered already
+        self._decided: set[str] = set()  # parameters that have been considered already
         self._undecided: list[tuple[str, Tensor]] = []  # the others outside every block
         self._listed_for: tuple[Stacks, int] | None = None  # the stacks and the number of groups of that list
 
@@ -189,7 +189,7 @@ class BlockCreatingRefresher(Refresher):
             self.created, self._decided, self._listed_for = set(), set(), None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies what refers to the parameters of this optimizer."""
+        """Leave everything that refers to this optimizer's parameters out of copies."""
         return self.__dict__ | {"_undecided": [], "_listed_for": None}
 
     def _create_late(self, optimizer: Rebasable) -> None:
@@ -207,7 +207,7 @@ class BlockCreatingRefresher(Refresher):
             self._unrotated = self._unrotated | basis.unrotated
             if basis:
                 optimizer.add_blocks(basis)
-        except (MemoryError, ValueError) as error:  # not a reason to stop a running training
+        except (MemoryError, ValueError) as error:  # no reason to stop training
             warnings.warn(
                 f"Parameters that are trained from now on ({', '.join(late)}) get no basis: {error}", stacklevel=2
             )
@@ -259,7 +259,7 @@ def _partition_for(partition: Partition, everything: Sequence[str], wanted: Sequ
 
 
 def _structure_for(structure: StructureChoice, everything: Sequence[str], wanted: Sequence[str]) -> StructureChoice:
-    """Drop the patterns of block names that only match other blocks than the wanted ones."""
+    """Drop the block-name patterns that match none of the wanted blocks but do match others."""
     if not isinstance(structure, Mapping):
         return structure
     layers = [name.rpartition(".")[0] for name in everything]
@@ -267,7 +267,7 @@ def _structure_for(structure: StructureChoice, everything: Sequence[str], wanted
 
 
 def _applies(pattern: str, everything: Sequence[str], wanted: Sequence[str]) -> bool:
-    # A pattern that matches nothing at all is kept: it is a mistake, which the partition or the plan refuses.
+    # Keep a pattern that matches nothing at all: it is a mistake, and the partition or the plan raises an error.
     return bool(fnmatch.filter(wanted, pattern)) or not fnmatch.filter(everything, pattern)
 
 

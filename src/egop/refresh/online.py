@@ -49,7 +49,7 @@ class Online(Refresh):
     A frozen layer keeps its basis. If there is no weight to rotate, the first step warns.
 
     Args:
-        every: number of steps between two renewals of a block; with a tolerance, between two checks.
+        every: number of steps between renewals of a block; with a tolerance, between checks.
         decay: decay of the running means.
         structure: used if the optimizer has no basis to start with. A structure (``Kronecker``, ``Shared`` or
             ``Full``), a mapping from name patterns to structures, or ``"auto"``: for each weight ``Kronecker`` or
@@ -102,15 +102,15 @@ class _NewBases(NamedTuple):
     stack: Stack
     members: slice
     tensors: dict[str, Tensor]
-    sound: Tensor  # which of them are; the others are the old bases
+    sound: Tensor  # which new bases are sound; the others are the old bases
 
 
 class _OnlineRefresher(BlockCreatingRefresher):
     """The refresher of :class:`Online`.
 
-    On a GPU, only first bases are waited for. The device itself decides whether a new basis is sound, and the number of
-    failures reaches the host later. A failed renewal leaves the basis, coordinates and moments of its block unchanged;
-    if it was to give the first basis, the next gradient will.
+    On a GPU, the host waits for first bases only. The device itself decides whether a new basis is sound, and the
+    number of failures reaches the host later. A failed renewal leaves the basis, coordinates and moments of its block
+    unchanged; if this would have been its first basis, the next gradient provides one.
     """
 
     def __init__(self, config: Online, choice: BlockChoice) -> None:
@@ -120,12 +120,12 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self.turns: dict[str, int] = {}  # for each block the step, modulo `every`, in which it is renewed
         self._due: dict[int, list[tuple[Stack, list[int]]]] = {}  # the blocks by turn
         self._due_for: Stacks | None = None  # the stacks that these blocks are in
-        self._pending: list[_NewBases] = []  # bases that were computed and not yet installed
+        self._pending: list[_NewBases] = []  # bases that have been computed but not installed yet
         self._side_stream = SideStream()
         self._renewal = self._record_renewal()
 
     def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
-        """Return estimated eigenvalues of the Gram matrices, except for blocks of which this process has some rows."""
+        """Return estimated eigenvalues of the Gram matrices, except for blocks sharded over processes by rows."""
         self.wait_for_refresh(optimizer)
         return {
             block.name: {
@@ -224,7 +224,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self.grams, self.turns, self._due_for = GramMatrices(self.config.decay), {}, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies the stacks and recordings, which belong to this optimizer."""
+        """Leave the stacks and recordings out of copies: they belong to this optimizer."""
         recordings = {"_side_stream": SideStream(), "_renewal": self._record_renewal()}
         return super().__getstate__() | recordings | {"_due": {}, "_due_for": None}
 
@@ -270,7 +270,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
         return [] if is_current else ranges
 
     def _compute_first_bases(self, optimizer: Rebasable, ready: set[str]) -> None:
-        """Compute first bases from the first gradients; after one that is zero or not finite, wait for the next."""
+        """Compute first bases from the first gradients. If a gradient is zero or not finite, wait for the next one."""
         ranges: list[BlockRange] = []
         for stack in optimizer.stacks:
             if wanted := [index for index, block in enumerate(stack.blocks) if block.name in ready]:
@@ -300,7 +300,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
             }
 
     def _renew(self, ranges: list[BlockRange], renewal: Renewal) -> bool:
-        """Compute new bases; return True if a GPU does so alongside the training, until the next step installs them."""
+        """Compute new bases. Return True if a GPU computes them during training and the next step installs them."""
         inputs = [
             (stack, members, key, stack.summed(gram[members]), gram[members])
             for stack, members in ranges
@@ -314,7 +314,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
                 tensors, flags = {}, []
                 for _, _, key, _, gram in matrices:
                     tensors[key], sound = next(results)
-                    # Zero what is not finite, which would never leave the running mean.
+                    # Replace non-finite values by zeros: they would never leave the running mean.
                     torch.where(sound[..., None, None], gram, gram.new_zeros(()), out=gram)
                     flags.append(sound)
                 sound = torch.stack(flags).all(0)
@@ -371,6 +371,6 @@ def _refine_first_bases(new: _NewBases) -> _NewBases:
 
 
 def _list_sound_blocks(sound: Tensor) -> list[bool]:
-    """Return for each block whether all its matrices are sound; a block of experts has several per side."""
+    """Return, for each block, whether all its matrices are sound. A block of experts has several per side."""
     flags: list[bool] = sound.flatten(1).all(1).tolist() if sound.dim() > 1 else sound.tolist()
     return flags

@@ -78,7 +78,7 @@ class EigenAccumulator(Accumulator):
 
 
 class StackAccumulator(Accumulator):
-    """Accumulator for a stack of matrices: one accumulator per matrix.
+    """Accumulator for a stack of matrices, with one accumulator per matrix.
 
     The spectrum is that of all matrices side by side.
 
@@ -128,7 +128,7 @@ def check_count(count: int, block: Block) -> None:
 
 
 def judge_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
-    """Return the reliability of a spectrum from the anisotropy of each side; None if unknown."""
+    """Compute the reliability of a spectrum from the anisotropy of each side; None if unknown."""
     known = [side for side in sides if side is not None]
     return sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None
 

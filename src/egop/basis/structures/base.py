@@ -24,14 +24,14 @@ class ChangeOfBasis(abc.ABC):
     """The linear change of coordinates of one block.
 
     ``decode`` maps coordinates to the block's tensors, ``encode`` is its adjoint, and ``decode(encode(x)) == x``.
-    Gradients and starting points both go through ``encode``. Both methods accept extra leading dimensions, one point
-    each. A stacked change of basis has such a dimension itself, one basis each.
+    Gradients and starting points both go through ``encode``. Both methods accept extra leading dimensions, which index
+    points. A stacked change of basis has a leading dimension of its own, which indexes bases.
 
     Args:
         block: the parameters it applies to.
-        tensors: the bases, by name: everything there is to save, move or stack. Their shapes are checked here, and
+        tensors: the bases, by name: everything that is saved, moved or stacked. Their shapes are checked here and
             nowhere else.
-        settings: plain values that belong to it, if the structure has any.
+        settings: plain values that the structure adds, if any.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(3)})
@@ -59,7 +59,7 @@ class ChangeOfBasis(abc.ABC):
                 f"{cls.__qualname__} has the kind '{cls.kind}' of {known.__module__}.{known.__qualname__}: a saved "
                 "basis could not tell them apart. Give it another kind."
             )
-        CHANGE_TYPES[cls.kind] = cls  # a notebook may define it again
+        CHANGE_TYPES[cls.kind] = cls  # a notebook may define the class again
 
     def __init__(self, block: Block, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> None:
         self.block = block
@@ -100,7 +100,7 @@ class ChangeOfBasis(abc.ABC):
         """Floating-point operations of one encode and one decode."""
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """Return for each basis the rows of one gradient whose outer products it diagonalizes; None if it does not.
+        """Return, for each basis, the rows of a gradient whose outer products it diagonalizes; None if there are none.
 
         The sum of their outer products, ``rows.mT @ rows``, is the Gram matrix that an online basis follows.
         """
@@ -112,19 +112,19 @@ class ChangeOfBasis(abc.ABC):
         return cls.rows is not ChangeOfBasis.rows
 
     def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
-        """Return the rotation from another one's coordinates to these, one matrix per basis; None if there is none."""
+        """Return the rotation from ``old``'s coordinates to these, one matrix per basis; None if there is none."""
         return None
 
     @property
     def has_rotation(self) -> bool:
-        """True if :meth:`rotation_from` returns one."""
+        """True if :meth:`rotation_from` returns a rotation."""
         return type(self).rotation_from is not ChangeOfBasis.rotation_from
 
     def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
-        """Apply the result of :meth:`rotation_from` to another one's coordinates.
+        """Apply the result of :meth:`rotation_from` to the coordinates in the other basis.
 
-        If independent coordinates have variances s, those rotated by T have variances (T∘T) s. So the same map with
-        each rotation squared entry by entry rotates second moments.
+        If independent coordinates have variances s, those rotated by T have variances (T∘T) s. To rotate second
+        moments, apply the same map with each rotation squared entry by entry.
         """
         raise TypeError(f"{self.kind} has no rotation of its coordinates.")
 
@@ -161,7 +161,7 @@ class ChangeOfBasis(abc.ABC):
 
     @classmethod
     def stack(cls, changes: Sequence[Self]) -> Self:
-        """Stack several of one kind and shape along a new leading dimension; a single one is not copied."""
+        """Stack changes of basis of one kind and shape along a new leading dimension. A single one is not copied."""
         first = changes[0]
         if len(changes) == 1:
             return first.with_tensors({name: tensor.unsqueeze(0) for name, tensor in first.tensors.items()})
@@ -175,7 +175,7 @@ class ChangeOfBasis(abc.ABC):
         return self.with_tensors({name: tensor[members] for name, tensor in self.tensors.items()})
 
     def describe(self) -> dict[str, Any]:
-        """Return everything but the tensors as plain values, from which it can be rebuilt."""
+        """Return everything except the tensors as plain values, from which the change of basis can be rebuilt."""
         return {
             "name": self.block.name,
             "structure": self.kind,
@@ -188,7 +188,7 @@ class ChangeOfBasis(abc.ABC):
         }
 
     def matches(self, other: ChangeOfBasis) -> bool:
-        """Return True if the other one is of the same kind, for the same parameters."""
+        """Return True if ``other`` is of the same kind and for the same parameters."""
         return (
             type(self) is type(other)
             and self.settings == other.settings
@@ -196,12 +196,12 @@ class ChangeOfBasis(abc.ABC):
         )
 
     def equals(self, other: Self) -> bool:
-        """Return True if the other one's tensors are exactly the same in this one's precision."""
+        """Return True if ``other`` has exactly the same tensors in this one's precision."""
         return all(torch.equal(tensor, other.tensors[name].to(tensor)) for name, tensor in self.tensors.items())
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What two changes of basis must have in common to be stacked."""
+        """The properties that changes of basis must share to be stacked."""
         parts = sorted((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in self.tensors.items())
         settings = tuple(sorted(self.settings.items()))
         layout = self.block.shapes, self.block.transposed, self.block.stacked
@@ -216,24 +216,24 @@ class Cost(NamedTuple):
 
 
 class Statistic(Protocol):
-    """A running statistic of gradients that several processes can combine, each having seen some of them."""
+    """A running statistic of gradients that can be combined over processes, each of which has seen some of them."""
 
     def holding(self) -> Holding:
-        """Return what this process has of it."""
+        """Describe the part that this process holds."""
 
     def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Do everything that may fail in advance: an error in :meth:`collect` would leave other processes waiting."""
+        """Do in advance everything that may fail: an error in :meth:`collect` would leave other processes waiting."""
 
     def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Combine it in the owner's process, on its device. All processes call this together."""
+        """Combine the parts in the owner's process, on its device. All processes must call this together."""
 
 
 class Accumulator(abc.ABC):
-    """Collects a block's gradients, in any order and chunking, and turns them into a basis."""
+    """A collector of a block's gradients, in any order and chunking, that turns them into a basis."""
 
     @abc.abstractmethod
     def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add gradients: for each parameter of the block a stack, one sample each."""
+        """Add gradients: for each parameter of the block, a stack with one entry per sample."""
 
     @abc.abstractmethod
     def merge(self, other: Self) -> None:
@@ -244,11 +244,11 @@ class Accumulator(abc.ABC):
         """Return the spectrum (None if the structure has none) and the change of basis."""
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        """Return eigenvalues and eigenvectors (columns) of each decomposed matrix, by which two halves are compared."""
+        """Return the eigenvalues and eigenvectors (columns) of each decomposed matrix."""
         return []
 
     def statistics(self) -> Sequence[Statistic]:
-        """Return everything it has seen, as statistics that several processes can combine."""
+        """Return everything seen so far, as statistics that several processes can combine."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say how several processes combine what they have seen. "
             "Implement its method statistics(), or estimate in one process."
@@ -257,7 +257,7 @@ class Accumulator(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Structure(abc.ABC):
-    """How the basis of a block is built: configuration only.
+    """Configuration of how a block's basis is built.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
@@ -301,7 +301,7 @@ class Structure(abc.ABC):
         return Cost(bytes=change.nbytes, flops=change.cost_per_step)
 
     def mixes_rows(self, block: Block) -> bool:
-        """Return True if it mixes the rows of a block's tensors."""
+        """Return True if the structure mixes the rows of a block's tensors."""
         return not self.empty_change(block).is_rowwise
 
     def empty_change(self, block: Block) -> ChangeOfBasis:

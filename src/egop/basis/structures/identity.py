@@ -24,7 +24,7 @@ from egop.basis.structures.views import (
 
 
 class IdentityChange(ChangeOfBasis):
-    """Coordinates equal to the tensors, kernels as matrices: optimizers of matrices step them as in other bases."""
+    """The identity. Kernels become matrices, so that matrix optimizers step them as in other bases."""
 
     kind = "Identity"
     is_rowwise = True
@@ -63,7 +63,7 @@ def _is_kernel(block: Block) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity(Structure):
-    """Leave the block in its original coordinates.
+    """The structure that leaves a block in its original coordinates.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))

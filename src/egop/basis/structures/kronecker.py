@@ -67,7 +67,9 @@ class KroneckerChange(ChangeOfBasis):
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Structure):
-    """V = Q_L ⊗ Q_R, the eigenvectors of the mean of G Gᵀ and of Gᵀ G; experts have one each.
+    """One basis for each side of a weight: V = Q_L ⊗ Q_R, the eigenvectors of the means of G Gᵀ and Gᵀ G.
+
+    Each expert of a stack has its own bases.
 
     Example:
         >>> loss = lambda weight: weight.square().sum()

@@ -118,7 +118,7 @@ class Auxiliary(_LowRank):
     Args:
         rank: the number of eigenvectors.
         power_iterations: power iterations of the randomized SVD that finds them.
-        seed: the seed of its random start.
+        seed: seed for the random start of the SVD.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.zeros(50)})
@@ -132,12 +132,12 @@ class Auxiliary(_LowRank):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced(_LowRank):
-    """Only the span of the leading eigenvectors is trained. With SGD this is low-rank gradient descent.
+    """The span of the leading eigenvectors; nothing outside it is trained. With SGD this is low-rank gradient descent.
 
     Args:
         rank: the number of eigenvectors.
         power_iterations: power iterations of the randomized SVD that finds them.
-        seed: the seed of its random start.
+        seed: seed for the random start of the SVD.
         keep_rest: keep the part of the starting point outside the span. If False, creating the optimizer drops it, so
             that θ = V θ̃ as in the paper.
 

@@ -17,11 +17,11 @@ from egop.numerics import random_orthonormal
 
 @dataclass(frozen=True, kw_only=True)
 class RandomRotation(Structure):
-    """A uniformly distributed orthogonal basis; no gradients are sampled.
+    """A uniformly distributed orthogonal basis. No gradients are sampled.
 
     Args:
         seed: the seed, which is combined with the name of each block.
-        like: the structure of the random basis, so that the control differs from the method in nothing else.
+        like: the structure to imitate, so that the control differs from the method in nothing else.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda weight: weight.sum(), {"weight": torch.zeros(5, 2)})
@@ -36,7 +36,7 @@ class RandomRotation(Structure):
 
     @property
     def joint(self) -> bool:  # type: ignore[override]
-        """As in the structure it is like."""
+        """The ``joint`` attribute of the imitated structure."""
         return self.like.joint
 
     def check(self, block: Block) -> None:

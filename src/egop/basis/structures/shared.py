@@ -27,7 +27,7 @@ from egop.numerics import OuterProducts
 Side = Literal["input", "output", "smaller"]
 
 # The paper asks for this many rows or kernels in every layer. The rows of one gradient may be nearly the same, so there
-# is also a minimum number of gradients, the one that the lab's prediction study draws.
+# is also a minimum number of gradients, as many as the lab's prediction study draws.
 ROWS_WANTED = 1000
 DRAWS_WANTED = 64
 
@@ -81,7 +81,9 @@ class SharedChange(ChangeOfBasis):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Structure):
-    """One basis for all rows of a weight: (I ⊗ V), V of the size of one row or kernel; experts have one each.
+    """One basis for all rows of a weight: I ⊗ V, where V has the size of one row or kernel.
+
+    Each expert of a stack has its own basis.
 
     Every row of a gradient contributes to the basis, so few draws are needed: enough for 1000 rows in every layer.
     If the rows of a gradient are nearly the same, this is too few, and :func:`egop.estimate` warns.

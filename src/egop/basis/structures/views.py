@@ -22,12 +22,12 @@ def rows_times(vector: Tensor, matrix: Tensor) -> Tensor:
 
 
 def as_tuple(tensors: Tensor | Sequence[Tensor]) -> Coordinates:
-    """Return the tensors as a tuple; a single one may be given as it is."""
+    """Return the tensors as a tuple; a single tensor becomes a tuple of one."""
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
 def flatten(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
-    """Concatenate the block's tensors to one vector, keeping extra leading dimensions."""
+    """Concatenate the block's tensors into one vector, keeping extra leading dimensions."""
     tensors = as_tuple(tensors)
     if len(tensors) != len(block.shapes):
         raise ValueError(f"Block '{block.name}' has {len(block.shapes)} tensor(s), got {len(tensors)}.")
@@ -59,7 +59,7 @@ def as_matrix(tensors: Tensor | Sequence[Tensor], block: Block) -> Tensor:
     (shape,), (stacked,) = block.shapes, block.stacked
     beyond = tensor.dim() - len(shape)
     if tensor.shape[max(beyond, 0) :] != shape:
-        flatten(tensor, block)  # raises the error
+        flatten(tensor, block)  # raises the error about the shape
     leading, sizes = tensor.shape[: beyond + stacked], shape[stacked:]
     if groups := block.transposed[0]:
         tensor = tensor.reshape(*leading, groups, sizes[0] // groups, *sizes[1:]).transpose(
