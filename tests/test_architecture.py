@@ -22,7 +22,7 @@ PACKAGE = Path(egop.__file__).parent
 TESTS = Path(__file__).parent
 
 # The rooms, from the ground up: each may use what the ones before it offer. Some are single files.
-ROOMS = [
+PACKAGES = [
     "distributed",
     "formatting",
     "plots",
@@ -77,13 +77,13 @@ def room_of(path):
 
 
 def test_every_file_is_in_a_room():
-    assert {room_of(path) for path in FILES} == set(ROOMS)
+    assert {room_of(path) for path in FILES} == set(PACKAGES)
 
 
 def test_the_tests_are_laid_out_as_the_rooms_are():
     """Beside the rooms' folders: ``clients``, the frameworks that the optimizer runs in."""
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
-    assert folders == {*(room for room in ROOMS if (PACKAGE / room).is_dir()), "clients"}
+    assert folders == {*(room for room in PACKAGES if (PACKAGE / room).is_dir()), "clients"}
     assert (TESTS / "test_recipes.py").exists()
     assert (TESTS / "test_reference.py").exists()
 
@@ -99,8 +99,8 @@ def check_imports(path):
         if name.partition(".")[0] != "egop" or name == "egop.__version__":
             continue
         room, *rest = name.split(".")[1:] or [""]
-        assert room in ROOMS, f"{path} imports {name}: rooms use each other, not the front door"
-        assert ROOMS.index(room) <= ROOMS.index(own), f"{path} imports {name}, which comes later"
+        assert room in PACKAGES, f"{path} imports {name}: rooms use each other, not the front door"
+        assert PACKAGES.index(room) <= PACKAGES.index(own), f"{path} imports {name}, which comes later"
         if room != own:
             assert len(rest) == 1, f"{path} imports {name}, from inside another room"
             assert rest[0] in offered(room), f"{path} imports {name}, which that room does not offer"
@@ -134,7 +134,7 @@ def test_the_check_sees_an_import_that_is_not_right(monkeypatch, tmp_path, file,
         check_imports(Path(file))
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", PACKAGES)
 def test_every_room_says_what_it_is_for_and_is_on_the_plan(room):
     module = importlib.import_module(f"egop.{room}")
     assert 2 <= len(module.__doc__.strip().splitlines()) <= 6
