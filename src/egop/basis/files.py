@@ -104,9 +104,9 @@ def _read(file: Any, metadata: Mapping[str, str]) -> Content:
         raise ValueError("its header has more lists than names.")
     header = json.loads(text)
     names = list(file.keys())
-    empty = _parse(header, {name: _read_size(file, name) for name in names})  # refuses most files by their sizes
+    empty = _parse(header, {name: _read_size(file, name) for name in names})  # rejects most bad files by their sizes
     for change in empty.changes:
-        for key, tensor in change.tensors.items():  # refuses large files without content
+        for key, tensor in change.tensors.items():  # rejects large files without content
             row = file.get_slice(f"{change.block.name}/{key}")[(slice(0, 1),) * (tensor.dim() - 1)]
             length = float(torch.linalg.vector_norm(row.double()))
             if not length < 1.01 or (length < 0.99 and tensor.shape[-2] == tensor.shape[-1]):

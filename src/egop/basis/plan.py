@@ -233,7 +233,7 @@ def _drop_full(options: list[_Option]) -> list[_Option]:
 
 
 def _make_option(structure: Structure, block: Block, padded: Collection[str] = ()) -> _Option | None:
-    """Return what a structure costs on a block, or None if it does not apply or exceeds a limit."""
+    """Return what a structure costs for a block, or None if it does not apply or exceeds a limit."""
     try:
         pieces = _split_block(block, structure, padded)
         for piece, own in pieces.items():

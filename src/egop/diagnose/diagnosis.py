@@ -217,9 +217,10 @@ def diagnose(
     """Race AdamW against egop's optimizers on copies of the model and say which one to use.
 
     The candidates are AdamW, :class:`egop.EGOP` with and without its rotation, and AdamW with :class:`egop.Online`. For
-    each one, runs of 8 % of the planned training search the learning rate, and runs of 20 % repeat the best two rates.
-    All runs have warm-up and decay. A candidate is advised if it reaches AdamW's final loss in less time. The model,
-    its gradients and the random state are left unchanged, even after Ctrl-C, which returns the results so far.
+    each one, runs of 8 % of the planned training search for the best learning rate, and runs of 20 % repeat the best
+    two rates. All runs have warm-up and decay. A candidate is advised if it reaches AdamW's final loss in less time.
+    The model, its gradients and the random state are left unchanged, even after Ctrl-C, which returns the results so
+    far.
 
     Copies train in the mode that the model is in: call ``model.train()`` first.
 

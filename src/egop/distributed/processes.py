@@ -137,7 +137,7 @@ def gather_rows(
         owner: rank of the process that receives them.
         rows: rows of this process.
         holdings: description of what each process holds.
-        device: where the owner wants them.
+        device: device on which the owner wants them.
         take: called in the owner's process with each tensor in turn. An error in it is raised after the other processes
             have sent everything.
     """

@@ -112,7 +112,6 @@ def invert_lower_triangular(lower: Tensor) -> Tensor:
 
 
 def _diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
-    """Return views of the square blocks along the diagonal."""
     count = matrices.shape[-1] // size
     squares: Tensor = matrices.unflatten(-1, (count, size)).unflatten(-3, (count, size))
     return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

@@ -143,7 +143,6 @@ class ElementwiseOps:
         return _load_kernels(weight.device) if aligned else None
 
     def _address(self, kernels: ModuleType, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the addresses of tensors for a kernel."""
         key = tuple(tensor.data_ptr() for tensor in tensors)
         if key not in self._addresses:
             found: Tensor = kernels.addresses(tensors)

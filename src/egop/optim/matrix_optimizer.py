@@ -284,5 +284,4 @@ def _is_small(parts: Sequence[Part]) -> bool:
 
 
 def _as_matrices(tensors: Tensor, *, last: bool) -> Tensor:
-    """View a stack of weights as a stack of matrices."""
     return tensors if last or tensors.dim() == 3 else tensors.flatten(2)

@@ -354,7 +354,7 @@ class BoundParameters:
         return [(tensor.dtype, tensor.device) for tensor in tensors] == self.kinds
 
     def find_names(self, groups: Groups) -> list[str]:
-        """Return the names of the groups' current parameters: new ones take the name of their position."""
+        """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""
         tensors = _list_parameters(groups)
         if len(tensors) != len(self.tensors):
             raise ValueError("Their number has changed: add parameters by optimizer.add_param_group.")

@@ -79,7 +79,7 @@ class Engine:
             if not reasons:  # a state was loaded, so nothing was chosen here
                 try:
                     plan = self.refresher.plan(self)
-                except (MemoryError, ValueError):  # as with a smaller memory= than before
+                except (MemoryError, ValueError):  # for example, memory= is smaller than before
                     plan = None
                 reasons = {} if plan is None else plan.unrotated
         return {name: reason for name, reason in reasons.items() if name not in inside}

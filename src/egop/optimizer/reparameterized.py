@@ -303,12 +303,12 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     def train(self) -> Callable[[], None]:
-        """The inner optimizer's ``train`` method, if it has one: switch to the training weights (schedule-free)."""
+        """The inner optimizer's ``train`` method, if it has one: switch a schedule-free optimizer to training."""
         return self._mode("train")
 
     @property
     def eval(self) -> Callable[[], None]:
-        """The inner optimizer's ``eval`` method, if it has one: switch to the weights to evaluate and save."""
+        """The inner optimizer's ``eval`` method, if it has one: switch to the weights for evaluating and saving."""
         return self._mode("eval")
 
     def _mode(self, name: str) -> Callable[[], None]:
@@ -329,7 +329,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @outside_inference_mode
     def renew_basis(self) -> None:
-        """Renew the basis now, from scratch, in the way of ``refresh``."""
+        """Renew the basis now, from scratch, using ``refresh``."""
         if self.refresher is None:
             raise RuntimeError(
                 "This optimizer has no refresh=, so it does not know how to renew a basis. See egop.Every."

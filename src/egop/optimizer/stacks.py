@@ -354,7 +354,6 @@ class Stacks:
 
 
 def _multiply(method: str, part: Part) -> Products:
-    """Encode or decode one stack."""
     change, tensors, slots = part
     results = getattr(change, method)(tensors)
     if slots:

@@ -83,7 +83,7 @@ class StateCheck:
         Args:
             state: what was loaded; None before the first step.
             tensor: the tensor that the inner optimizer steps.
-            label: the block or parameter, for errors.
+            label: the block or parameter, for error messages.
 
         Raises:
             ValueError: if the state does not fit the tensor.

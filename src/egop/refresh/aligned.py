@@ -150,7 +150,7 @@ def _compute_rotations(optimizer: Rebasable, stacks: Sequence[Stack], settings: 
 def _compute_image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
     """Return A = M f(M)ᵀ for the active blocks of a stack, in coordinates, and their rotations R.
 
-    The momentum itself is R M, so the orthonormal factor of R A is that of the formula in :class:`Aligned`.
+    The momentum itself is R M, so R A has the same orthonormal factor as the formula in :class:`Aligned`.
     """
     (momentum,), (mapped,) = optimizer.lookahead(stack)
     change, _ = stack.active_part()

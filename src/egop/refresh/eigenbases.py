@@ -80,12 +80,12 @@ def iterate(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompose(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
-    """Compute all eigenvectors from scratch; returns as :func:`iterate`."""
+    """Compute all eigenvectors from scratch; return the same as :func:`iterate`."""
     return _keep_sound(_decompose_each(gram, basis, lambda part: eigenbasis(part)[1], on_done), basis, gram)
 
 
 def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the eigenvectors of a first basis, only the leading ones of wide matrices; returns as :func:`iterate`.
+    """Compute the (for wide matrices: leading) eigenvectors of a first basis; return the same as :func:`iterate`.
 
     Power iterations find the others later. A layer with fewer rows has no others: directions without any gradient come
     last, in arbitrary order.
@@ -97,7 +97,7 @@ def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None
 
 
 def align(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the orthonormal factor of ``basis @ image``; returns as :func:`iterate`.
+    """Compute the orthonormal factor of ``basis @ image``; return the same as :func:`iterate`.
 
     A small multiple of the old basis is added. If the image does not have full rank, the other directions then stay as
     close to the old ones as possible instead of being determined by rounding.

@@ -21,7 +21,7 @@ _PREFIX = "gram/"  # prefix of the names under which the matrices are saved
 class GramMatrices:
     """Running means of the Gram matrices of every block that has received a gradient.
 
-    If a gradient's Gram matrix overflows (in float32, with gradients of about 1e19), the next renewal of its block
+    If a gradient's Gram matrix overflows (in float32, with gradients of 1e19 or more), the next renewal of its block
     fails, and the mean starts again with the gradient after that.
 
     Args:

@@ -93,7 +93,7 @@ class BlockChoice:
         return Basis(changes, unrotated=plan.unrotated)
 
     def check(self, optimizer: Rebasable) -> None:
-        """Raise an error if no basis can be renewed; warn if weights are chosen by guessed roles."""
+        """Raise an error if no basis can be renewed; warn if weights are chosen based on guessed roles."""
         kinds = sorted({block.change.kind for block in optimizer.blocks})
         if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
             raise ValueError(self._refusal(", ".join(kinds)))

@@ -314,7 +314,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
                 tensors, flags = {}, []
                 for _, _, key, _, gram in matrices:
                     tensors[key], sound = next(results)
-                    # Replace non-finite values by zeros: they would never leave the running mean.
+                    # Replace non-finite values with zeros: they would never leave the running mean.
                     torch.where(sound[..., None, None], gram, gram.new_zeros(()), out=gram)
                     flags.append(sound)
                 sound = torch.stack(flags).all(0)

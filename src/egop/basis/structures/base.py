@@ -209,7 +209,7 @@ class ChangeOfBasis(abc.ABC):
 
 
 class Cost(NamedTuple):
-    """The cost of a structure on a block: bytes of its basis, and floating-point operations per step."""
+    """The cost of a structure for a block: bytes of its basis, and floating-point operations per step."""
 
     bytes: int
     flops: int
@@ -281,7 +281,7 @@ class Structure(abc.ABC):
         """Return an empty accumulator."""
 
     def settings(self, block: Block) -> dict[str, Any]:
-        """Return the plain values that its changes of basis carry besides their tensors."""
+        """Return the plain values that its changes of basis store besides tensors."""
         return {}
 
     def change(self, block: Block, tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
@@ -296,7 +296,7 @@ class Structure(abc.ABC):
         """Raise ValueError if the structure does not apply to this block."""
 
     def cost(self, block: Block) -> Cost:
-        """Return the cost on a block, without building anything."""
+        """Return the cost for a block, without building anything."""
         change = self.empty_change(block)
         return Cost(bytes=change.nbytes, flops=change.cost_per_step)
 
