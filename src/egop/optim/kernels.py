@@ -18,8 +18,8 @@ _BLOCK = 1024  # entries for each program
 
 
 @triton.jit
-def _pointer_at(addresses, number):
-    """Return a pointer to the float32 tensor at this index of the list of addresses, which are multiples of 16."""
+def _at(addresses, number):
+    """Return the float32 tensor at a position of the list of addresses, which are multiples of 16."""
     return tl.multiple_of(tl.load(addresses + number), 16).to(tl.pointer_type(tl.float32))
 
 
@@ -31,14 +31,14 @@ def _update_moments(
     number = tl.program_id(1)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < size
-    gradient = tl.load(_pointer_at(addresses, number) + entries, inside, 0.0)
-    means = _pointer_at(addresses, count + number) + entries
+    gradient = tl.load(_at(addresses, number) + entries, inside, 0.0)
+    means = _at(addresses, count + number) + entries
     mean = tl.load(means, inside, 0.0)
     mean += fresh * (gradient - mean)
     tl.store(means, mean, inside)
     result = mean + fresh * (gradient - mean) if NESTEROV else mean
     if ADAM:
-        squares = _pointer_at(addresses, 2 * count + number) + entries
+        squares = _at(addresses, 2 * count + number) + entries
         square = second * tl.load(squares, inside, 0.0) + fresh_squares * gradient * gradient
         tl.store(squares, square, inside)
         result = result / (tl.sqrt_rn(square) + eps)
@@ -50,7 +50,7 @@ def _apply_updates(addresses, updates, scales, kept, size, matrices, area, BLOCK
     number = tl.program_id(1)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < size
-    weights = _pointer_at(addresses, number) + entries
+    weights = _at(addresses, number) + entries
     update = tl.load(updates + number.to(tl.int64) * size + entries, inside, 0.0).to(tl.float32)
     weight = tl.load(weights, inside, 0.0)
     scale = tl.load(scales + number * matrices + entries // area, inside, 0.0)
