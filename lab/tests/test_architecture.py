@@ -99,7 +99,7 @@ PACKAGES = {
     "theory": (),
     "builders": ("data",),
     "methods": ("builders", "muon"),
-    "race": ("models", "data", "muon"),
+    "race": ("models", "data", "muon", "builders"),
     "training": ("formatting", "files", "models", "data", "builders", "methods"),
     "experiments": ("formatting", "files", "plots", "models", "data", "theory", "builders", "methods", "training"),
     "bench": ("formatting", "files", "models", "data", "builders", "methods", "training"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from egop.numerics import (
     OuterProducts,
+    eigen,
     eigenbasis,
     leading_eigenbasis,
     orthonormality_error,
@@ -281,3 +282,39 @@ def test_leading_basis_captures_nearly_as_much_as_the_eigenvectors():
 def test_leading_basis_of_a_nonfinite_matrix_is_refused():
     with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
         leading_eigenbasis(torch.full((4, 4), torch.inf), 2)
+
+
+# --- null spaces: chosen by a rule, not by rounding ---
+
+
+def make_deficient_rows(noise=0.0):
+    """Make 6 rows of rank 4 with 40 entries, of which the first and four others are always zero."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 4, generator=generator, dtype=torch.float64) @ torch.randn(
+        4, 40, generator=generator, dtype=torch.float64
+    )
+    rows[:, [0, 7, 8, 20, 39]] = 0
+    return rows * (1 + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64))
+
+
+ROUTES = {
+    "matrix": lambda rows: eigenbasis(rows.mT @ rows)[1],
+    "rows": lambda rows: eigenbasis_from_rows(rows)[1],
+    "leading": lambda rows: leading_eigenbasis(rows.mT @ rows, 10),
+}
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("compute", ROUTES.values(), ids=list(ROUTES))
+def test_rounding_does_not_choose_a_null_space(compute, is_wide, monkeypatch):
+    if is_wide:
+        monkeypatch.setattr(eigen, "_WIDE_NULL_SPACE", 0)
+    one, other = compute(make_deficient_rows()), compute(make_deficient_rows(1e-15))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    torch.testing.assert_close(one.mT @ one, torch.eye(40, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compute", [ROUTES["matrix"], ROUTES["rows"]], ids=["matrix", "rows"])
+def test_inputs_that_are_always_zero_keep_their_axes(compute):
+    basis = compute(make_deficient_rows())
+    torch.testing.assert_close(basis[[0, 7, 8, 20, 39]].abs().amax(1), torch.ones(5, dtype=torch.float64))

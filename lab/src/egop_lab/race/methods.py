@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import egop
 from egop.optim import PolarAdam
+from egop_lab.builders import CombinedOptimizer
 from egop_lab.muon import Muon, NorMuon
 
 BASELINE = "AdamW"
@@ -56,19 +57,6 @@ class Setup:
         return {"betas": (0.9, beta2), **({"fused": True} if is_cuda else {})}
 
 
-class Together(Optimizer):
-    """Optimizers that step as one, each with its own parameters; its groups are theirs."""
-
-    def __init__(self, *parts: Optimizer) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step each optimizer once."""
-        for part in self.parts:
-            part.step(closure)
-
-
 def build_adamw(setup: Setup) -> Optimizer:
     """Build AdamW for all parameters; ``beta`` is its beta2."""
     return AdamW(setup.model.parameters(), **setup.shared, **setup.adamw(setup.beta))
@@ -84,7 +72,7 @@ def build_beside(setup: Setup, kind: Callable[..., Optimizer], **options: Any) -
     parameters = dict(setup.model.named_parameters())
     hidden = [parameters.pop(name) for name in setup.hidden]
     inside = kind(hidden, **setup.shared, **options)
-    return Together(inside, AdamW(parameters.values(), **setup.shared, **setup.adamw(setup.beta2)))
+    return CombinedOptimizer(inside, AdamW(parameters.values(), **setup.shared, **setup.adamw(setup.beta2)))
 
 
 def build_rotated(setup: Setup, kind: type[Optimizer], basis: Any = None, **options: Any) -> Optimizer:
