@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from egop.basis import Basis, Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, has_norm_layers, match
-from egop.distributed import is_sharded, to_local
+from egop.distributed import is_sharded, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam
@@ -297,14 +297,13 @@ class EGOP(Optimizer):
             own = {name: group[name] for name in ("betas", "every", "update_rms")} | {"matrices_last": key[1]}
             settings.update(self._engine.defaults | own | _numbers(group))
             weights, gradients = [], []
-            for parameter in parameters:
-                gradient = _dense_gradient(parameter)
-                weight = self._find_master(parameter)
+            for parameter, gradient in zip(parameters, _dense_gradients(parameters), strict=True):
+                weight = parameter
+                if parameter.dtype in (torch.float16, torch.bfloat16):
+                    weight, gradient = self._find_master(parameter), gradient.float()
+                    copies.append((parameter, weight))
                 # The engine steps the copy of a weight in half precision, with the state of the weight itself.
                 self._engine.state[weight] = self.state[parameter]
-                if weight is not parameter:
-                    gradient = gradient.float()
-                    copies.append((parameter, weight))
                 if is_sharded(weight):
                     self._engine.step_sharded(settings, weight, gradient)
                 else:
@@ -317,9 +316,7 @@ class EGOP(Optimizer):
             to_local(parameter).copy_(to_local(weight))
 
     def _find_master(self, parameter: Tensor) -> Tensor:
-        """Return the float32 copy of a weight in half precision, and any other weight itself."""
-        if parameter.dtype not in (torch.float16, torch.bfloat16):
-            return parameter
+        """Return the float32 copy of a weight in half precision."""
         state = self.state[parameter]
         if "master" not in state:
             state["master"] = parameter.detach().float()
@@ -332,18 +329,18 @@ class EGOP(Optimizer):
     def _step_adamw(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         if not parameters:
             return
-        gradients = [to_local(_dense_gradient(parameter)) for parameter in parameters]
-        states = [self._start_adamw(parameter, fused=bool(group["fused"])) for parameter in parameters]
+        fused = group["fused"]
+        states = [self.state[parameter] or self._start_adamw(parameter, fused=fused) for parameter in parameters]
         numbers = _numbers(group)
         adamw(
-            [to_local(parameter) for parameter in parameters],
-            gradients,
-            [to_local(state["exp_avg"]) for state in states],
-            [to_local(state["exp_avg_sq"]) for state in states],
+            to_local_parts(parameters),
+            to_local_parts(_dense_gradients(parameters)),
+            to_local_parts([state["exp_avg"] for state in states]),
+            to_local_parts([state["exp_avg_sq"] for state in states]),
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
-            fused=group["fused"],
+            fused=fused,
             has_complex=any(parameter.is_complex() for parameter in parameters),
             amsgrad=False,
             beta1=group["betas"][0],
@@ -354,13 +351,12 @@ class EGOP(Optimizer):
             maximize=False,
         )
 
-    def _start_adamw(self, parameter: Tensor, *, fused: bool) -> dict[str, Any]:
-        """Return the state of a parameter, created as torch's AdamW does."""
+    def _start_adamw(self, parameter: Tensor, *, fused: bool | None) -> dict[str, Any]:
+        """Create the state of a parameter as torch's AdamW does."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
-            for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
+        for name in _MOMENTS:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
     def _expect_shapes(self, name: str, parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -401,12 +397,11 @@ def _make_block(name: str, parameter: Tensor, stacked: int) -> Block:
     return Block(name, (name,), (parameter.shape,), dtype, stacked=(stacked,))
 
 
-def _dense_gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.layout is not torch.strided:
+def _dense_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(gradient.layout is not torch.strided for gradient in gradients):
         raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
-    return gradient
+    return gradients
 
 
 def _join(names: Iterable[str]) -> str:
