@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
