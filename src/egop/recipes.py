@@ -17,7 +17,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from egop.basis import Basis, Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, has_norm_layers, match
+from egop.basis import (
+    Basis,
+    Block,
+    Identity,
+    ModuleIndex,
+    Plan,
+    Role,
+    Shared,
+    find_roles,
+    has_norm_layers,
+    match,
+    rows_and_columns,
+)
 from egop.distributed import is_sharded, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
@@ -27,18 +39,20 @@ from egop.optimizer import check_state_dict, find_user_level, name_groups
 __all__ = ["EGOP"]
 
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
-# Root mean square of an update of a matrix before the learning rate, in networks with and without normalization layers:
-# with these AdamW's best rate is right for EGOP too (lab, rates of small networks).
-_NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.1
+# Root mean square of the update of a square matrix before the learning rate, in networks with and without normalization
+# layers. With these, AdamW's best rate was right for EGOP on six small networks and on a GPT.
+_NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_Kind = tuple[int, bool, float]  # matrices stepped alike: the index of their group, whether they are stacks, their fan
 
 
 class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
     Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
-    mean square of 0.4 times the learning rate if the model has normalization layers, and of 0.1 times otherwise; with
-    this rule the learning rate that is best for AdamW works for EGOP too.
+    mean square of lr · √(outputs / inputs) · 0.4 if the model has normalization layers, and of half that otherwise.
+    With this rule the learning rate that is best for AdamW works for EGOP too.
 
     Weights of linear layers, convolutions, attention and experts are stepped by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
@@ -58,8 +72,8 @@ class EGOP(Optimizer):
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: number of steps between renewals of a rotation.
         exclude: name patterns, such as ``"*.gate.weight"``, of weights to leave to AdamW.
-        update_rms: root mean square of the update of a weight matrix before the learning rate; by default by the rule
-            above. Set it to 0.4 if the model normalizes activations by functions instead of modules.
+        update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
+            functions instead of modules.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.
         fused: passed to AdamW.
@@ -103,6 +117,7 @@ class EGOP(Optimizer):
         self._index = None if module is None else ModuleIndex(module)
         self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._stacked: dict[str, int] = {}  # the matrices by name, with the number of dimensions that count them
+        self._fans: dict[str, float] = {}  # of each matrix the root of its outputs over its inputs
         self._left: dict[str, str] = {}  # why other weights are left to AdamW
         self._is_built = False
         super().__init__(groups, self.defaults)
@@ -161,7 +176,7 @@ class EGOP(Optimizer):
                 loss = closure()
         with without_autocast():
             is_first = not self.state
-            matrices: dict[tuple[int, bool], list[Tensor]] = {}
+            matrices: dict[_Kind, list[Tensor]] = {}
             for index, group in enumerate(self.param_groups):
                 others = []
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -170,7 +185,8 @@ class EGOP(Optimizer):
                     if parameter.grad is None or not parameter.numel():
                         continue
                     if name in self._stacked:
-                        matrices.setdefault((index, self._stacked[name] > 0), []).append(parameter)
+                        kind = index, self._stacked[name] > 0, self._fans[name]
+                        matrices.setdefault(kind, []).append(parameter)
                     else:
                         others.append(parameter)
                 self._step_adamw(group, others)
@@ -204,7 +220,7 @@ class EGOP(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; the model is left out."""
-        choice = {"_stacked": self._stacked, "_left": self._left, "_exclude": self._exclude}
+        choice = {name: getattr(self, name) for name in ("_stacked", "_fans", "_left", "_exclude")}
         return super().__getstate__() | choice
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,7 +246,7 @@ class EGOP(Optimizer):
     def _reset_engine(self) -> None:
         self._engine = _make_engine(self.defaults)
         self._bound: dict[str, Tensor] = {}  # the parameters as of the last step
-        self._settings: dict[tuple[int, bool], dict[str, Any]] = {}  # the engine's, by group and kind of weight
+        self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
 
     def _bind(self, name: str, parameter: Tensor) -> None:
         """Move the state of a parameter to the one that has taken its place in the groups."""
@@ -269,7 +285,8 @@ class EGOP(Optimizer):
         elif min(sides) > _WIDEST:
             self._left[name] = f"both sides are wider than {_WIDEST}"
         else:
-            self._stacked[name] = role.stacked
+            rows, columns = rows_and_columns(parameter.shape[role.stacked :], role.transposed)
+            self._stacked[name], self._fans[name] = role.stacked, math.sqrt(rows / columns)
 
     def _warn_of_choice(self) -> None:
         if self._index is None:
@@ -288,14 +305,15 @@ class EGOP(Optimizer):
                 stacklevel=find_user_level(),
             )
 
-    def _step_matrices(self, matrices: Mapping[tuple[int, bool], list[Tensor]]) -> None:
-        """Step the weight matrices of each group, those that are stacks of matrices apart."""
+    def _step_matrices(self, matrices: Mapping[_Kind, list[Tensor]]) -> None:
+        """Step the weight matrices, by kind."""
         parts, copies = [], []
         self._engine.state.clear()
-        for key, parameters in matrices.items():
-            group, settings = self.param_groups[key[0]], self._settings.setdefault(key, {})
-            own = {name: group[name] for name in ("betas", "every", "update_rms")} | {"matrices_last": key[1]}
-            settings.update(self._engine.defaults | own | _numbers(group))
+        for kind, parameters in matrices.items():
+            index, last, fan = kind
+            group, settings = self.param_groups[index], self._settings.setdefault(kind, {})
+            own = {"betas": group["betas"], "every": group["every"], "update_rms": fan * group["update_rms"]}
+            settings.update(self._engine.defaults | own | _numbers(group) | {"matrices_last": last})
             weights, gradients = [], []
             for parameter, gradient in zip(parameters, _dense_gradients(parameters), strict=True):
                 weight = parameter

@@ -6,12 +6,13 @@ head, norms), with the same learning rate and weight decay. AdamW and SGD as met
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import egop
@@ -22,7 +23,7 @@ from egop_lab.muon import Muon, NorMuon
 BASELINE = "AdamW"
 _MEMORY = "8GiB"  # for all bases: no method is to lack one
 _SMALLER = egop.Shared(side="smaller")
-_UPDATE_RMS = 0.4  # as egop.EGOP chooses for networks with normalization layers, which all tasks have
+_UPDATE_RMS = 0.4  # of a square matrix, as egop.EGOP chooses for networks with normalization layers, as all tasks have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,18 @@ def build_package_soap(setup: Setup) -> Optimizer:
 
 def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any) -> Optimizer:
     """Build PolarAdam with updates of EGOP's size; ``beta`` is its beta2."""
-    return build_beside(setup, kind, betas=(0.9, setup.beta), update_rms=_UPDATE_RMS, **options)
+
+    def build(weights: Sequence[Tensor], **shared: Any) -> Optimizer:
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for weight in weights:
+            by_shape.setdefault(weight.shape, []).append(weight)
+        groups = [
+            {"params": alike, "update_rms": _UPDATE_RMS * math.sqrt(shape[0] / math.prod(shape[1:]))}
+            for shape, alike in by_shape.items()
+        ]
+        return kind(groups, **shared)
+
+    return build_beside(setup, build, betas=(0.9, setup.beta), **options)
 
 
 def build_egop(setup: Setup) -> Optimizer:
