@@ -7,7 +7,7 @@ head, norms), with the same learning rate and weight decay. AdamW and SGD as met
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +77,14 @@ def build_beside(setup: Setup, kind: Callable[..., Optimizer], **options: Any) -
     return CombinedOptimizer(inside, AdamW(parameters.values(), **setup.shared, **setup.adamw(setup.beta2)))
 
 
-def build_rotated(setup: Setup, kind: type[Optimizer], basis: Any = None, **options: Any) -> Optimizer:
+def build_rotated(
+    setup: Setup, kind: type[Optimizer], basis: Any = None, params: Any = None, **options: Any
+) -> Optimizer:
     """Build an optimizer in the coordinates of a basis or of one that ``refresh`` keeps current, with AdamW outside."""
-    outside = AdamW, setup.adamw(setup.beta2)
-    return egop.ReparameterizedOptimizer(setup.model, kind, basis, outside=outside, **setup.shared, **options)
+    outside, params = (AdamW, setup.adamw(setup.beta2)), setup.model if params is None else params
+    return egop.ReparameterizedOptimizer(
+        params, kind, basis, model=setup.model, outside=outside, **setup.shared, **options
+    )
 
 
 def refresh_online(setup: Setup, structure: egop.Structure, every: int) -> egop.Online:
@@ -105,16 +109,19 @@ def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any)
     """Build PolarAdam with updates of EGOP's size; ``beta`` is its beta2."""
 
     def build(weights: Sequence[Tensor], **shared: Any) -> Optimizer:
-        by_shape: dict[torch.Size, list[Tensor]] = {}
-        for weight in weights:
-            by_shape.setdefault(weight.shape, []).append(weight)
-        groups = [
-            {"params": alike, "update_rms": _UPDATE_RMS * math.sqrt(shape[0] / math.prod(shape[1:]))}
-            for shape, alike in by_shape.items()
-        ]
-        return kind(groups, **shared)
+        return kind(group_by_shape((str(index), weight) for index, weight in enumerate(weights)), **shared)
 
     return build_beside(setup, build, betas=(0.9, setup.beta), **options)
+
+
+def group_by_shape(named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Group weights by shape, each with the size of EGOP's updates."""
+    groups: dict[torch.Size, dict[str, Any]] = {}
+    for name, weight in named:
+        fan = weight.shape[0] / math.prod(weight.shape[1:])
+        group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * math.sqrt(fan)})
+        group["params"].append((name, weight))
+    return list(groups.values())
 
 
 def build_egop(setup: Setup) -> Optimizer:
@@ -127,7 +134,9 @@ def build_random(setup: Setup) -> Optimizer:
     structure = dict.fromkeys(setup.hidden, egop.extras.RandomRotation(seed=setup.seed, like=_SMALLER))
     objective = egop.Objective(setup.model, lambda model, batch: torch.zeros(()), [None])  # no gradient is sampled
     basis = egop.estimate(objective, rho=egop.Initialization(), structure=structure, memory=_MEMORY, progress=False)
-    return build_rotated(setup, PolarAdam, basis, betas=(0.9, setup.beta), update_rms=_UPDATE_RMS)
+    named = dict(setup.model.named_parameters())
+    groups = group_by_shape([(name, named.pop(name)) for name in setup.hidden])
+    return build_rotated(setup, PolarAdam, basis, [*groups, {"params": list(named.items())}], betas=(0.9, setup.beta))
 
 
 METHODS: dict[str, Callable[[Setup], Optimizer]] = {
