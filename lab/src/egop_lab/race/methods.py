@@ -7,7 +7,7 @@ head, norms), with the same learning rate and weight decay. AdamW and SGD as met
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,18 +109,18 @@ def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any)
     """Build PolarAdam with updates of EGOP's size; ``beta`` is its beta2."""
 
     def build(weights: Sequence[Tensor], **shared: Any) -> Optimizer:
-        return kind(group_by_shape((str(index), weight) for index, weight in enumerate(weights)), **shared)
+        return kind(group_by_shape(weights, weights), **shared)
 
     return build_beside(setup, build, betas=(0.9, setup.beta), **options)
 
 
-def group_by_shape(named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Group weights by shape, each with the size of EGOP's updates."""
+def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return groups of weights of one shape with the size of EGOP's updates; members are what to put there."""
     groups: dict[torch.Size, dict[str, Any]] = {}
-    for name, weight in named:
+    for weight, member in zip(weights, members, strict=True):
         fan = weight.shape[0] / math.prod(weight.shape[1:])
         group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * math.sqrt(fan)})
-        group["params"].append((name, weight))
+        group["params"].append(member)
     return list(groups.values())
 
 
@@ -135,7 +135,8 @@ def build_random(setup: Setup) -> Optimizer:
     objective = egop.Objective(setup.model, lambda model, batch: torch.zeros(()), [None])  # no gradient is sampled
     basis = egop.estimate(objective, rho=egop.Initialization(), structure=structure, memory=_MEMORY, progress=False)
     named = dict(setup.model.named_parameters())
-    groups = group_by_shape([(name, named.pop(name)) for name in setup.hidden])
+    hidden = [(name, named.pop(name)) for name in setup.hidden]
+    groups = group_by_shape([weight for _, weight in hidden], hidden)
     return build_rotated(setup, PolarAdam, basis, [*groups, {"params": list(named.items())}], betas=(0.9, setup.beta))
 
 
