@@ -546,6 +546,34 @@ def test_sharded_training_resumes_exactly(dtype):
 # --- messages ---
 
 
+def test_metrics_are_plain_numbers():
+    model = network()
+    optimizer = make(model)
+    assert optimizer.metrics() == {}
+    train(model, optimizer, 0, 20)
+    found = optimizer.metrics()
+    assert set(found) == {"relative_update", "stable_rank", "off_diagonal", "orthogonality_error", "nonfinite"}
+    assert found["orthogonality_error"] < 1e-12
+    assert found["nonfinite"] == 0
+    assert 0 < found["off_diagonal"] < 1
+    ranks, sizes = [], []
+    for name in ROTATED:
+        weight = model.get_parameter(name)
+        momentum = optimizer.state[weight]["exp_avg"]
+        for matrix in momentum if name == "experts" else [momentum.flatten(1)]:
+            squares = torch.linalg.svdvals(matrix).square()
+            ranks.append((float(squares.mean() / squares.max()), 1 / len(momentum) if name == "experts" else 1))
+        sizes.append(0.01 * 0.4 * math.sqrt(FANS[name] * weight.numel()) / float(weight.detach().norm()))
+    assert found["relative_update"] == pytest.approx(sum(sizes) / 4)
+    assert found["stable_rank"] == pytest.approx(sum(rank * share for rank, share in ranks) / 4)
+    model.up.weight.grad.fill_(torch.inf)
+    optimizer.step()
+    assert optimizer.metrics()["nonfinite"] == 1
+    plain = network()
+    train(plain, unrotated := make(plain, rotate=False), 0, 2)
+    assert set(unrotated.metrics()) == {"relative_update", "stable_rank", "nonfinite"}
+
+
 def test_text_says_what_is_rotated():
     optimizer = make(network())
     assert repr(optimizer) == "EGOP(4 rotated weights, AdamW for 8 other parameters, lr=0.01)"
