@@ -337,6 +337,16 @@ def test_training_resumes_exactly(way, saved, dtype, tmp_path):
     assert identical(train(model, optimizer, saved, LAST), train(other, again, saved, LAST))
 
 
+def test_state_of_a_compiled_model_fits_the_plain_one():
+    model, other = network(), network()
+    compiled = torch.compile(model, backend="eager")
+    optimizer, again = make(compiled, exclude=["up.weight"]), make(other, exclude=["up.weight"])
+    train(compiled, optimizer, 0, 3)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    assert identical(train(model, optimizer, 3, LAST), train(other, again, 3, LAST))
+
+
 def test_loaded_state_is_a_copy():
     model, other = network(), network()
     optimizer, again = make(model), make(other)

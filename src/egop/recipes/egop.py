@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers
+from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers, strip_compile_prefix
 from egop.distributed import is_sharded, to_full, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
@@ -155,6 +155,8 @@ class EGOP(Optimizer):
         if self._is_built:
             taken = [name for name, _ in self._named_parameters()]
             (param_group,) = name_groups([param_group], taken, self._index)
+        # So that a state dict fits with and without torch.compile.
+        param_group["param_names"] = list(map(strip_compile_prefix, param_group["param_names"]))
         for option in ("maximize", "amsgrad", "capturable", "differentiable"):
             if param_group.get(option):
                 raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
