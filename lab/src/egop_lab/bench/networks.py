@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,18 +69,11 @@ class Network:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the mean cross-entropy of a batch."""
-        return compute_loss(self.outputs(model, batch[0]), batch[1])
-
-    def outputs(self, model: nn.Module, inputs: Tensor, **options: Any) -> Tensor:
-        """Compute the network's outputs in float32."""
+        inputs, targets = batch
         kind = inputs.device.type
-        with torch.autocast(kind, torch.bfloat16, enabled=self.half and kind == "cuda", **options):
-            return model(inputs).float()
-
-
-def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of a network's outputs."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        with torch.autocast(kind, torch.bfloat16, enabled=self.half and kind == "cuda"):
+            outputs = model(inputs)
+        return F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
 
 
 def perceptron(widths: Sequence[int], batch: int, name: str | None = None) -> Network:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -94,14 +93,6 @@ def describe_error(error: Exception) -> str:
     """Return why something failed, in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first}"[:300]
-
-
-def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> dict[str, Any]:
-    """Return one row with the medians of several rounds and their spreads, or the reason of a failure."""
-    row: dict[str, Any] = {}
-    for name, values in found.items():
-        row |= {name: median(values), f"{name} spread": spread(values)}
-    return row | ({"failed": "; ".join(f"{name}: {problem}" for name, problem in failed.items())} if failed else {})
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

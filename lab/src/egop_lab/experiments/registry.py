@@ -19,8 +19,6 @@ _PLACES = {
     "convex": "convex:ConvexExperiment",
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
-    "language-model": "language_model:LanguageModelExperiment",
-    "coordinates": "coordinates:CoordinatesExperiment",
     "prediction": "prediction:PredictionExperiment",
 }
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from egop_lab.experiments.base import Judgement, Table, add_alternatives
-from egop_lab.experiments.curves import median
+from egop_lab.experiments.curves import is_tuning, median, search_rates
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
     AROUND,
@@ -19,14 +19,22 @@ from egop_lab.experiments.resnet_claims import (
     SOAP_ONCE,
     SOAP_OURS,
     UPFRONT,
+    Claim,
     claims,
 )
-from egop_lab.experiments.resnet_runs import ShortRuns, inaccuracy, is_timed, pace
-from egop_lab.experiments.timed_experiment import Claim, Runs, find_lowest_pass, is_tuning, search_rates
+from egop_lab.experiments.resnet_runs import (
+    Runs,
+    ShortRuns,
+    find_lowest_epoch,
+    inaccuracy,
+    is_timed,
+    pace,
+    run_key,
+)
 from egop_lab.plots.picture import Picture
-from egop_lab.training.classifiers import train_in_process
 from egop_lab.training.context import Context, Preset, run_in_processes
 from egop_lab.training.records import Record, Store
+from egop_lab.training.resnet import train_in_process
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed_runs import Trials, fast_math
 
@@ -55,7 +63,7 @@ class LongRuns(ShortRuns):
             "of those tried",
         }
 
-    def required_methods(self, preset: Preset) -> set[str]:
+    def required_methods(self) -> set[str]:
         return set()
 
     def find_rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
@@ -116,7 +124,7 @@ class LongRuns(ShortRuns):
         from_here = 0.9 * self.settings(preset)["epochs"]
         runs = self.complete_runs(store, preset)
         return [
-            method for method, own in runs.items() if median([find_lowest_pass(run.result) for run in own]) > from_here
+            method for method, own in runs.items() if median([find_lowest_epoch(run.result) for run in own]) > from_here
         ]
 
     def reported_runs(self, store: Store, preset: Preset) -> Runs:
@@ -151,7 +159,7 @@ class LongRuns(ShortRuns):
         chosen = self.find_rate(settings, done, ADAMW)
         by_rate: dict[float, list[Record]] = {}
         for run in done:
-            method, rate, epochs = self.run_key(run)
+            method, rate, epochs = run_key(run)
             if (method, epochs) == (ADAMW, settings["epochs"]) and rate != chosen and not is_tuning(run):
                 by_rate.setdefault(rate, []).append(run)
         return {rate: _fill_in_seconds(runs, done) for rate, runs in by_rate.items() if len(runs) == settings["trials"]}
