@@ -63,14 +63,12 @@ def load_text(name: str, folder: str | None, device: torch.device, vocabulary: i
     raise ValueError(f"Invalid data name: {name!r}. Must be 'wikitext-2', 'code' or 'synthetic'.")
 
 
-def load_images(name: str, folder: str | None, device: torch.device, crop: int) -> images.HeldImages:
+def load_images(name: str, folder: str | None, device: torch.device, crop: int) -> images.Images:
     """Load ``"imagenette"`` (train/CLASS/*.jpg and val/CLASS/*.jpg) from a folder, or make ``"synthetic"`` images."""
     side = crop * 7 // 6
     if name == "synthetic":
-        return images.HeldImages(*(_make_images(count, side, device) for count in (64, 32)), crop=crop)
-    found = images.load(folder, side=side, crop=crop, device=device, workers=8)
-    assert isinstance(found, images.HeldImages)
-    return found
+        return images.Images(*(_make_images(count, side, device) for count in (64, 32)), crop=crop)
+    return images.load(folder, side=side, crop=crop, device=device, workers=8)
 
 
 def prepare_tokens(folder: str | None, vocabulary: int) -> dict[str, Path]:
