@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import time
 
 import pytest
@@ -14,8 +13,7 @@ from typer.testing import CliRunner
 import egop
 from egop_lab import cli
 from egop_lab.bench import networks, run, setups, steps, tables
-from egop_lab.bench.bases import Timed
-from egop_lab.bench.timing import Marks, PeakMemory, interleave
+from egop_lab.bench.timing import Marks, interleave
 from egop_lab.methods import BENCH as METHODS
 
 CPU = torch.device("cpu")
@@ -41,8 +39,7 @@ def test_a_smoke_run_has_every_part_and_nothing_fails(tmp_path):
         (network, method) for network in ("MLP 12-16-16-4", "ResNet-6, width 4", "GPT 1x16") for method in METHODS
     }
     for part, rows in kept["parts"].items():
-        for heading, key, _ in tables.COLUMNS[part][1]:
-            assert any(key in row for row in rows), f"{part}: nothing is shown under {heading}"
+        assert all(any(key in row for row in rows) for _, key, _ in tables.COLUMNS[part][1]), part
     assert kept["machine"]["threads"] == torch.get_num_threads()
     assert torch.__version__.startswith(kept["machine"]["versions"]["torch"])  # which may lack the build
 
@@ -129,15 +126,6 @@ def test_marks_measure_the_time_between_them():
     assert short < 0.04 < long
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
-def test_peak_memory_sees_what_is_held_for_a_moment():
-    with PeakMemory(CPU) as peak:
-        held = torch.ones(2**25)  # 128 MiB
-        time.sleep(0.05)
-        del held
-    assert 0.9 * 2**27 < peak.bytes < 2 * 2**27
-
-
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("network", [SMALL, networks.resnet(2, 32, width=4, depths=(1, 1))], ids=["MLP", "ResNet"])
 def test_every_method_trains_all_parameters_and_leaves_the_gradients_it_is_given(network, name):
@@ -170,20 +158,6 @@ def test_the_basis_for_timing_is_orthonormal_and_dense():
             basis = change.dense()
             torch.testing.assert_close(basis @ basis.mT, torch.eye(len(basis)).double(), rtol=0, atol=1e-5)
             assert all((tensor != 0).all() for tensor in change.tensors.values())
-
-
-def test_a_timed_structure_gives_the_same_basis_and_its_shares_add_up():
-    objective = egop.Objective(SMALL.make(CPU), SMALL.loss, SMALL.batches(CPU, 2))
-    for structure in (egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=2)):
-        timed = Timed(structure, CPU)
-        began = time.perf_counter()
-        found = egop.estimate(objective, structure=timed, samples=8, progress=False)
-        seconds = time.perf_counter() - began
-        plain = egop.estimate(objective, structure=structure, samples=8, progress=False)
-        assert 0 < timed.shares.accumulation + timed.shares.decomposition < seconds
-        assert timed.shares.accumulation > 0
-        assert timed.shares.decomposition > 0
-        assert all(found[name].matches(plain[name]) and found[name].equals(plain[name]) for name in plain)
 
 
 def test_a_table_shows_what_failed_below_what_was_measured():

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from egop_lab.experiments import digits_density
-from egop_lab.experiments.digits_density import DigitsDensityExperiment
-from egop_lab.experiments.digits_spectrum import DigitsSpectrumExperiment
+from egop_lab.experiments import digits_spectrum
+from egop_lab.experiments.digits_spectrum import DigitsDensityExperiment, DigitsSpectrumExperiment
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import subsample
@@ -97,8 +96,8 @@ def test_a_finished_run_is_not_done_again(run, monkeypatch):
 
 
 def test_density_takes_the_run_of_the_spectrum(run, monkeypatch):
-    monkeypatch.setattr(digits_density, "DigitsSpectrumExperiment", Toy)
-    monkeypatch.setattr(digits_density, "measure", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr(digits_spectrum, "DigitsSpectrumExperiment", Toy)
+    monkeypatch.setattr(digits_spectrum, "measure", lambda *_: pytest.fail("done again"))
     store = Store(run.with_name("digits-density.jsonl"))
     DigitsDensityExperiment().run(store, Context(progress=False))
     (record,) = store
@@ -130,7 +129,7 @@ def test_claims_about_density_come_out_both_ways(tmp_path, values, failing):
 
 def test_density_measures_by_itself_where_there_is_no_spectrum(tmp_path, monkeypatch):
     result = {"density": [0.6], "dimension": D, "samples": 3, "stable rank": 2.0, "eigenvalues": [1.0]}
-    monkeypatch.setattr(digits_density, "measure", lambda config, device: result)
+    monkeypatch.setattr(digits_spectrum, "measure", lambda config, device: result)
     store = Store(tmp_path / "digits-density.jsonl")
     DigitsDensityExperiment().run(store, Context(progress=False))
     assert [record.result["density"] for record in store] == [[0.6]]

@@ -70,11 +70,11 @@ def clothes(folder):
 
 def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
     small = torch.nn.Sequential(torch.nn.Linear(196, 2), torch.nn.ReLU(), torch.nn.Linear(2, 4))
-    problem = layer_spectra._problem
+    problem = layer_spectra._load_problem
     monkeypatch.setattr(layer_spectra, "fashion_mnist", clothes)
     monkeypatch.setattr(
         layer_spectra,
-        "_problem",
+        "_load_problem",
         lambda data, context: (small, problem(data, context)[1]) if data == "fashion" else problem(data, context),
     )
     store, said = Store(tmp_path / "records.jsonl"), []

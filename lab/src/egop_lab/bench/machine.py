@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from egop_lab.training.timed_runs import fast_math
+from egop_lab.gpu import fast_math
 
 T = TypeVar("T")
 Row = dict[str, Any]  # measurements of one method or structure on one network

@@ -28,10 +28,6 @@ def _as_text(*keys: str) -> list[Column]:
     return [(key, key, str) for key in keys]
 
 
-def _as_shares(*keys: str) -> list[Column]:
-    return [(key, key, "{:.0%}".format) for key in keys]
-
-
 # Title and columns of each part of the benchmark.
 COLUMNS: dict[str, tuple[str, list[Column]]] = {
     "bases": (
@@ -39,7 +35,6 @@ COLUMNS: dict[str, tuple[str, list[Column]]] = {
         [
             *_as_text("network", "structure", "samples"),
             ("time", "seconds", format_duration),
-            *_as_shares("sampling", "accumulation", "decomposition"),
             ("basis", "basis bytes", format_bytes),
             ("peak", "peak bytes", format_bytes),
         ],

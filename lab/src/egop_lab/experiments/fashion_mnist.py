@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from egop_lab.experiments.base import Alternative, Experiment, Judgement, make_a
 from egop_lab.experiments.curves import first_below, median, quartiles
 from egop_lab.experiments.fashion_claims import Method, MethodRuns
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.context import Context, Preset, make_record, record_run
 from egop_lab.training.fashion import Curves, Runs, train_batched
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import decay
@@ -94,8 +93,7 @@ class FashionMnistExperiment(Experiment):
         runs: Runs | None = None  # load the data only if there is something to run
         if spectrum not in store:
             runs = self._runs(context)
-            began = time.perf_counter()
-            store.add(make_record(spectrum, runs.spectrum(spectrum), time.perf_counter() - began, context.device))
+            record_run(store, spectrum, runs.spectrum, context.device)
         for method in self._methods(context.preset):
             for search in self.settings(context.preset)["searches"]:
                 for configs in self._tuning(store, context.preset, method, search):
@@ -117,8 +115,7 @@ class FashionMnistExperiment(Experiment):
         # Warm up with a basis that is not used again.
         runs.time_epochs(next(config for config in configs.values() if config["rank"]) | {"seed": TUNING})
         for config in left:
-            began = time.perf_counter()
-            store.add(make_record(config, runs.time_epochs(config), time.perf_counter() - began, context.device))
+            record_run(store, config, runs.time_epochs, context.device)
 
     def choose_rates(self, store: Store, preset: Preset, method: Method, search: str) -> tuple[float, float]:
         """Return the pair (rate, weight decay) of a method's best validation accuracy in a search."""

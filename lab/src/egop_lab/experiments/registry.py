@@ -11,7 +11,7 @@ _PLACES = {
     "trajectories": "trajectories:TrajectoriesExperiment",
     "digits": "digits:DigitsExperiment",
     "digits-spectrum": "digits_spectrum:DigitsSpectrumExperiment",
-    "digits-density": "digits_density:DigitsDensityExperiment",
+    "digits-density": "digits_spectrum:DigitsDensityExperiment",
     "layer-spectra": "layer_spectra:LayerSpectraExperiment",
     "linear-networks": "linear_networks:LinearNetworksExperiment",
     "errors-in-variables": "errors_in_variables:ErrorsInVariablesExperiment",

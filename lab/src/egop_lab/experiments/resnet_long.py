@@ -31,12 +31,13 @@ from egop_lab.experiments.resnet_runs import (
     pace,
     run_key,
 )
+from egop_lab.gpu import fast_math
 from egop_lab.plots.picture import Picture
 from egop_lab.training.context import Context, Preset, run_in_processes
 from egop_lab.training.records import Record, Store
 from egop_lab.training.resnet import train_in_process
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed_runs import Trials, fast_math
+from egop_lab.training.timed_runs import Trials
 
 # The methods of the long runs by importance: most claims are about the first ones.
 FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_100)

@@ -15,13 +15,14 @@ from egop_lab.experiments.base import Experiment, Judgement, Table, count_decade
 from egop_lab.experiments.curves import bar_panel, best_rate, first_below, is_tuning, median, quartiles
 from egop_lab.experiments.resnet_claims import ADAMW, AROUND, PAPER, SOAP_10, SOAP_100, SOAP_OURS, Claim, claims
 from egop_lab.formatting import pluralize
+from egop_lab.gpu import describe_precision, fast_math
 from egop_lab.methods import RESNET
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.resnet import Run
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed_runs import Trials, describe_precision, fast_math, shared_config
+from egop_lab.training.timed_runs import Trials, shared_config
 
 _NEAR = 1.05  # the paper's target, relative to the lowest validation loss of SOAP with frequent refreshes
 

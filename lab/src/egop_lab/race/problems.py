@@ -6,18 +6,18 @@ import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from egop_lab.data.text import Windows
+from egop_lab.gpu import capture_graphs
 from egop_lab.models import gpt, residual, vit
 from egop_lab.race.data import cut_windows, hash_tensors, load_images, load_text
 from egop_lab.race.tasks import Task
 
-M = TypeVar("M", bound=nn.Module)
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
@@ -67,6 +67,7 @@ class Problem:
     """
 
     def __init__(self, task: Task, folder: str | None, device: torch.device, *, fast: bool = True) -> None:
+        self.device = device
         self.data = (_read_text if task.network == "gpt" else _read_images)(task, folder, device)
         build, self._initialize = _NETWORKS[task.network]
         self._initial = build(task.model)  # on the CPU, where a seed gives the same numbers everywhere
@@ -80,7 +81,7 @@ class Problem:
             if fast:
                 (sample,) = self.data.draw(0, 1)
                 loss = Loss(self.model, device)
-                self.loss = torch.compile(loss) if task.compiled else _capture_graphs(loss, sample)
+                self.loss = torch.compile(loss) if task.compiled else capture_graphs(loss, *sample)
 
     def reset(self, seed: int) -> None:
         """Initialise the model."""
@@ -176,14 +177,3 @@ def _read_images(task: Task, folder: str | None, device: torch.device) -> Data:
         return itertools.islice(itertools.chain.from_iterable(passes), steps)
 
     return Data(draw=draw, parts=parts, digest=hash_tensors(*images.train, *images.held_out))
-
-
-def _capture_graphs(module: M, sample: Batch) -> M:
-    """Capture a module's forward and backward pass, for inputs like the sample, as CUDA graphs."""
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
-    benchmark = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True  # choose the fastest kernels once, for the graph
-    torch.cuda.make_graphed_callables(module, tuple(each.contiguous() for each in sample))
-    torch.backends.cudnn.benchmark = benchmark
-    return module

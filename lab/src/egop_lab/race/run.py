@@ -231,7 +231,7 @@ def describe_code() -> dict[str, str]:
     """Return a hash of the source files that decide what a run computes and, in a clean git checkout, the commit."""
     lab = Path(__file__).parents[1]
     root = lab.parents[2]
-    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "muon.py"]
+    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "gpu.py", lab / "muon.py"]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     found = {"source": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]

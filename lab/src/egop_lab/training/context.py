@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -50,6 +51,18 @@ def make_record(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return Record(config, result, seconds, name, versions)
+
+
+def record_run(
+    store: Store,
+    config: Mapping[str, Any],
+    run: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Do one run and add its record."""
+    began = time.perf_counter()
+    result = run(config)
+    store.add(make_record(config, result, time.perf_counter() - began, device))
 
 
 def run_in_processes(

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 import egop
 from egop_lab.builders import Setup
 from egop_lab.data import images
+from egop_lab.gpu import capture_graphs, fast_math, synchronize
 from egop_lab.methods import RESNET
 from egop_lab.models.residual import ResidualNetwork, initialize_
 from egop_lab.training.context import make_record
 from egop_lab.training.loop import train
 from egop_lab.training.records import Record
-from egop_lab.training.timed_runs import capture_graphs, fast_math
 
 _ROWS = 1000  # least number of kernel gradients for every convolution
 _CURVES = ("validation loss", "accuracy", "training loss", "training accuracy", "seconds")
@@ -124,8 +124,7 @@ class Run:
         self.model.train()
         self._began = time.perf_counter()
         optimizer = RESNET[config["method"]](self.make_setup())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         name = f"{config['method']}, lr {config['lr']:g}, seed {config['seed']}"
         options: dict[str, Any] = {"evaluate": self._evaluate, "progress": progress, "description": name}
         curves: dict[str, tuple[float, ...]] = dict.fromkeys(_CURVES, ())

@@ -1,21 +1,14 @@
-"""Series of long runs within a time budget, and what timed runs need on a GPU: CUDA graphs and TF32."""
+"""Series of long runs within a time budget."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from egop_lab.training.context import Context, make_record
+from egop_lab.training.context import Context, record_run
 from egop_lab.training.records import Record, Store
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class Trials:
@@ -60,9 +53,7 @@ class Trials:
         if time.monotonic() > self.deadline:
             return False
         self._warm_up(config)
-        started = time.perf_counter()
-        result = self._run(config)(context.progress)
-        self.store.add(make_record(config, result, time.perf_counter() - started, context.device))
+        record_run(self.store, config, lambda config: self._run(dict(config))(context.progress), context.device)
         return True
 
 
@@ -70,34 +61,3 @@ def shared_config(run: Record) -> dict[str, Any]:
     """Return the part of a configuration that all compared runs have in common."""
     keys = ("method", "lr", "steps", "epochs", "seed")
     return {key: value for key, value in run.config.items() if key not in keys}
-
-
-def describe_precision(device: torch.device) -> str:
-    """Return the precision of timed trainings, for configurations."""
-    return "bfloat16, TF32" if device.type == "cuda" else "float32"
-
-
-def capture_graphs(module: M, sample: Tensor) -> M:
-    """Record the module's forward and backward pass, for inputs like the sample, as CUDA graphs."""
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
-    kept = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True  # the fastest kernels are chosen once, for the graph
-    torch.cuda.make_graphed_callables(module, (sample,))
-    torch.backends.cudnn.benchmark = kept
-    return module
-
-
-@contextlib.contextmanager
-def fast_math(device: torch.device) -> Iterator[None]:
-    """Use TF32 for float32 products on a GPU, and silence the sampling's log lines, one per refresh."""
-    logger = logging.getLogger("egop")
-    kept = torch.get_float32_matmul_precision(), logger.level
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    logger.setLevel(logging.ERROR)  # the messages say that batch norm cannot be vmapped
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(kept[0])
-        logger.setLevel(kept[1])
