@@ -100,7 +100,7 @@ PACKAGES = {
     "theory": (),
     "builders": ("data",),
     "methods": ("builders", "muon"),
-    "race": ("models", "data", "gpu", "muon", "builders"),
+    "race": ("files", "models", "data", "gpu", "muon", "builders"),
     "training": ("formatting", "files", "models", "data", "gpu", "builders", "methods"),
     "experiments": (
         "formatting",

@@ -19,6 +19,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def compute_outputs(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Compute a model's outputs in float32; on a GPU the model computes in bfloat16, images have channels last."""
+    gpu = inputs.device.type == "cuda"
+    if inputs.dim() == 4 and gpu:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=gpu, cache_enabled=False):
+        outputs: Tensor = model(inputs)
+    return outputs.float()
+
+
 def describe_precision(device: torch.device) -> str:
     """Return the precision of timed trainings, for configurations."""
     return "bfloat16, TF32" if device.type == "cuda" else "float32"

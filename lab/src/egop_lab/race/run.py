@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from egop_lab.files import replace_nonfinite
 from egop_lab.race.results import describe, load_records
 from egop_lab.race.tasks import METHOD_NAMES, RIVALS, TASKS, Run, Task
 from egop_lab.race.tune import plan, read_losses
@@ -213,18 +214,11 @@ def format_run(run: Run) -> str:
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record and wait until it is on disk."""
-    finite = {key: _drop_nonfinite(value) for key, value in record.items()}
     content = path.read_bytes()[-1:] if path.exists() else b""
     with path.open("a", encoding="utf-8") as file:
-        file.write(("" if content in (b"", b"\n") else "\n") + json.dumps(finite, allow_nan=False) + "\n")
+        file.write(("" if content in (b"", b"\n") else "\n") + json.dumps(replace_nonfinite(record)) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _drop_nonfinite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_drop_nonfinite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe_code() -> dict[str, str]:

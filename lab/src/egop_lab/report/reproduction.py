@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from egop_lab.plots.picture import Picture
 from egop_lab.report import wording
 from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
-from egop_lab.training.records import Record, Store
+from egop_lab.training.records import Store
 
 _INTRODUCTION = (
     "Made by egop-lab report from the records of egop-lab reproduce; no measured number here was typed by hand. Each "
@@ -68,39 +68,27 @@ def _load_section(one: Experiment, store: Store) -> Section:
     presets: tuple[Preset, ...] = ("full", "quick")
     missing = None
     for preset in presets:
-        if records := one.records(store, preset):
-            try:
-                found = one.judge(store, preset), one.pictures(store, preset), one.tables(store, preset)
-                return _make_section(one, preset, records, *found, remarks=one.remarks(store, preset))
-            except (LookupError, ValueError) as error:
-                problem = f"Not all of its runs are there yet ({error})."
-                missing = missing or _make_section(one, preset, records, problem=problem)
+        if not (records := one.records(store, preset)):
+            continue
+        section = Section(
+            one,
+            preset,
+            runs=len(records),
+            seconds=sum(record.seconds for record in records),
+            devices=tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
+            versions=tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in r.versions.items()) for r in records)),
+        )
+        try:
+            return replace(
+                section,
+                judged=tuple(one.judge(store, preset)),
+                pictures=tuple(one.pictures(store, preset)),
+                tables=tuple(one.tables(store, preset)),
+                remarks=tuple(one.remarks(store, preset)),
+            )
+        except (LookupError, ValueError) as error:
+            missing = missing or replace(section, problem=f"Not all of its runs are there yet ({error}).")
     return missing or Section(one, problem="It has not been run.")
-
-
-def _make_section(
-    experiment: Experiment,
-    preset: Preset,
-    records: Sequence[Record],
-    judged: Iterable[Judgement] = (),
-    pictures: Iterable[Picture] = (),
-    tables: Iterable[Table] = (),
-    remarks: Iterable[str] = (),
-    problem: str | None = None,
-) -> Section:
-    return Section(
-        experiment,
-        preset,
-        tuple(judged),
-        tuple(pictures),
-        tuple(tables),
-        len(records),
-        sum(record.seconds for record in records),
-        tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
-        tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in record.versions.items()) for record in records)),
-        tuple(remarks),
-        problem,
-    )
 
 
 def format_counts(found: Sequence[Section]) -> str:
@@ -109,8 +97,8 @@ def format_counts(found: Sequence[Section]) -> str:
     verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
-        f"of {pluralize(len(given), what)} {whose} {_tally(given, format_loss)}"
-        for given, what, whose, format_loss in (
+        f"of {pluralize(len(given), what)} {whose} {_tally(given, words)}"
+        for given, what, whose, words in (
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
             (verdicts["reading"], "reading", "of ours of its figures", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),
@@ -130,10 +118,6 @@ def _introduction(sections: Sequence[Section]) -> str:
     return _INTRODUCTION + (_QUICK if any(section.preset == "quick" for section in sections) else "")
 
 
-def _get_finished(found: Sequence[Section]) -> list[Section]:
-    return [section for section in found if section.problem is None]
-
-
 def _list_missing(found: Sequence[Section]) -> list[str]:
     """List the experiments without verdicts in a line each; say why if they were run."""
     names = [section.experiment.id for section in found if section.preset is None]
@@ -149,10 +133,11 @@ def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judgement]]]:
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
     """Write the report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
+    finished = [section for section in found if section.problem is None]
     lines = ["# Reproduction of the paper", "", _introduction(found), "", _summary(found), ""]
-    if _get_finished(found):
+    if finished:
         lines += [_row(_HEADER), "|---|---|---|"]
-        for section in _get_finished(found):
+        for section in finished:
             name = f"[{section.experiment.title}](#{section.experiment.id})"
             lines.append(
                 _row((name, wording.count_holding(section.judged), wording.summarize_verdicts(section.judged)))
@@ -167,7 +152,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
         ] + [""]
     if _highlights(found):
         lines += [wording.RULE, ""]
-    for section in _get_finished(found):
+    for section in finished:
         for picture in section.pictures:
             place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"
             save_figure(draw_picture(picture), place)
@@ -239,13 +224,14 @@ def _bold(verdict: str) -> str:
 
 def write_html(found: Sequence[Section], path: Path) -> None:
     """Write the report as one self-contained page: the summary, and each experiment behind its title."""
+    finished = [section for section in found if section.problem is None]
     body = ["<h1>Reproduction of the paper</h1>", f"<p>{escape(_introduction(found))}</p>"]
     body.append(f'<p class="verdict">{escape(_summary(found))}</p>')
-    if _get_finished(found):
+    if finished:
         rows = [
             (f'<a href="#{escape(section.experiment.id)}">{escape(section.experiment.title)}</a>',
              escape(wording.count_holding(section.judged)), escape(wording.summarize_verdicts(section.judged)))
-            for section in _get_finished(found)
+            for section in finished
         ]  # fmt: skip
         body.append(_table(_HEADER, rows))
     body += [f"<p>{escape(line)}</p>" for line in _list_missing(found)]
@@ -253,11 +239,8 @@ def write_html(found: Sequence[Section], path: Path) -> None:
         shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_get_experiment_id(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]
     body += [f'<p class="small">{escape(wording.RULE)}</p>'] if _highlights(found) else []
-    body += (
-        ["<h2>Details</h2>", *(part for section in _get_finished(found) for part in _html(section))]
-        if _get_finished(found)
-        else []
-    )
+    if finished:
+        body += ["<h2>Details</h2>", *(part for section in finished for part in _html(section))]
     with replace_atomically(path) as temporary:
         temporary.write_text(format_page("Reproduction of the paper · egop", body), encoding="utf-8")
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import egop
 from egop_lab.builders import Setup
 from egop_lab.data import images
-from egop_lab.gpu import capture_graphs, fast_math, synchronize
+from egop_lab.gpu import capture_graphs, compute_outputs, fast_math, synchronize
 from egop_lab.methods import RESNET
 from egop_lab.models.residual import ResidualNetwork, initialize_
 from egop_lab.training.context import make_record
@@ -33,27 +33,24 @@ def count_samples(model: nn.Module) -> int:
     return math.ceil(_ROWS / min(len(part.weight) for part in model.modules() if isinstance(part, nn.Conv2d)))
 
 
-class _Logits(nn.Module):
-    """A network's outputs, computed in bfloat16 on a GPU."""
+class _Outputs(nn.Module):
+    """A network's outputs as a module, which can be recorded as a CUDA graph."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model: nn.Module = model
-        self.kind = device.type
+        self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        layout = torch.channels_last if self.kind == "cuda" else torch.contiguous_format
-        with torch.autocast(self.kind, torch.bfloat16, enabled=self.kind == "cuda", cache_enabled=False):
-            return self.model(images.contiguous(memory_format=layout)).float()
+        return compute_outputs(self.model, images)
 
 
-_networks: dict[tuple[Any, ...], tuple[_Logits, _Logits]] = {}
+_networks: dict[tuple[Any, ...], tuple[nn.Module, nn.Module]] = {}
 
 
 def _get_network(
     depths: tuple[int, ...], width: int, classes: int, shape: tuple[int, ...], device: torch.device
-) -> tuple[_Logits, _Logits]:
-    """Return the outputs of a network on the device, for evaluation and for training; keep them for later runs.
+) -> tuple[nn.Module, nn.Module]:
+    """Return a network on the device and a module of its outputs for training; keep them for later runs.
 
     A process keeps one at a time. The last one goes before the next is made: CUDA graphs are recorded on one stream,
     and one that goes takes with it the workspace of the others (pytorch/pytorch#193402).
@@ -63,11 +60,11 @@ def _get_network(
         _networks.clear()
         gc.collect()  # else a graph in a reference cycle would be freed later
         model = ResidualNetwork(depths, width, classes).to(device)
-        eager = training = _Logits(model, device)
+        outputs = _Outputs(model)
         if device.type == "cuda":
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            training = capture_graphs(_Logits(model, device), torch.zeros(shape, device=device))
-        _networks[key] = eager, training
+            capture_graphs(outputs, torch.zeros(shape, device=device))
+        _networks[key] = model, outputs
     return _networks[key]
 
 
@@ -89,8 +86,7 @@ class Run:
         sizes = tuple(config["depths"]), config["width"], data.classes
         start = ResidualNetwork(*sizes)
         initialize_(start, torch.Generator().manual_seed(seed))
-        self.logits, self._training_logits = _get_network(*sizes, (size, 3, crop, crop), device)
-        self.model = self.logits.model
+        self.model, self._outputs = _get_network(*sizes, (size, 3, crop, crop), device)
         self.model.load_state_dict(start.state_dict())
         self.model.zero_grad()
         self.batches = data.training(size, 2 * seed)
@@ -138,10 +134,10 @@ class Run:
         return whole | {"ten-crop loss": loss, "ten-crop accuracy": accuracy, "diverged": diverged}
 
     def _compute_sampled_loss(self, model: nn.Module, batch: images.Batch) -> Tensor:
-        return F.cross_entropy(_Logits(model, self.device)(batch[0]), batch[1])
+        return F.cross_entropy(compute_outputs(model, batch[0]), batch[1])
 
     def _compute_loss(self, _: nn.Module, batch: images.Batch) -> Tensor:
-        outputs = self._training_logits(batch[0])
+        outputs = self._outputs(batch[0])
         loss = F.cross_entropy(outputs, batch[1])
         self._accuracies.append((outputs.detach().argmax(1) == batch[1]).float().mean())
         self._losses.append(loss.detach())
@@ -161,7 +157,7 @@ class Run:
         """Compute loss and accuracy of the mean of the outputs over an image's views."""
         total, right, count = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0
         for views, labels in batches:
-            outputs = self.logits(views.flatten(0, 1)).unflatten(0, views.shape[:2]).mean(1)
+            outputs = compute_outputs(self.model, views.flatten(0, 1)).unflatten(0, views.shape[:2]).mean(1)
             total += F.cross_entropy(outputs, labels, reduction="sum")
             right += (outputs.argmax(1) == labels).sum()
             count += len(labels)
