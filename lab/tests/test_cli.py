@@ -14,11 +14,13 @@ import egop_lab
 from egop_lab import cli
 from egop_lab.bench import run as bench
 from egop_lab.experiments import demo, demo_language
+from egop_lab.models.small import perceptron
 from signals import heed_ctrl_c, interrupted_import
 
 
 def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(demo, "digits_network", lambda: perceptron(64, 4, 10))  # whose basis takes no time
     result = CliRunner().invoke(cli.app, ["demo", "--epochs", "1", "--steps", "3", "--out", str(tmp_path / "made")])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()

@@ -1,4 +1,4 @@
-"""What trainings on a GPU share: waiting for it, CUDA graphs, and the precision of products."""
+"""Helpers for training on a GPU: synchronization, bfloat16, CUDA graphs, TF32."""
 
 from __future__ import annotations
 

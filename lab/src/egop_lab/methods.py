@@ -31,12 +31,13 @@ _rotated = functools.partial(functools.partial, build_rotated)
 _SHARED, _BOTH_SIDES = egop.Shared(), egop.Kronecker()
 _SOAP = functools.partial(PackageOptimizer, "SOAP", cadence="precondition_frequency")
 
-# The experiment on residual networks. SOAP has its own momentum constants, (0.95, 0.95).
+# The experiment on residual networks. SOAP has its own momentum constants, (0.95, 0.95). A scale of 0.01 is about how
+# far a weight moves in an epoch.
 RESNET: dict[str, Builder] = {
     "AdamW": build_adamw,
     "EGOP up-front": _rotated(upfront=_SHARED),
     "EGOP each epoch": _rotated(upfront=_SHARED, renewed=True),
-    "EGOP each epoch, scale 0.01": _rotated(upfront=_SHARED, renewed=True, scale=0.01),  # weights move as far an epoch
+    "EGOP each epoch, scale 0.01": _rotated(upfront=_SHARED, renewed=True, scale=0.01),
     "EGOP online": _rotated(online=_SHARED),
     "EGOP online, two-sided": _rotated(online=_BOTH_SIDES),
     "SOAP once": PackageOptimizer("SOAP", {"precondition_frequency": 10**9}),

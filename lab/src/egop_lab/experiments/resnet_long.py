@@ -80,7 +80,7 @@ class LongRuns(ShortRuns):
     def run_missing(self, store: Store, context: Context, processes: int) -> bool:
         """Do the missing runs, tuning first, by importance; return True if all are there.
 
-        Of every method one has the device to itself: time is read from it.
+        One run of each method has the device to itself; times are taken from that run.
         """
         trials = self.trials(store, context)
         with fast_math(context.device):
@@ -155,7 +155,7 @@ class LongRuns(ShortRuns):
         return self.judge_claims(runs, preset, [claim for claim in about if other in (None, claim.other)])
 
     def _at_other_rates(self, store: Store, preset: Preset) -> dict[float, list[Record]]:
-        """Return AdamW's complete runs at rates that were not chosen: it is to have every chance."""
+        """Return AdamW's complete runs at rates that were not chosen, to give it every chance."""
         settings, done = self.settings(preset), self.finished_runs(store, preset)
         chosen = self.find_rate(settings, done, ADAMW)
         by_rate: dict[float, list[Record]] = {}

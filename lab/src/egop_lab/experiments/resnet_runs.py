@@ -409,7 +409,7 @@ def is_timed(run: Record) -> bool:
 def pace(runs: Sequence[Record]) -> tuple[float, float]:
     """Return the median seconds before the first epoch and of an epoch, over timed runs.
 
-    What the first epoch takes more than others, as for a first basis, is before.
+    Extra time in the first epoch, such as for a first basis, counts as time before it.
     """
     if not (seconds := _epoch_seconds(runs)):
         return math.nan, math.nan

@@ -26,7 +26,7 @@ class SweepExperiment(Experiment):
         """Return the score that chooses a learning rate, median over trials; the smaller the better."""
 
     def choose_rate(self, store: Store, preset: Preset, optimizer: str, *, separate: bool = True) -> float:
-        """Return the rate with the best score on the tuning trials or, if not ``apart``, on the reported ones."""
+        """Return the rate with the best score on the tuning trials or, if not ``separate``, on the reported ones."""
         runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
         return best_rate([run for run in runs if (run.config["seed"] >= TUNING) == separate], self.score)
 

@@ -72,9 +72,9 @@ def run_in_processes(
     context: Context,
     description: str,
 ) -> None:
-    """Do runs that cannot be batched in several processes; each record is stored as soon as it is there.
+    """Do runs that cannot be batched in several processes; store each record as soon as it is there.
 
-    A function that gives none has not done its run.
+    The function returns None if it did not do its run.
     """
     if not configs:
         return
