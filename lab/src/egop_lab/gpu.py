@@ -19,6 +19,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def describe_device(device: torch.device) -> str:
+    """Return the name of a GPU, or the number of threads on the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
 def compute_outputs(model: nn.Module, inputs: Tensor) -> Tensor:
     """Compute a model's outputs in float32; on a GPU the model computes in bfloat16, images have channels last."""
     gpu = inputs.device.type == "cuda"

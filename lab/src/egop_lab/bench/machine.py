@@ -1,4 +1,4 @@
-"""The measured machine: its description, how to measure on it, and what to do between measurements."""
+"""How to measure: sizes by device, quiet surroundings, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import platform
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from egop_lab.gpu import fast_math
+import egop
+from egop_lab.gpu import describe_device, fast_math
 
 T = TypeVar("T")
 Row = dict[str, Any]  # measurements of one method or structure on one network
@@ -71,27 +70,10 @@ def release(device: torch.device) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Describe the machine and its settings; call it inside :func:`measurement_mode`."""
-    gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else _name_processor(),
-        "kind": device.type,
+        "device": describe_device(device),
         "threads": torch.get_num_threads(),
         "precision of float32 products": torch.get_float32_matmul_precision(),
-        "versions": {name: _find_version(name) for name in ("egop", "torch", "numpy", "pytorch_optimizer")},
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda if gpu else None,
+        "versions": {"egop": egop.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
     }
-
-
-def _find_version(package: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
-
-
-def _name_processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -12,7 +12,6 @@ import torch
 from egop_lab.bench import bases, host, machine, steps, tables
 from egop_lab.bench.timing import describe_error
 from egop_lab.files import write_json
-from egop_lab.formatting import pluralize
 
 PARTS: dict[str, Callable[[machine.Setting], Iterator[machine.Row]]] = {
     "bases": bases.run,
@@ -46,9 +45,8 @@ def run(
     with machine.measurement_mode(device):
         about = machine.describe(device)
         kept: dict[str, Any] = {"smoke": smoke, "complete": False, "machine": about, "seconds": {}, "parts": {}}
-        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-        precision = f"float32 products at precision {about['precision of float32 products']!r}"
-        say(f"{about['device']}: {pluralize(about['threads'], 'thread')}, {precision}. {versions}.")
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        say(f"{about['device']}, float32 products at precision {about['precision of float32 products']!r}. {versions}.")
         setting = machine.Setting(device, smoke, rounds)
         for name in [name for name in PARTS if not only or name in only]:
             began = time.perf_counter()

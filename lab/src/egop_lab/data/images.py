@@ -70,7 +70,7 @@ def load(
     device: torch.device,
     limits: tuple[int | None, int | None] = (None, None),
     workers: int = 2,
-) -> Images:
+) -> HeldImages:
     """Load the images of a folder.
 
     Args:
@@ -82,10 +82,10 @@ def load(
         workers: threads that read images.
     """
     train, validation = (files.first(limit) for files, limit in zip(find(folder), limits, strict=True))
-    return Images(*(_read_all(files, side, workers, device) for files in (train, validation)), crop=crop)
+    return HeldImages(*(_read_all(files, side, workers, device) for files in (train, validation)), crop=crop)
 
 
-class Images:
+class HeldImages:
     """Training and validation images as uint8 tensors on the device, (n, 3, side, side): the central square of each."""
 
     def __init__(self, train: Batch, validation: Batch, *, crop: int) -> None:

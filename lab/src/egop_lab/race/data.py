@@ -54,11 +54,11 @@ def load_text(name: str, folder: str | None, device: torch.device, vocabulary: i
     raise ValueError(f"Invalid data name: {name!r}. Must be 'wikitext-2', 'code' or 'synthetic'.")
 
 
-def load_images(name: str, folder: str | None, device: torch.device, crop: int) -> images.Images:
+def load_images(name: str, folder: str | None, device: torch.device, crop: int) -> images.HeldImages:
     """Load ``"imagenette"`` (train/CLASS/*.jpg and val/CLASS/*.jpg) from a folder, or make ``"synthetic"`` images."""
     side = crop * 7 // 6
     if name == "synthetic":
-        return images.Images(*(_make_images(count, side, device) for count in (64, 32)), crop=crop)
+        return images.HeldImages(*(_make_images(count, side, device) for count in (64, 32)), crop=crop)
     return images.load(folder, side=side, crop=crop, device=device, workers=8)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
+from egop_lab.gpu import describe_device
 from egop_lab.training.records import Record, Store
 
 Preset = Literal["quick", "full"]
@@ -47,10 +48,8 @@ def make_record(
     config: Mapping[str, Any], result: Mapping[str, Any], seconds: float, device: torch.device | str = "cpu"
 ) -> Record:
     """Build the record of a run that has just ended here."""
-    device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return Record(config, result, seconds, name, versions)
+    return Record(config, result, seconds, describe_device(torch.device(device)), versions)
 
 
 def record_run(

@@ -80,7 +80,7 @@ class Run:
         device: the device to train on.
     """
 
-    def __init__(self, data: images.Images, config: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, data: images.HeldImages, config: Mapping[str, Any], device: torch.device) -> None:
         self.data, self.config, self.device = data, config, device
         seed, size, crop = config["seed"], config["batch"], config["crop"]
         sizes = tuple(config["depths"]), config["width"], data.classes
