@@ -118,6 +118,10 @@ def _introduction(sections: Sequence[Section]) -> str:
     return _INTRODUCTION + (_QUICK if any(section.preset == "quick" for section in sections) else "")
 
 
+def _get_finished(found: Sequence[Section]) -> list[Section]:
+    return [section for section in found if section.problem is None]
+
+
 def _list_missing(found: Sequence[Section]) -> list[str]:
     """List the experiments without verdicts in a line each; say why if they were run."""
     names = [section.experiment.id for section in found if section.preset is None]
@@ -133,11 +137,10 @@ def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judgement]]]:
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
     """Write the report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
-    finished = [section for section in found if section.problem is None]
     lines = ["# Reproduction of the paper", "", _introduction(found), "", _summary(found), ""]
-    if finished:
+    if _get_finished(found):
         lines += [_row(_HEADER), "|---|---|---|"]
-        for section in finished:
+        for section in _get_finished(found):
             name = f"[{section.experiment.title}](#{section.experiment.id})"
             lines.append(
                 _row((name, wording.count_holding(section.judged), wording.summarize_verdicts(section.judged)))
@@ -152,7 +155,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
         ] + [""]
     if _highlights(found):
         lines += [wording.RULE, ""]
-    for section in finished:
+    for section in _get_finished(found):
         for picture in section.pictures:
             place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"
             save_figure(draw_picture(picture), place)
@@ -224,14 +227,13 @@ def _bold(verdict: str) -> str:
 
 def write_html(found: Sequence[Section], path: Path) -> None:
     """Write the report as one self-contained page: the summary, and each experiment behind its title."""
-    finished = [section for section in found if section.problem is None]
     body = ["<h1>Reproduction of the paper</h1>", f"<p>{escape(_introduction(found))}</p>"]
     body.append(f'<p class="verdict">{escape(_summary(found))}</p>')
-    if finished:
+    if _get_finished(found):
         rows = [
             (f'<a href="#{escape(section.experiment.id)}">{escape(section.experiment.title)}</a>',
              escape(wording.count_holding(section.judged)), escape(wording.summarize_verdicts(section.judged)))
-            for section in finished
+            for section in _get_finished(found)
         ]  # fmt: skip
         body.append(_table(_HEADER, rows))
     body += [f"<p>{escape(line)}</p>" for line in _list_missing(found)]
@@ -239,8 +241,11 @@ def write_html(found: Sequence[Section], path: Path) -> None:
         shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_get_experiment_id(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]
     body += [f'<p class="small">{escape(wording.RULE)}</p>'] if _highlights(found) else []
-    if finished:
-        body += ["<h2>Details</h2>", *(part for section in finished for part in _html(section))]
+    body += (
+        ["<h2>Details</h2>", *(part for section in _get_finished(found) for part in _html(section))]
+        if _get_finished(found)
+        else []
+    )
     with replace_atomically(path) as temporary:
         temporary.write_text(format_page("Reproduction of the paper · egop", body), encoding="utf-8")
 
