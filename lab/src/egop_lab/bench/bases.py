@@ -52,7 +52,6 @@ def run(setting: Setting) -> Iterator[Row]:
         cpu=[
             (networks.digits(), every, None),
             (networks.perceptron((784, 100, 10), 128), [*lean, egop.Auxiliary(rank=64)], None),
-            (networks.convolutions(64, 16), lean, None),
             (networks.gpt(2, 256, 8, 64), lean, None),
         ],
         gpu=[

@@ -86,12 +86,6 @@ def digits(batch: int = 300) -> Network:
     return Network("digits MLP", models.digits_network, (batch, 64))
 
 
-def convolutions(batch: int, channels: int) -> Network:
-    """Build a small convolutional network without batch norm."""
-    name = f"convolution net, {channels} channels"
-    return Network(name, lambda: models.convolution_network(channels), (batch, 1, 28, 28))
-
-
 def gpt(layers: int, width: int, batch: int, context: int = 256) -> Network:
     """Build a GPT on bytes, with heads of 64."""
     sizes = {"layers": layers, "width": width, "heads": max(1, width // 64), "context": context}

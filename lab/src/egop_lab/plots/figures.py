@@ -35,8 +35,6 @@ from egop_lab.plots.colors import (
 from egop_lab.plots.labels import build_legend, get_look, label_line_ends, separate_labels, uses_shared_legend
 from egop_lab.plots.picture import Panel, Picture, Series
 
-__all__ = ["STYLE", "draw_picture", "embed_picture", "save_figure"]
-
 STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": EDGE,

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Mark", "Panel", "Picture", "Series", "Span"]
-
 
 @dataclass(frozen=True)
 class Series:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-__all__ = ["Curve", "train"]
-
 
 @dataclass(frozen=True)
 class Curve:

@@ -11,8 +11,6 @@ from typing import Any
 
 from egop_lab.files import replace_nonfinite
 
-__all__ = ["Record", "RecordError", "Store", "config_key"]
-
 
 @dataclass(frozen=True)
 class Record:
