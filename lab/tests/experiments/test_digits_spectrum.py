@@ -3,6 +3,7 @@ import pytest
 
 from egop_lab.experiments import digits_spectrum
 from egop_lab.experiments.digits_spectrum import DigitsDensityExperiment, DigitsSpectrumExperiment
+from egop_lab.models.small import perceptron
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import subsample
@@ -72,7 +73,9 @@ class Toy(DigitsSpectrumExperiment):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("spectrum") / "digits-spectrum.jsonl"
-    Toy().run(Store(path), Context(progress=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits_spectrum, "digits_network", lambda: perceptron(64, 4, 10))
+        Toy().run(Store(path), Context(progress=False))
     return path
 
 
@@ -82,7 +85,7 @@ def test_a_toy_run_has_a_spectrum_for_each_distribution(run):
     for record in store:
         values = record.result["eigenvalues"]
         assert values == sorted(values, reverse=True)
-        assert record.result["samples"] == 121
+        assert record.result["samples"] == 16
         assert len(record.result["density"]) == 100
     assert len(Toy().judge(store, "quick")) == 4
     pictures = Toy().pictures(store, "quick")
@@ -104,7 +107,7 @@ def test_density_takes_the_run_of_the_spectrum(run, monkeypatch):
     assert record.config["experiment"] == "digits-density"
     assert record.result["density"] == next(iter(Store(run))).result["density"]
     ((panel,),) = [picture.panels for picture in DigitsDensityExperiment().pictures(store, "quick")]
-    assert panel.horizontal["1/d"] == pytest.approx(1 / D)
+    assert panel.horizontal["1/d"] == pytest.approx(1 / 310)
     assert len(panel.series[0].x) == 100
 
 
