@@ -12,7 +12,7 @@ import numpy as np
 from egop_lab.experiments.base import Judgement
 from egop_lab.plots.picture import Panel, Series
 from egop_lab.training.records import Record
-from egop_lab.training.sweeps import ORIGINAL, TUNING
+from egop_lab.training.sweeps import ORIGINAL
 
 
 def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
@@ -51,45 +51,6 @@ def quartiles_by_rate(
         low, middle, high = quartiles([[value] for value in scores[rate]])
         bands[rate] = (low[0], middle[0], high[0])
     return bands
-
-
-def best_rate(records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]) -> float:
-    """Return the learning rate with the smallest median score; the smaller one of a tie."""
-    medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(records, score).items()}
-    return min(medians, key=lambda rate: medians[rate])
-
-
-def is_tuning(run: Record) -> bool:
-    """Return True if a run is for choosing a learning rate."""
-    return bool(run.config["seed"] >= TUNING)
-
-
-def search_rates(
-    ladder: Sequence[float], first: Sequence[float], runs: Sequence[Record], score: Callable[[Mapping[str, Any]], float]
-) -> tuple[float, list[float]]:
-    """Return the best learning rate, and the rates still to try before it is known.
-
-    While the best is the first or last rate tried, the next one of the ladder on that side is to be tried too.
-
-    Args:
-        ladder: all rates that may be tried, ascending.
-        first: the rates that are always tried.
-        runs: the runs so far.
-        score: score of a result; the smaller the better.
-    """
-    there = {run.config["lr"] for run in runs}
-    low, high = ladder.index(min(first)), ladder.index(max(first))
-    while True:
-        tried = ladder[low : high + 1]
-        if left := [rate for rate in tried if rate not in there]:
-            return math.nan, left
-        best = ladder.index(best_rate([run for run in runs if run.config["lr"] in tried], score))
-        if best == low > 0:
-            low -= 1
-        elif best == high < len(ladder) - 1:
-            high += 1
-        else:
-            return ladder[best], []
 
 
 def rate_series(

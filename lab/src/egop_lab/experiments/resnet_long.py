@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from egop_lab.experiments.base import Judgement, Table, add_alternatives
-from egop_lab.experiments.curves import is_tuning, median, search_rates
+from egop_lab.experiments.curves import median
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
     AROUND,
@@ -38,6 +38,7 @@ from egop_lab.training.records import Record, Store
 from egop_lab.training.resnet import train_in_process
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed_runs import Trials
+from egop_lab.training.tuning import is_tuning, search_rates
 
 # The methods of the long runs by importance: most claims are about the first ones.
 FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_100)

@@ -12,7 +12,7 @@ import torch
 from egop_lab.builders import import_pytorch_optimizer
 from egop_lab.data import images
 from egop_lab.experiments.base import Experiment, Judgement, Table, count_decades, make_alternative, to_verdict
-from egop_lab.experiments.curves import bar_panel, best_rate, first_below, is_tuning, median, quartiles
+from egop_lab.experiments.curves import bar_panel, first_below, median, quartiles
 from egop_lab.experiments.resnet_claims import ADAMW, AROUND, PAPER, SOAP_10, SOAP_100, SOAP_OURS, Claim, claims
 from egop_lab.formatting import pluralize
 from egop_lab.gpu import describe_precision, fast_math
@@ -23,6 +23,7 @@ from egop_lab.training.records import Record, Store
 from egop_lab.training.resnet import Run
 from egop_lab.training.sweeps import TUNING
 from egop_lab.training.timed_runs import Trials, shared_config
+from egop_lab.training.tuning import best_rate, is_tuning
 
 _NEAR = 1.05  # the paper's target, relative to the lowest validation loss of SOAP with frequent refreshes
 

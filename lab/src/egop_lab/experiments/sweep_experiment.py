@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from egop_lab.experiments.base import Experiment, Judgement, make_alternative
-from egop_lab.experiments.curves import best_rate
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import ORIGINAL, TUNING
+from egop_lab.training.tuning import best_rate
 
 
 class SweepExperiment(Experiment):
