@@ -228,7 +228,7 @@ def build_stacked(setup: Setup, *, kind: type[Optimizer]) -> Optimizer:
 
 def build_egop(setup: Setup) -> Optimizer:
     """Build ``egop.EGOP``, which chooses the rotated weights and their optimizer itself."""
-    return egop.EGOP(setup.model, **setup.options)
+    return egop.EGOP(setup.model, **setup.options, fused=setup.adam.get("fused"))
 
 
 def _split(setup: Setup, chosen: Iterable[Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
