@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -27,9 +28,13 @@ from egop_lab.muon import Muon, NorMuon
 
 Builder = Callable[[Setup], Optimizer]
 
-_rotated = functools.partial(functools.partial, build_rotated)
 _SHARED, _BOTH_SIDES = egop.Shared(), egop.Kronecker()
 _SOAP = functools.partial(PackageOptimizer, "SOAP", cadence="precondition_frequency")
+
+
+def _rotated(**options: Any) -> Builder:
+    return functools.partial(build_rotated, **options)
+
 
 # The experiment on residual networks. SOAP has its own momentum constants, (0.95, 0.95). A scale of 0.01 is about how
 # far a weight moves in an epoch.
