@@ -41,7 +41,6 @@ from egop.basis.structures import (
     Structure,
 )
 from egop.basis.structures import Side as Side
-from egop.basis.structures import Statistic as Statistic
 from egop.basis.structures.views import as_matrix as as_matrix
 
 __all__ = [

@@ -159,12 +159,10 @@ def estimate_plan(
     require_gradient(plan, draws, any(processes.gather_results(lambda: has_gradient)))
     owners = parallel.assign_blocks(plan)
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
-    parallel.combine(accumulators, owners, devices)
-    own = {block: accumulators[block] for block in plan.chosen if owners[block] == processes.rank()}
-    accumulators.clear()
+    own = parallel.merge_accumulators(accumulators, plan, owners, devices)
     # Each accumulator is dropped once it is finished, to free its memory.
     results = processes.run_collectively(lambda: {block: own.pop(block).finish() for block in list(own)})
-    results = parallel.share_results(results, owners)
+    results = parallel.share_results(results, owners, devices)
     spectra = {block.name: spectrum for block, (spectrum, _) in results.items() if spectrum is not None}
     return Basis([change for _, change in results.values()], spectra, plan.unrotated)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.numerics import OuterProducts
 
 
@@ -30,9 +30,6 @@ class NoAccumulator(Accumulator):
 
     def merge(self, other: Self) -> None:
         pass
-
-    def statistics(self) -> Sequence[Statistic]:
-        return []
 
     def finish(self) -> tuple[None, ChangeOfBasis]:
         return None, self.build()
@@ -72,9 +69,6 @@ class EigenAccumulator(Accumulator):
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         return [self.products.eigenbasis()]
-
-    def statistics(self) -> Sequence[Statistic]:
-        return [self.products]
 
 
 class StackAccumulator(Accumulator):
@@ -116,9 +110,6 @@ class StackAccumulator(Accumulator):
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         sides = zip(*(part.eigenbases() for part in self.parts), strict=True)
         return [(torch.stack([v for v, _ in side]), torch.stack([w for _, w in side])) for side in sides]
-
-    def statistics(self) -> Sequence[Statistic]:
-        return [statistic for part in self.parts for statistic in part.statistics()]
 
 
 def check_count(count: int, block: Block) -> None:

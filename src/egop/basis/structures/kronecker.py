@@ -13,7 +13,7 @@ from torch import Tensor
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures.accumulators import StackAccumulator, check_count, density, judge_reliability
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.shared import DRAWS_WANTED, ROWS_WANTED
 from egop.basis.structures.views import (
     Coordinates,
@@ -105,9 +105,6 @@ class _KroneckerAccumulator(Accumulator):
     def merge(self, other: Self) -> None:
         self.left.merge(other.left)
         self.right.merge(other.right)
-
-    def statistics(self) -> Sequence[Statistic]:
-        return [self.left, self.right]
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         return [self.left.eigenbasis(), self.right.eigenbasis()]

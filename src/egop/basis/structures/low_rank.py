@@ -13,7 +13,7 @@ from torch import Tensor
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures.accumulators import check_count, density
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 from egop.numerics import RowSketch
 
@@ -170,9 +170,6 @@ class _LowRankAccumulator(Accumulator):
 
     def merge(self, other: Self) -> None:
         self.sketch.merge(other.sketch)
-
-    def statistics(self) -> Sequence[Statistic]:
-        return [self.sketch]
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.structure.seed)
