@@ -269,7 +269,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a complete safetensors file"):
         egop.Basis.load(path)
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="is a safetensors file, but not one that egop saved"):
+    with pytest.raises(ValueError, match="it is a safetensors file, but not one that egop saved"):
         egop.Basis.load(path)
     save_file({"weight": torch.zeros(2)}, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="but not one that egop saved"):

@@ -180,7 +180,6 @@ TOO_LARGE = {
         {"w/basis": (2, 2), "other": (SIDE, SIDE)},
         "'other' is missing, or belongs to no block",
     ),
-    "a tensor of zeros": (DESCRIBED, {"w/basis": (SIDE, SIDE)}, "The basis of block 'w' is not orthonormal"),
     "a spectrum of another length": (
         DESCRIBED
         | {"shapes": [[2]], "tensors": ["basis", "spectrum/eigenvalues", "spectrum/density"], "spectrum": SPECTRUM},
@@ -207,17 +206,6 @@ def test_a_header_that_is_too_large_is_refused_before_it_is_read(path, monkeypat
         ValueError, match=f"'{path}' cannot be loaded: its header has 60,000,000 bytes. Must be at most 33,554,432"
     ):
         egop.Basis.load(path)
-
-
-def test_a_basis_with_too_large_a_header_is_not_written(path, basis, monkeypatch):
-    before = path.read_bytes()
-    monkeypatch.setattr(files, "_MAX_HEADER_BYTES", 1000)
-    with pytest.raises(
-        ValueError, match=r"The basis cannot be saved: its header has [\d,]+ bytes\. Must be at most 1,000"
-    ):
-        basis.save(path)
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_block_or_a_parameter_twice_is_refused_with_the_path(path, basis):
