@@ -22,7 +22,6 @@ from egop.estimation.gradients import (
     matches_loop,
     vmap_gradients,
 )
-from egop.estimation.initializers import stack_points
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution
 from egop.numerics import RandomStream, full_precision, has_drawn_outside_torch
@@ -138,10 +137,9 @@ class _PointSource:
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
         self.base, self.undrawn, self.blocks = base, samples, 0
         self.block_size = max(1, min(BLOCK_POINTS, BLOCK_VALUES // dimension))
-        sampler = rho.sampler(objective)
-        if sampler is None:
-            self.block_size, sampler = 1, lambda generator, _: stack_points([rho.draw(objective, generator)])
-        self.sampler = sampler
+        if type(rho).draw_many is Distribution.draw_many:  # it draws point by point
+            self.block_size = 1
+        self.rho = rho
         self.pending: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn but not taken yet
         self.objective, self.batches = objective, objective.batches()
         # Shuffling and augmentation have their own random stream, which neither rho nor the loss affects.
@@ -196,7 +194,7 @@ class _PointSource:
         self.blocks += 1
         # With a common seed, dropout masks would be made of the same random numbers as the points.
         seeds = self._draw_seeds(self.base + self.blocks, count)
-        return seeds, self.sampler(self.generator, count)
+        return seeds, self.rho.draw_many(self.objective, self.generator, count)
 
     def _draw_seeds(self, seed: int, count: int) -> list[int]:
         self.generator.manual_seed(seed)
