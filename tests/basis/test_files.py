@@ -212,7 +212,7 @@ def test_a_block_or_a_parameter_twice_is_refused_with_the_path(path, basis):
     header, tensors = content_of(path)
     header["blocks"].append(header["blocks"][0])
     forge(path, header, tensors)
-    assert "Two blocks have the same name" in outcome(path, basis)
+    assert "Two blocks are named" in outcome(path, basis)
 
 
 def test_a_file_with_a_wrong_checksum_or_none_is_refused(path, basis):

@@ -110,14 +110,16 @@ class ChangeOfBasis(abc.ABC):
         """Return True if the bases are eigenvectors of Gram matrices, which an online basis can follow."""
         return cls.rows is not ChangeOfBasis.rows
 
-    def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
-        """Return the rotation from ``old``'s coordinates to these, one matrix per basis; None if there is none."""
-        return None
-
     @property
     def has_rotation(self) -> bool:
-        """True if :meth:`rotation_from` returns a rotation."""
-        return type(self).rotation_from is not ChangeOfBasis.rotation_from
+        """True if coordinates can be rotated from another basis of this kind to this one."""
+        return type(self).rotate is not ChangeOfBasis.rotate
+
+    def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
+        """Return the rotation from ``old``'s coordinates to these, one matrix per basis; None if there is none."""
+        if not self.has_rotation:
+            return None
+        return {name: basis.mT @ old.tensors[name] for name, basis in self.tensors.items()}
 
     def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         """Apply the result of :meth:`rotation_from` to the coordinates in the other basis.
