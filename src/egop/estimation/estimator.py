@@ -28,8 +28,9 @@ from egop.distributed import processes
 from egop.estimation import parallel
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
-from egop.estimation.sampling import SamplingMethod, check_samples, sample_gradients
+from egop.estimation.sampling import SamplingMethod, sample_gradients
 from egop.formatting import parse_bytes
+from egop.numerics import check_positive_int
 
 logger = logging.getLogger("egop")
 
@@ -115,7 +116,7 @@ def resolve_arguments(
             "Use egop.Objective(model, loss_fn, batches)."
         )
     if samples is not None:
-        check_samples(samples)
+        check_positive_int("samples", samples)
     rho = Initialization() if rho is None else rho
     if not isinstance(rho, Distribution):
         raise TypeError(f"rho must be a distribution such as egop.Gaussian(), got {rho!r}.")

@@ -89,12 +89,6 @@ def test_a_rank_above_the_dimension_is_refused_and_nothing_changes(kind):
     assert cases.state_of(model) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_negative_power_iterations_are_refused(kind):
-    with pytest.raises(ValueError, match=r"Invalid power_iterations value: -1\. Must be zero or more"):
-        kind(rank=2, power_iterations=-1)
-
-
 # --- training ---
 
 

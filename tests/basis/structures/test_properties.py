@@ -34,7 +34,7 @@ def structures(draw, block):
     options = [
         egop.Identity(),
         egop.Full(),
-        egop.Auxiliary(rank=rank, power_iterations=draw(st.integers(0, 3))),
+        egop.Auxiliary(rank=rank, seed=draw(st.integers(0, 3))),
         egop.Reduced(rank=rank, keep_rest=draw(st.booleans())),
         egop.extras.RandomRotation(seed=draw(st.integers(0, 5))),
         egop.extras.RandomRotation(like=egop.Reduced(rank=rank)),
