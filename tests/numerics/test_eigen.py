@@ -91,7 +91,7 @@ def failing(times, function):
     return solver
 
 
-@pytest.mark.parametrize("times", [1, 2, 100], ids=["once", "twice", "always"])
+@pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
 def test_result_is_the_same_if_the_solver_does_not_converge(monkeypatch, times):
     matrix = outer(rows_of(20, 6))
     expected = eigenbasis(matrix)
