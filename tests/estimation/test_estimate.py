@@ -178,7 +178,7 @@ def test_too_few_samples_log_how_many_to_ask_for(caplog):
     basis = cases.estimate(white(), rho=egop.Gaussian(), structure=egop.Shared(), samples=6)
     (said,) = caplog.messages
     assert said.startswith("6 draws are too few for the basis of 'w'")
-    assert "Ask for samples=24" in said
+    assert "Use samples=24" in said
     assert "(6 draws: lower bound)" in str(basis)
 
 

@@ -236,8 +236,8 @@ def _warn_if_too_few_samples(spectra: Mapping[str, Spectrum]) -> None:
         return
     samples = max(spectrum.samples for spectrum in unsupported.values())
     logger.warning(
-        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Ask for samples=%d, or "
-        "if that does not help leave the weight in original coordinates (egop.diagnose tells).",
+        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Use samples=%d. If that "
+        "does not help, leave the weight in original coordinates.",
         "1 draw is" if samples == 1 else f"{samples} draws are",
         _join(list(unsupported)),
         _MORE_SAMPLES * samples,

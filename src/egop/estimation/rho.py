@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from egop.estimation.initializers import draw_initializations, find_initializer, log_mismatches, stack_points
 from egop.estimation.objective import Objective
 from egop.estimation.snapshot import sampling_lock
+from egop.numerics import check_nonnegative
 
 
 class Distribution(abc.ABC):
@@ -180,8 +181,7 @@ class Recentered(_BatchedDistribution):
     scale: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.scale < math.inf:
-            raise ValueError(f"Invalid scale value: {self.scale}. Must be zero or a positive number.")
+        check_nonnegative("scale", self.scale)
 
     def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         if self.scale == 0:

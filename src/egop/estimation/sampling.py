@@ -153,7 +153,7 @@ class _PointSource:
         return Points([seed for seeds, _ in parts for seed in seeds], values, batches)
 
     def skip_batches(self, stop: int) -> None:
-        """Iterate over the batches of all points before this one, in order to leave the loader where others do."""
+        """Consume the batches of all points before this one, so that the loader ends up the same in every process."""
         self._fetch_batches(stop, 0)
 
     def _fetch_batches(self, start: int, count: int) -> list[Any]:

@@ -46,8 +46,8 @@ class EigenAccumulator(Accumulator):
         self.products = {name: OuterProducts(shape[-1]) for name, shape in structure.basis_shapes(block).items()}
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        rows_of = self.structure.empty_change(self.block).rows(gradients) or {}
-        for name, rows in rows_of.items():
+        by_basis = self.structure.empty_change(self.block).rows(gradients) or {}
+        for name, rows in by_basis.items():
             self.products[name].add(rows.flatten(0, -2).detach().clone(), len(gradients[0]))
 
     def merge(self, other: Self) -> None:
@@ -70,7 +70,7 @@ class EigenAccumulator(Accumulator):
             product = (scale * torch.outer(values, other_values)).flatten()
             values, order = product.sort(descending=True, stable=True)
             densities = torch.outer(densities, density(other_vectors)).flatten()[order]
-        reliability = judge_reliability([each.anisotropy(own) for each, (own, _) in zip(sums, bases, strict=True)])
+        reliability = compute_reliability([each.anisotropy(own) for each, (own, _) in zip(sums, bases, strict=True)])
         tensors = {name: basis.to(self.block.dtype) for name, (_, basis) in zip(self.products, bases, strict=True)}
         return Spectrum(values, densities, draws, reliability), self.structure.change(self.block, tensors)
 
@@ -122,7 +122,7 @@ def check_count(count: int, block: Block) -> None:
         raise ValueError(f"Block '{block.name}' has seen no gradients.")
 
 
-def judge_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
+def compute_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
     """Compute the reliability of a spectrum from the anisotropy of each side; None if unknown."""
     known = [side for side in sides if side is not None]
     return sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None
