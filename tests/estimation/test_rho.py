@@ -76,15 +76,6 @@ def test_ball_is_uniform_and_isotropic():
 # --- Recentered ---
 
 
-def test_recentered_without_scale_is_the_current_point():
-    objective = cases.MLP.objective()
-    drawn = egop.Recentered().draw(objective, torch.Generator())
-    assert list(drawn) == list(objective.parameters)
-    for name, value in drawn.items():
-        assert torch.equal(value, objective.parameters[name])
-        assert value.data_ptr() != objective.parameters[name].data_ptr()
-
-
 def test_recentered_follows_training():
     objective = function_objective()
     for value in (0.5, 20.0):
