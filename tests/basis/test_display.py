@@ -74,7 +74,7 @@ def test_similar_blocks_share_a_row_if_there_are_many():
     ]
     many.append(BlockInfo.from_change(shared("head", 5, 4)))
     _, _, row, head, *_ = format_blocks(many, {}).splitlines()
-    assert row.startswith("layers.*.w (13 alike)")
+    assert row.startswith("layers.*.w (13 similar)")
     assert row.endswith("1.8–4.0 of 4")
     assert f"{13 * 128 / 1024:.1f} KiB" in row, "the bytes of all of them"
     assert head.startswith("head ")

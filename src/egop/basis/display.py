@@ -99,7 +99,7 @@ def _group(blocks: Sequence[BlockInfo]) -> list[tuple[str, list[BlockInfo]]]:
         key = mask_layer_numbers(block.name), block.structure, tuple(map(tuple, block.shapes)), block.why
         groups.setdefault(key, []).append(block)
     return [
-        (f"{mask_layer_numbers(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
+        (f"{mask_layer_numbers(group[0].name)} ({len(group)} similar)" if len(group) > 1 else group[0].name, group)
         for group in groups.values()
     ]
 

@@ -147,11 +147,11 @@ def _split_block(block: Block, structure: Structure, padded: Collection[str]) ->
     """
     pieces: dict[Block, Structure] = {}
     for piece in [block] if structure.joint or len(block.shapes) == 1 else block.per_tensor():
-        apart = [name for name in piece.parameters if name in padded]
-        if not apart or not structure.mixes_rows(piece):
+        with_padding = [name for name in piece.parameters if name in padded]
+        if not with_padding or not structure.mixes_rows(piece):
             pieces[piece] = structure
             continue
-        rest, embeddings = piece.split_off(apart)
+        rest, embeddings = piece.split_off(with_padding)
         pieces |= dict.fromkeys(rest, structure) | dict.fromkeys(embeddings, Shared())
     return pieces
 
