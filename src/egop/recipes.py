@@ -78,9 +78,6 @@ class EGOP(ReparameterizedOptimizer):
         (['0.weight'], {'2.weight': 'the output head'})
     """
 
-    # PolarAdam and AdamW share these, so that one setting or scheduler applies to all parameters.
-    _shared_settings = (*ReparameterizedOptimizer._shared_settings, "betas", "eps")
-
     def __init__(
         self,
         params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -100,7 +97,10 @@ class EGOP(ReparameterizedOptimizer):
         flags = {"foreach": foreach, "fused": fused}
         parts: dict[str, Any] = {
             "optimizer_class": PolarAdam,
-            "outside": (torch.optim.AdamW, {name: value for name, value in flags.items() if value is not None}),
+            "outside": (
+                torch.optim.AdamW,
+                {"betas": betas, "eps": eps, **{name: value for name, value in flags.items() if value is not None}},
+            ),
             "model": model,
             "lr": lr,
             "betas": betas,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +28,10 @@ from egop.numerics import exact_products
 
 Groups = Sequence[Mapping[str, Any]]
 
-# What is remembered of a parameter: its values, its version counter and address, or a digest of its values.
-Snapshot = Tensor | tuple[int, int] | str
-UNKNOWN = "0" * 32  # the digest of unknown parameters
-_LOADED = "f" * 32  # the same for loaded coordinates, whose decoding may have rounded differently
+_PRODUCT_ERROR = 64  # of decoding, as a multiple of the precision of the largest entry
+
+# What is remembered of a parameter: its values, or its version counter and address; None after loading or copying.
+Snapshot = Tensor | tuple[int, int] | None
 
 
 class BoundBlock:
@@ -195,9 +195,10 @@ class BoundBlock:
         """
         if any(parameter.device != value.device for parameter, value in zip(self.parameters, decoded, strict=True)):
             return  # moved to another device: the next step binds it again
-        found = zip(self.parameters, self.add_rest(decoded), self.seen, strict=True)
-        if not all((_rounds_to if seen == _LOADED else _equals)(value, parameter) for parameter, value, seen in found):
-            self.encode(self.parameters)
+        for parameter, value, seen in zip(self.parameters, self.add_rest(decoded), self.seen, strict=True):
+            if not (_rounds_to(value, parameter) if seen is None else torch.equal(parameter, value.to(parameter))):
+                self.encode(self.parameters)
+                break
         self.mark_synced()
 
     def mark_synced(self, written: Sequence[Tensor] | None = None) -> None:
@@ -213,43 +214,33 @@ class BoundBlock:
         else:
             self.seen = [parameter.detach().clone() for parameter in self.parameters]
 
-    def mark_saved(self) -> None:
-        """Compare coordinates and parameters at the next step, as a resumed run does after loading."""
-        self.seen = [_LOADED] * len(self.parameters)
-
     def invalidate(self) -> None:
-        """Mark the coordinates as stale; the next step recomputes them from the parameters."""
-        self.seen = [UNKNOWN] * len(self.parameters)
+        """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
+        self.seen = [None] * len(self.parameters)
 
-    def compute_digests(self) -> list[str]:
-        """Return digests of the parameters that the coordinates represent, to check them when restored."""
-        return list(map(_compute_digest, self.parameters, self.originals, self.seen))
-
-    def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor], digests: Sequence[str] | None) -> None:
-        """Take saved coordinates (and rest), which represent the parameters with these digests, if known."""
+    def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
+        """Take saved coordinates (and rest). If they belong to other weights, the next step notices."""
         for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
             here = take_shard(saved, self.originals[place]) if self.by_rows else to_full(saved)
-            if coordinate.shape != here.shape:
-                raise ValueError(
-                    f"Block '{self.name}' has coordinates of shape {tuple(saved.shape)} in the state dict, but "
-                    f"{tuple(coordinate.shape)} here."
-                )
+            self._check_shape("coordinates", here, coordinate)
             with torch.no_grad():
                 coordinate.copy_(here)
-        if self.rest is not None and rest:
+        if self.rest is not None:
             for tensor, saved in zip(self.rest, rest, strict=True):
-                if tensor.shape != saved.shape:
-                    raise ValueError(
-                        f"Block '{self.name}' has a rest of shape {tuple(saved.shape)} in the state dict, but "
-                        f"{tuple(tensor.shape)} here."
-                    )
+                self._check_shape("a rest", saved, tensor)
             self.rest = [saved.to(tensor, copy=True) for tensor, saved in zip(self.rest, rest, strict=True)]
-        self.seen = [_LOADED if digest == UNKNOWN else digest for digest in digests or [UNKNOWN] * len(self.originals)]
+        self.invalidate()
+
+    def _check_shape(self, what: str, saved: Tensor, here: Tensor) -> None:
+        if saved.shape != here.shape:
+            raise ValueError(
+                f"Block '{self.name}' has {what} of shape {tuple(saved.shape)}, but {tuple(here.shape)} here."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: digests instead of addresses, and bases without the stack they are views of."""
+        """Return what a copy needs: no addresses, and bases without the stack they are views of."""
         copies = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
-        return self.__dict__ | {"seen": self.compute_digests(), "change": self.change.with_tensors(copies)}
+        return self.__dict__ | {"seen": [None] * len(self.seen), "change": self.change.with_tensors(copies)}
 
 
 def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
@@ -271,10 +262,10 @@ def find_written(blocks: Sequence[BoundBlock]) -> list[BoundBlock]:
     written = []
     for block in blocks:
         for parameter, original, seen in zip(block.parameters, block.originals, block.seen, strict=True):
-            if isinstance(seen, Tensor) and seen.dtype is parameter.dtype:
-                same = torch.equal(parameter, seen)
+            if isinstance(seen, Tensor):
+                same = seen.dtype is parameter.dtype and torch.equal(parameter, seen)
             else:
-                same = _matches_snapshot(parameter, original, seen)
+                same = seen is not None and seen == _read_version(original)
             if not same:
                 written.append(block)
                 break
@@ -285,46 +276,16 @@ def _read_version(original: Tensor) -> tuple[int, int]:
     return original._version, to_local(original).data_ptr()
 
 
-def _matches_snapshot(parameter: Tensor, original: Tensor, seen: Snapshot) -> bool:
-    if isinstance(seen, tuple):
-        return _read_version(original) == seen
-    if isinstance(seen, str):
-        return _hash(parameter) == seen
-    return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
-
-
-def _compute_digest(parameter: Tensor, original: Tensor, seen: Snapshot) -> str:
-    if isinstance(seen, str):
-        return seen
-    if isinstance(seen, Tensor):
-        return _hash(seen)
-    return _hash(parameter) if _matches_snapshot(parameter, original, seen) else UNKNOWN
-
-
 def _has_dtype(tensor: Tensor, other: Tensor) -> bool:
     return tensor.dtype is other.dtype
 
 
-def _equals(value: Tensor, parameter: Tensor) -> bool:
-    return torch.equal(parameter, value.to(parameter.dtype))
-
-
 def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
-    """Return True if a half-precision parameter is the decoded value up to rounding.
-
-    Its coordinates are master weights with more bits than the parameter. A float32 parameter has as many bits as its
-    coordinates, so it must be equal.
-    """
-    epsilon = torch.finfo(parameter.dtype).eps
-    if epsilon <= torch.finfo(torch.float32).eps:
-        return _equals(value, parameter)
+    """Return True if a parameter is the decoded value up to rounding, by its own precision and that of the product."""
     exact = parameter.to(value.dtype)
-    return bool(((value - exact).abs() <= 0.51 * epsilon * torch.maximum(value.abs(), exact.abs())).all())
-
-
-def _hash(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()
+    own = 0.51 * torch.finfo(parameter.dtype).eps * torch.maximum(value.abs(), exact.abs())
+    product = _PRODUCT_ERROR * torch.finfo(value.dtype).eps * torch.linalg.vector_norm(value, ord=math.inf)
+    return bool(((value - exact).abs() <= own + product).all())
 
 
 @dataclass

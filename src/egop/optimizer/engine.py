@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
-from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding, map_to_blocks
+from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
 from egop.optimizer.checks import benefits_from_rotation, check_blocks, check_class, warn_no_basis
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
@@ -44,7 +44,6 @@ class Engine:
         self._inner: InnerOptimizers | None = None
         self._stacks: Stacks | None = None
         self.bound = BoundParameters()
-        self._block_of: tuple[list[BoundBlock], dict[int, BoundBlock]] | None = None  # for find_block
 
     @property
     def is_built(self) -> bool:
@@ -134,12 +133,6 @@ class Engine:
         self.inner.reset([tensor for tensor in tensors if not self.inner.state.get(tensor)])
         self.blocks, self._stacks = self.blocks + blocks, None
         self.bound = BoundParameters.from_groups(self.param_groups)
-
-    def find_block(self, parameter: Tensor) -> BoundBlock | None:
-        """Return the block of a parameter."""
-        if self._block_of is None or self._block_of[0] is not self.blocks:
-            self._block_of = self.blocks, map_to_blocks(self.blocks)
-        return self._block_of[1].get(id(parameter))
 
     # --- a step ---
 
@@ -308,7 +301,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the model, nor the stacks, whose memory its blocks do not share."""
         self.wait_for_refresh()
-        return self.__dict__ | {"_stacks": None, "_block_of": None, "bound": BoundParameters(), "known": None}
+        return self.__dict__ | {"_stacks": None, "bound": BoundParameters(), "known": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

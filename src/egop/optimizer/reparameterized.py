@@ -20,12 +20,12 @@ from egop.optimizer.binding import BoundBlock
 from egop.optimizer.checks import check_optimizer, complete_hyperparameters, warn_rotation_invariant
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import name_groups
-from egop.optimizer.inner import SHARED, BaseOptimizer
+from egop.optimizer.inner import BaseOptimizer
 from egop.optimizer.load_warnings import warn_of_loaded_bases
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
 from egop.optimizer.stacks import Stacks
-from egop.optimizer.state import Entry, ExportedState, RestoredParts, export_state, parse_state_dict, rebind
+from egop.optimizer.state import Entry, ExportedState, RestoredParts, export_state, parse_state_dict, rebuild
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,9 +80,6 @@ class ReparameterizedOptimizer(Optimizer):
         >>> optimizer = egop.ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)
     """
 
-    # Settings of the groups that the outside optimizer shares, because they mean the same to both.
-    _shared_settings: tuple[str, ...] = SHARED
-
     def __init__(
         self,
         params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -113,9 +110,7 @@ class ReparameterizedOptimizer(Optimizer):
                 f"basis=. To use {optimizer_class.__name__} without a rotation, make one optimizer of each class."
             )
         # Frameworks copy these attributes to wrappers, so wrapper and optimizer share the same two objects.
-        self._engine = engine = Engine(
-            BaseOptimizer(optimizer_class, hyperparameters, outside, self._shared_settings), compiled=compile
-        )
+        self._engine = engine = Engine(BaseOptimizer(optimizer_class, hyperparameters, outside), compiled=compile)
         self._exchange = _StateExchange()
         engine.warns_of_no_basis = not given
         engine.check_class(groups)
@@ -340,13 +335,11 @@ class ReparameterizedOptimizer(Optimizer):
     def _sync_external_changes(self) -> None:
         """Apply edits of the state, and bind parameters that have been replaced in the groups."""
         engine, exported = self._engine, self._exchange.exported
-        if exported is not None:
+        self._exchange.exported = None
+        edits = {} if exported is None else exported.find_edits(engine)
+        if edits or not engine.bound.matches(engine.param_groups):
             engine.wait_for_refresh()
-            self._exchange.exported = None
-            exported.apply_edits(engine)
-        if not engine.bound.matches(engine.param_groups):
-            engine.wait_for_refresh()
-            self._use(rebind(engine))
+            self._use(rebuild(engine, edits))
 
     @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
