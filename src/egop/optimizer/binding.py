@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +28,6 @@ from egop.numerics import exact_products
 Groups = Sequence[Mapping[str, Any]]
 
 _PRODUCT_ERROR = 64  # of decoding, as a multiple of the precision of the largest entry
-
-# What is remembered of a parameter: its values, or its version counter and address; None after loading or copying.
-Snapshot = Tensor | tuple[int, int] | None
 
 
 class BoundBlock:
@@ -65,10 +61,7 @@ class BoundBlock:
         ]
         # The part of the parameters outside an incomplete basis, if the optimizer keeps it.
         self.rest: list[Tensor] | None = None
-        self.compares_values = compares_values(self.device)
-        self.seen: list[Snapshot] = []  # the parameters that the coordinates represent
         self.encode(self.parameters)
-        self.mark_synced()
         for coordinate in self.coordinates:
             coordinate.requires_grad_()
 
@@ -108,11 +101,6 @@ class BoundBlock:
         """Return a tensor like one of the coordinates, sharded as its parameter is, for a state dict."""
         return shard_like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
 
-    def find_temporaries(self) -> list[Tensor]:
-        """Return the tensors that have gradients only during a step: coordinates, and views or copies of shards."""
-        pairs = zip(self.parameters, self.originals, strict=True)
-        return self.coordinates + [parameter for parameter, original in pairs if parameter is not original]
-
     def gather(self) -> None:
         """Read sharded parameters and their gradients."""
         view = to_local if self.by_rows else to_full
@@ -120,6 +108,12 @@ class BoundBlock:
             self.parameters[index] = view(original)
             self.parameters[index].requires_grad_(original.requires_grad)
             self.parameters[index].grad = None if original.grad is None else view(original.grad)
+
+    def release(self) -> None:
+        """Drop the gradients that :meth:`gather` has read."""
+        for original, parameter in zip(self.originals, self.parameters, strict=True):
+            if parameter is not original:
+                parameter.grad = None
 
     def scatter(self) -> None:
         """Write gathered parameters back to the sharded ones."""
@@ -182,44 +176,24 @@ class BoundBlock:
             parameter.copy_(tensor)
         if self.sharded:
             self.scatter()
-        self.mark_synced()
 
-    def follow_parameters(self, decoded: Sequence[Tensor]) -> None:
+    def follow_parameters(self, decoded: Sequence[Tensor], *, exactly: bool) -> None:
         """Encode the parameters again if the coordinates no longer represent them.
 
         A write may have left the values unchanged. The coordinates hold more than the parameters (rounding, and the
         bits below half precision), so they are kept as long as they still decode to the parameters.
 
         Args:
-            decoded: the decoded coordinates, computed as in a step, since rounding matters here.
+            decoded: the decoded coordinates, computed as in a step.
+            exactly: whether they must be equal; otherwise decoding may have rounded differently when they were written.
         """
-        if any(parameter.device != value.device for parameter, value in zip(self.parameters, decoded, strict=True)):
-            return  # moved to another device: the next step binds it again
-        for parameter, value, seen in zip(self.parameters, self.add_rest(decoded), self.seen, strict=True):
-            if not (_rounds_to(value, parameter) if seen is None else torch.equal(parameter, value.to(parameter))):
-                self.encode(self.parameters)
-                break
-        self.mark_synced()
-
-    def mark_synced(self, written: Sequence[Tensor] | None = None) -> None:
-        """Record that coordinates and parameters agree.
-
-        Args:
-            written: new tensors that have just been copied to the parameters, which nobody else uses or writes to.
-        """
-        if not self.compares_values:
-            self.seen = [_read_version(original) for original in self.originals]
-        elif written is not None and all(map(_has_dtype, written, self.parameters)):
-            self.seen = list(written)
-        else:
-            self.seen = [parameter.detach().clone() for parameter in self.parameters]
-
-    def invalidate(self) -> None:
-        """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
-        self.seen = [None] * len(self.parameters)
+        values = self.add_rest(decoded)
+        same = torch.equal if exactly else _rounds_to
+        if not all(same(value.to(own.dtype) if exactly else value, own) for value, own in zip(values, self.parameters)):
+            self.encode(self.parameters)
 
     def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
-        """Take saved coordinates (and rest). If they belong to other weights, the next step notices."""
+        """Take saved coordinates (and rest). If they belong to other weights, the next step encodes those."""
         for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
             here = take_shard(saved, self.originals[place]) if self.by_rows else to_full(saved)
             self._check_shape("coordinates", here, coordinate)
@@ -229,7 +203,6 @@ class BoundBlock:
             for tensor, saved in zip(self.rest, rest, strict=True):
                 self._check_shape("a rest", saved, tensor)
             self.rest = [saved.to(tensor, copy=True) for tensor, saved in zip(self.rest, rest, strict=True)]
-        self.invalidate()
 
     def _check_shape(self, what: str, saved: Tensor, here: Tensor) -> None:
         if saved.shape != here.shape:
@@ -238,9 +211,9 @@ class BoundBlock:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: no addresses, and bases without the stack they are views of."""
+        """Return what a copy needs: bases without the stack they are views of."""
         copies = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
-        return self.__dict__ | {"seen": [None] * len(self.seen), "change": self.change.with_tensors(copies)}
+        return self.__dict__ | {"change": self.change.with_tensors(copies)}
 
 
 def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
@@ -248,44 +221,11 @@ def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
     return {id(original): block for block in blocks for original in block.originals}
 
 
-def compares_values(device: torch.device) -> bool:
-    """Return True if writes to parameters are noticed by their values, not by torch's version counter.
-
-    The counter ``_version`` (a private name; a test notices when it changes) misses writes through ``.data``. On the
-    CPU a copy of the values costs little and shows those too.
-    """
-    return device.type == "cpu"
-
-
-def find_written(blocks: Sequence[BoundBlock]) -> list[BoundBlock]:
-    """Return the blocks whose parameters someone else may have written to."""
-    written = []
-    for block in blocks:
-        for parameter, original, seen in zip(block.parameters, block.originals, block.seen, strict=True):
-            if isinstance(seen, Tensor):
-                same = seen.dtype is parameter.dtype and torch.equal(parameter, seen)
-            else:
-                same = seen is not None and seen == _read_version(original)
-            if not same:
-                written.append(block)
-                break
-    return written
-
-
-def _read_version(original: Tensor) -> tuple[int, int]:
-    return original._version, to_local(original).data_ptr()
-
-
-def _has_dtype(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.dtype is other.dtype
-
-
 def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
-    """Return True if a parameter is the decoded value up to rounding, by its own precision and that of the product."""
-    exact = parameter.to(value.dtype)
-    own = 0.51 * torch.finfo(parameter.dtype).eps * torch.maximum(value.abs(), exact.abs())
-    product = _PRODUCT_ERROR * torch.finfo(value.dtype).eps * torch.linalg.vector_norm(value, ord=math.inf)
-    return bool(((value - exact).abs() <= own + product).all())
+    """Return True if a parameter is the decoded value, up to the rounding of the product, in its own precision."""
+    error = _PRODUCT_ERROR * torch.finfo(value.dtype).eps * value.abs().amax() if value.numel() else 0.0
+    low, high = (value - error).to(parameter.dtype), (value + error).to(parameter.dtype)
+    return bool(((low <= parameter) & (parameter <= high)).all())
 
 
 @dataclass
@@ -305,14 +245,11 @@ class BoundParameters:
 
     def matches(self, groups: Groups) -> bool:
         """Return True if the groups still hold the same tensors, with the same dtype and device."""
-        tensors: list[Tensor] = []
-        for group in groups:
-            tensors += group["params"]
-            if len(group["params"]) != len(group.get("param_names", ())):
-                return False
+        tensors = _list_parameters(groups)
         if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
             return False
-        return [(tensor.dtype, tensor.device) for tensor in tensors] == self.kinds
+        named = sum(len(group.get("param_names", ())) for group in groups)
+        return named == len(tensors) and [(tensor.dtype, tensor.device) for tensor in tensors] == self.kinds
 
     def find_names(self, groups: Groups) -> list[str]:
         """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""

@@ -65,7 +65,7 @@ class Engine:
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape; built when needed, not after each of many added groups."""
         if self._stacks is None:
-            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=not self.base.may_keep_gradients)
+            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=not self.base.is_foreign)
         return self._stacks
 
     @property
@@ -161,7 +161,8 @@ class Engine:
         finally:
             stacks.drop_gradients()
             self.pieces.clear_gradients()
-        self.inner.store_settings(self.param_groups)
+        if self.base.is_foreign:
+            self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
 
@@ -170,7 +171,7 @@ class Engine:
             self.inner.step()
             stacks.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
-            self._invalidate_blocks()
+            stacks.invalidate()
             raise
 
     def switch_mode(self, name: str) -> None:
@@ -181,15 +182,11 @@ class Engine:
         try:
             self.stacks.rewrite(lambda: [switch() for switch in self.inner.find_mode(name)])
         except BaseException:  # some coordinates may have been written already
-            self._invalidate_blocks()
+            self.stacks.invalidate()
             raise
         finally:
             self.pieces.clear_gradients()
         self.inner.store_settings(self.param_groups)
-
-    def _invalidate_blocks(self) -> None:
-        for block in self.blocks:
-            block.invalidate()
 
     # --- for a refresh, during a step ---
 

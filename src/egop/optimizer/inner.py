@@ -41,6 +41,8 @@ class BaseOptimizer:
     def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], outside: Any) -> None:
         self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
         self.outside_class, self.outside_options = _parse_outside(outside)
+        # Classes of other packages may keep a gradient until their next step, or values in their groups.
+        self.is_foreign = not all(is_own_or_torch(kind) for kind in (optimizer_class, self.outside_class) if kind)
         self.needs_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
         # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.
         self.groups_per_group = 2 if self.outside_class is None and self.needs_matrices else 1
@@ -50,11 +52,6 @@ class BaseOptimizer:
         """A description that state dicts carry."""
         name = self.optimizer_class.__name__
         return name if self.outside_class is None else f"{name} with {self.outside_class.__name__} outside"
-
-    @property
-    def may_keep_gradients(self) -> bool:
-        """True if the optimizer may keep a gradient until its next step, as third-party classes might."""
-        return not is_own_or_torch(self.optimizer_class)
 
     def make(self, groups: list[Group], *, outside: bool = False) -> Optimizer:
         """Build one of the two optimizers."""
