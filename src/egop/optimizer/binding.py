@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, Structure, strip_compile_prefix
+from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, strip_compile_prefix
 from egop.distributed import (
     is_sharded,
     is_sharded_by_rows,
@@ -24,6 +24,7 @@ from egop.distributed import (
     write_shard,
 )
 from egop.numerics import exact_products
+from egop.optimizer.groups import named_parameters
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -187,10 +188,10 @@ class BoundBlock:
             decoded: the decoded coordinates, computed as in a step.
             exactly: whether they must be equal; otherwise decoding may have rounded differently when they were written.
         """
-        values = self.add_rest(decoded)
-        same = torch.equal if exactly else _rounds_to
-        if not all(same(value.to(own.dtype) if exactly else value, own) for value, own in zip(values, self.parameters)):
-            self.encode(self.parameters)
+        for value, parameter in zip(self.add_rest(decoded), self.parameters, strict=True):
+            if not (torch.equal(value.to(parameter.dtype), parameter) if exactly else _rounds_to(value, parameter)):
+                self.encode(self.parameters)
+                break
 
     def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
         """Take saved coordinates (and rest). If they belong to other weights, the next step encodes those."""
@@ -289,7 +290,8 @@ def bind_blocks(
     if basis is None:
         return []
     if not isinstance(basis, Basis):
-        raise TypeError(f"basis must be an egop.Basis, got {_describe_wrong_basis(basis)}")
+        name = getattr(basis, "__name__", type(basis).__name__)
+        raise TypeError(f"basis must be an egop.Basis, as egop.estimate(objective) returns, got {name}.")
     given = {
         strip_compile_prefix(name): (index, parameter)
         for index, group in enumerate(groups, first_group)
@@ -330,12 +332,8 @@ def bind_blocks(
 
 def check_padding(blocks: Sequence[BoundBlock], groups: Groups, layers: Mapping[str, Role]) -> None:
     """Raise ValueError if a block mixes the padding row of an embedding with others, which would move it."""
-    padded = {
-        id(parameter)
-        for group in groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        if strip_compile_prefix(name) in layers and layers[strip_compile_prefix(name)].has_padding_row
-    }
+    named = named_parameters(groups)
+    padded = {id(named[name]) for name, role in layers.items() if role.has_padding_row and name in named}
     for block in blocks:
         if not block.change.is_rowwise and any(id(original) in padded for original in block.originals):
             raise ValueError(
@@ -351,13 +349,3 @@ def _suggest_names(name: str, names: Sequence[str]) -> str:
         return f"It has '{near[0]}': was the basis estimated for a part of the model, or for something it is a part of?"
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return f"It has: {listed}. Was the basis estimated for another model?"
-
-
-def _describe_wrong_basis(basis: object) -> str:
-    kind = basis if isinstance(basis, type) else type(basis)
-    if issubclass(kind, Structure):
-        return (
-            f"{kind.__name__}, which says how a basis is built. Estimate one: "
-            f"basis = egop.estimate(objective, structure=egop.{kind.__name__}(...))."
-        )
-    return f"{kind.__name__}."

@@ -142,11 +142,6 @@ class InnerOptimizers:
         """The state of both."""
         return self.coordinates.state
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that are stepped."""
-        return [tensor for each in self.optimizers for group in each.param_groups for tensor in group["params"]]
-
     def step(self) -> None:
         """Step both."""
         if self.outside is not None:
@@ -173,32 +168,6 @@ class InnerOptimizers:
             for group in optimizer.param_groups
             for tensor in group["params"]
         }
-
-    def add_group(self, group: Group, blocks: Sequence[BoundBlock], pieces: LocalShards) -> list[Tensor]:
-        """Add inner groups for one of the user's groups; return their tensors."""
-        inside, outside = self.base.split_group(group, map_to_blocks(blocks), pieces)
-        for each in inside:
-            self.coordinates.add_param_group(each)
-        if self.outside is not None and outside is not None:
-            self.outside.add_param_group(outside)
-        return [tensor for each in (*inside, *([outside] if outside else [])) for tensor in each["params"]]
-
-    def drop_groups_from(self, index: int) -> None:
-        """Remove the inner groups from this user's group on."""
-        del self.coordinates.param_groups[self.base.groups_per_group * index :]
-        if self.outside is not None:
-            del self.outside.param_groups[index:]
-
-    def replace_parameters(self, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: LocalShards) -> None:
-        """Step the coordinates of these blocks from now on, in the same optimizers: they may keep more than state."""
-        block_of = map_to_blocks(blocks)
-        for index, group in enumerate(groups):
-            inside, outside = self.find_groups(index)
-            wanted, wanted_outside = self.base.split_group(group, block_of, pieces)
-            for target, source in zip(inside, wanted, strict=True):
-                target["params"] = source["params"]
-            if outside is not None and wanted_outside is not None:
-                outside["params"] = wanted_outside["params"]
 
     def load_settings(self, groups: Sequence[Group]) -> None:
         """Copy the hyper-parameters of the user's groups to the inner groups."""
@@ -263,6 +232,13 @@ class InnerOptimizers:
         """Take the state of a tensor, unless it is empty: some optimizers create states in their constructor."""
         if state:
             self.state[tensor] = state
+
+    def take_over(self, previous: InnerOptimizers) -> None:
+        """Take the state of all tensors that earlier optimizers have stepped too, and what belongs to no tensor."""
+        kept = self.map_to_groups()
+        for key, state in previous.state.items():
+            if not isinstance(key, Tensor) or id(key) in kept:
+                self.state[key] = state
 
     @property
     def shared_state(self) -> dict[Any, Any]:

@@ -42,7 +42,9 @@ class Stack:
 
     def __init__(self, blocks: list[BoundBlock], recorder: Recorder) -> None:
         self.blocks, self._recorder = blocks, recorder
-        self.change = type(blocks[0].change).stack([block.change for block in blocks])
+        first = blocks[0].change
+        bases = {name: torch.stack([block.change.tensors[name] for block in blocks]) for name in first.tensors}
+        self.change = first.with_tensors(bases)
         # Columns: for each tensor of a block, the tensors of all blocks.
         self._blocks_coordinates = list(zip(*(block.coordinates for block in blocks), strict=True))
         self._parameters = self._find_parameters()
@@ -58,7 +60,6 @@ class Stack:
         self._compares_values = compares_values(blocks[0].device)
         self._seen: list[list[Any]] = [[None] * len(blocks) for _ in self._parameters]  # a Snapshot of each
         self._is_known = False  # whether none of these is None
-        self._owns_basis = len(blocks) > 1
         self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if the memory is reused
         self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
         self._share_basis()
@@ -254,7 +255,6 @@ class Stack:
         """
         blocks, indices = self.blocks[members], self._everyone[members]
         self.follow_parameters(indices)
-        self._own_basis()
         old = self.change.part(members)
         new = old.with_tensors({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
         coordinates = [stacked[members] for stacked in self.coordinates]
@@ -308,15 +308,6 @@ class Stack:
         places = {name: tensor[members] for name, tensor in self._incoming.items()}
         copy_all(list(places.values()), [new.tensors[name] for name in places])
         return new.with_tensors(places)
-
-    def _own_basis(self) -> None:
-        """Copy the basis of a single block before it is written to, since others may use it."""
-        if not self._owns_basis:
-            layout = torch.contiguous_format  # always the same, so that a resumed run rounds the same way
-            copies = {name: tensor.clone(memory_format=layout) for name, tensor in self.change.tensors.items()}
-            self.change = self.change.with_tensors(copies)
-            self._share_basis()
-            self._owns_basis = True
 
     def _share_basis(self) -> None:
         for index, block in enumerate(self.blocks):  # views, so that every basis is held once

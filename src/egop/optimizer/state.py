@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from egop.basis import Basis, build_change, strip_compile_prefix
+from egop.basis import Basis, build_change
 from egop.distributed import LocalShards, take_shard, to_full, to_local
 from egop.optimizer.binding import BoundBlock, map_to_blocks
+from egop.optimizer.checks import find_user_level
 from egop.optimizer.engine import Engine
+from egop.optimizer.groups import named_parameters
 from egop.optimizer.inner import Group, InnerOptimizers
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.state_checks import StateCheck, check_settings
@@ -129,10 +132,11 @@ class ExportedState:
 
     Args:
         engine: the engine of the optimizer.
+        complete: as in :func:`export_state`.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._before = export_state(engine, complete=False)
+    def __init__(self, engine: Engine, *, complete: bool = False) -> None:
+        self._before = export_state(engine, complete=complete)
         self.states: defaultdict[Any, Any] = defaultdict(
             dict, {key: dict(entry) if isinstance(key, Tensor) else entry for key, entry in self._before.items()}
         )
@@ -320,10 +324,9 @@ def _read_entries(state_dict: Any, engine: Engine) -> tuple[list[Mapping[str, An
         raise ValueError(f"It has groups of {sizes} parameters ({names}), the optimizer of {wanted}.")
     current = None
     entries = []
-    members = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    for (name, parameter), key in zip(members, keys, strict=True):
+    for (name, parameter), key in zip(named_parameters(groups).items(), keys, strict=True):
         if key not in state and parameter.requires_grad:
-            raise ValueError(f"It has no state of '{strip_compile_prefix(name)}'.")
+            raise ValueError(f"It has no state of '{name}'.")
         if key not in state:
             current = current or export_state(engine, complete=True)
         entries.append(current[parameter] if current is not None and key not in state else state[key])
@@ -341,8 +344,7 @@ def _check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
             raise ValueError(f"It has version {about['version']}; this egop reads {STATE_VERSION}.")
         if about["optimizer"] != inner_name:
             raise ValueError(f"It is of {about['optimizer']}, this optimizer runs {inner_name}.")
-    members = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    here = {strip_compile_prefix(name): list(parameter.shape) for name, parameter in members}
+    here = {name: list(parameter.shape) for name, parameter in named_parameters(groups).items()}
     there = {about["name"]: about["shape"] for about in abouts}
     if here.keys() != there.keys():
         raise ValueError(
@@ -415,3 +417,32 @@ def _take_local(state: Mapping[Any, Any], original: Tensor, *, is_cut: bool) -> 
         return take_shard(value, original) if is_cut and value.dim() > 0 else to_full(value)
 
     return _map_tensors(take, state)
+
+
+def warn_of_loaded_bases(parts: RestoredParts, before: Sequence[BoundBlock]) -> None:
+    """Warn if the loaded bases will not be renewed, or are not of the structure that the refresh names.
+
+    Args:
+        parts: what was loaded.
+        before: the earlier blocks; if they had other structures than the refresh names, the user gave them.
+    """
+    refresher, blocks = parts.refresher, parts.blocks
+    found = ", ".join(sorted({repr(block.change.structure()) for block in blocks}))
+    if refresher is None:
+        fixed = "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay"
+        text = f"{fixed} fixed." if parts.with_refresh else ""
+    elif blocks and not any(refresher.can_renew(block.change) for block in blocks):
+        text = (
+            f"The state has bases of structure {found}, which {refresher} cannot renew, so they stay fixed. "
+            "egop.Every(...) can renew every structure."
+        )
+    elif refresher.has_structure(before) and not refresher.has_structure(blocks):
+        text = (
+            f"The state has bases of structure {found}, and training continues with these. The structure= of the "
+            "refresh applies to an optimizer without a basis. To use it, load the model's weights alone and start with "
+            "a new optimizer."
+        )
+    else:
+        text = ""
+    if text:
+        warnings.warn(text, stacklevel=find_user_level())
