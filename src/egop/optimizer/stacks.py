@@ -183,11 +183,8 @@ class Stack:
 
     def find_written(self, indices: Sequence[int]) -> list[int]:
         """Return the blocks among these whose parameters someone else may have written to."""
-        if (
-            indices is self._everyone and self._is_known and self._compares_values
-        ):  # nearly always, so it has to be fast
-            pairs = zip(self._parameters, self._seen, strict=True)
-            if all(all(map(torch.equal, *pair)) for pair in pairs):
+        if self._compares_values and self._is_known and indices is self._everyone:  # in nearly every step
+            if all(all(map(torch.equal, *pair)) for pair in zip(self._parameters, self._seen, strict=True)):
                 return []
         written = []
         for place, parameters in enumerate(self._parameters):
