@@ -12,6 +12,7 @@ from egop.basis.files import build_change as build_change
 from egop.basis.partition import Block
 from egop.basis.partition import Partition as Partition
 from egop.basis.partition import check_disjoint as check_disjoint
+from egop.basis.partition import match as match
 from egop.basis.partition import partition_parameters as partition_parameters
 from egop.basis.plan import ONLINE_CANDIDATES as ONLINE_CANDIDATES
 from egop.basis.plan import Plan
@@ -23,6 +24,7 @@ from egop.basis.roles import DDP_PREFIX as DDP_PREFIX
 from egop.basis.roles import ModuleIndex as ModuleIndex
 from egop.basis.roles import Role as Role
 from egop.basis.roles import find_roles as find_roles
+from egop.basis.roles import has_norm_layers as has_norm_layers
 from egop.basis.roles import strip_compile_prefix as strip_compile_prefix
 from egop.basis.spectrum import LEADING as LEADING
 from egop.basis.spectrum import Spectrum

@@ -5,11 +5,12 @@
 
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.checks import find_user_level
-from egop.optimizer.groups import named_parameters
+from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.optimizer.stacks import Stack, Stacks
+from egop.optimizer.state_dicts import check_state_dict
 
 __all__ = [
     "BoundBlock",
@@ -21,6 +22,8 @@ __all__ = [
     "Stack",
     "Stacks",
     "check_moments",
+    "check_state_dict",
     "find_user_level",
+    "name_groups",
     "named_parameters",
 ]
