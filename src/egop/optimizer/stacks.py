@@ -183,9 +183,10 @@ class Stack:
 
     def find_written(self, indices: Sequence[int]) -> list[int]:
         """Return the blocks among these whose parameters someone else may have written to."""
-        if self._compares_values and self._is_known and indices is self._everyone:  # in nearly every step
-            if all(all(map(torch.equal, *pair)) for pair in zip(self._parameters, self._seen, strict=True)):
-                return []
+        is_usual = self._compares_values and self._is_known and indices is self._everyone  # so it has to be fast
+        columns = zip(self._parameters, self._seen, strict=True)
+        if is_usual and all(all(map(torch.equal, *column)) for column in columns):
+            return []
         written = []
         for place, parameters in enumerate(self._parameters):
             for index in indices:
