@@ -323,9 +323,9 @@ def test_other_writes_that_cannot_be_kept_are_refused():
 
 def test_what_is_of_no_parameter_is_kept_saved_and_loaded():
     model, optimizer = started()
-    optimizer.state["mine"] = {"count": 3}
+    optimizer.state["mine"], optimizer.state["number"] = {"count": 3}, 7
     steps(model, optimizer, 2)
-    assert optimizer.state["mine"] == {"count": 3}
+    assert (optimizer.state["mine"], optimizer.state["number"]) == ({"count": 3}, 7)
     other, loaded = started()
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert loaded.state["mine"] == {"count": 3}

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
-from egop.optimizer.checks import check_blocks, check_class, warn_no_basis
+from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_no_basis
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
 from egop.optimizer.refreshing import Refresher
@@ -67,7 +67,8 @@ class Engine:
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape; built when needed, not after each of many added groups."""
         if self._stacks is None:
-            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=not self.base.is_foreign)
+            reused = is_own_or_torch(self.base.optimizer_class)  # others may keep a gradient until their next step
+            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=reused)
         return self._stacks
 
     @property

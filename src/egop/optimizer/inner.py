@@ -41,7 +41,7 @@ class BaseOptimizer:
     def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], outside: Any) -> None:
         self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
         self.outside_class, self.outside_options = _parse_outside(outside)
-        # Classes of other packages may keep a gradient until their next step, or values in their groups.
+        # Classes of other packages may keep estimates or counters in their groups.
         self.is_foreign = not all(is_own_or_torch(kind) for kind in (optimizer_class, self.outside_class) if kind)
         self.needs_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
         # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.

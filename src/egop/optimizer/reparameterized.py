@@ -143,8 +143,9 @@ class ReparameterizedOptimizer(Optimizer):
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter: inner optimizer state, refresh state, coordinates and basis.
 
-        Its tensors are the optimizer's own. New values for the inner optimizer's entries or for coordinates take effect
-        at the next step; use :meth:`rebase` to change a basis. Read the state again after a step.
+        Its tensors are the optimizer's own. New values for the inner optimizer's entries take effect at the next step.
+        Use :meth:`rebase` to change a basis, and write to the parameter itself to move it. Read the state again after a
+        step.
         """
         engine = self._engine
         if not engine.is_built:

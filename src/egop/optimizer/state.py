@@ -142,8 +142,8 @@ class ExportedState:
         )
         self._versions = {
             id(value): value._version  # torch's counter of in-place writes
-            for entry in self._before.values()
-            for key, value in entry.items()
+            for parameter, entry in self._before.items()
+            for key, value in (entry.items() if isinstance(parameter, Tensor) else ())
             if str(key).startswith(BASIS)
         }
 
