@@ -150,11 +150,11 @@ class Stack:
     def find_targets(self, decoded: Products) -> tuple[list[Tensor], Products]:
         """Return the parameters of the active blocks, and the values to write to them in the same order."""
         targets = [parameters[index] for parameters in self._parameters for index in self.active]
-        if self._has_rest:
-            for place, column in enumerate(decoded):
-                rests = [self.blocks[index].rest for index in self.active]
-                decoded[place] = [part + rest[place] for part, rest in zip(column, rests, strict=True) if rest]
-        return targets, decoded
+        if not self._has_rest:
+            return targets, decoded
+        rests = zip(*(self.blocks[index].rest or () for index in self.active), strict=True)
+        pairs = zip(decoded, rests, strict=True)
+        return targets, [[part + rest for part, rest in zip(*pair, strict=True)] for pair in pairs]
 
     def finish_write(self, values: Products | None) -> None:
         """Record that the parameters of the active blocks have been written.
@@ -377,19 +377,18 @@ class Stacks:
         products = self._multiply_all("decode", parts)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        written: list[Products | None] = []
         for place, stack in enumerate(active):
             parameters, values = stack.find_targets(products[place] if products else _multiply("decode", parts[place]))
-            is_fresh = not self.still and bool(stack.change.tensors)  # not the memory of a recording or the coordinates
-            targets += parameters
-            sources += itertools.chain(*values)
-            written.append(values if is_fresh else None)
-            if not self.still:  # not all decoded tensors need to exist at once
-                copy_all(targets, sources)
-                targets, sources = [], []
-        copy_all(targets, sources)
-        for stack, copied in zip(active, written, strict=True):
-            stack.finish_write(copied)
+            if self.still:
+                targets += parameters
+                sources += itertools.chain(*values)
+            else:  # not all decoded tensors need to exist at once
+                copy_all(parameters, list(itertools.chain(*values)))
+                stack.finish_write(values if stack.change.tensors else None)  # without a basis they are the coordinates
+        if self.still:
+            copy_all(targets, sources)
+            for stack in active:
+                stack.finish_write(None)
 
     def rewrite(self, write: Callable[[], object]) -> None:
         """Let ``write`` change the coordinates outside a step, then update the parameters to match."""
