@@ -200,13 +200,10 @@ class _OnlineRefresher(BlockCreatingRefresher):
     ) -> None:
         blocks = [block for block in blocks if block.change.is_renewable()]
         if missing := [block.name for block in blocks if _PHASE not in states[block.name]]:
-            raise ValueError(
-                "The state dict is incomplete or damaged, or was saved with another refresh: it has no Gram matrices "
-                f"of {', '.join(missing[:3])}."
-            )
+            raise ValueError(f"It was saved with another refresh: it has no Gram matrices of {', '.join(missing[:3])}.")
         phases = {block.name: to_full(states[block.name][_PHASE]).tolist() for block in blocks}
         if wrong := [name for name, phase in phases.items() if not (isinstance(phase, list) and len(phase) == 4)]:
-            raise ValueError(f"The state dict is incomplete or damaged: the phase of '{wrong[0]}' is not four numbers.")
+            raise ValueError(f"The phase of '{wrong[0]}' is not four numbers.")
         seen, waiting, created = ({name for name, phase in phases.items() if phase[place]} for place in range(3))
         grams = GramMatrices.load(self.config.decay, states, blocks, seen)
         super().load(counts, states, blocks)
