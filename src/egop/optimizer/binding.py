@@ -242,7 +242,7 @@ class BoundParameters:
         """Record the parameters that the groups have now."""
         tensors = _list_parameters(groups)
         names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
-        return cls(names, tensors, [(tensor.dtype, tensor.device) for tensor in tensors])
+        return cls(names, tensors, list(map(_get_kind, tensors)))
 
     def matches(self, groups: Groups) -> bool:
         """Return True if the groups still hold the same tensors, with the same dtype and device."""
@@ -250,7 +250,7 @@ class BoundParameters:
         if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
             return False
         named = sum(len(group.get("param_names", ())) for group in groups)
-        return named == len(tensors) and [(tensor.dtype, tensor.device) for tensor in tensors] == self.kinds
+        return named == len(tensors) and list(map(_get_kind, tensors)) == self.kinds
 
     def find_names(self, groups: Groups) -> list[str]:
         """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""
@@ -277,6 +277,9 @@ class BoundParameters:
         known = {id(tensor) for tensor in self.tensors}
         pairs = zip(self.tensors, tensors, strict=True)
         return {old: new for old, new in pairs if old is not new and id(new) not in known}
+
+
+_get_kind = operator.attrgetter("dtype", "device")
 
 
 def _list_parameters(groups: Groups) -> list[Tensor]:
