@@ -45,6 +45,7 @@ class Network(nn.Module):
 
 
 ROTATED = ["experts", "stem.weight", "up.weight", "down.weight"]
+GAINS = {"up.weight": math.sqrt(12 / 8)}  # roots of outputs over inputs above 1
 LEFT = {"embedding.weight": "an embedding", "head.weight": "the output head"}
 
 
@@ -75,7 +76,7 @@ def make_parts(model, kind, names=tuple(ROTATED), **options):
     """Return the two optimizers that EGOP stands for."""
     named = dict(model.named_parameters())
     matrices = [
-        {"params": [named[name]], "matrices_last": name == "experts", "update_rms": 0.4}
+        {"params": [named[name]], "matrices_last": name == "experts", "update_rms": 0.4 * GAINS.get(name, 1.0)}
         for name in ROTATED
         if name in names
     ]
@@ -242,13 +243,36 @@ def test_updates_are_smaller_in_networks_without_normalization_layers():
     assert egop.EGOP(plain, update_rms=0.3).param_groups[0]["update_rms"] == 0.3
 
 
-def test_updates_have_the_given_size():
-    layer = nn.Linear(4, 9, bias=False)
+class Conv1D(nn.Module):
+    """A linear layer stored as (inputs, outputs), as in transformers."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.nf, self.weight = outputs, nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+LAYERS = {
+    "more outputs": (lambda: nn.Linear(4, 9, bias=False), (8, 4), 1.5),
+    "more inputs": (lambda: nn.Linear(9, 4, bias=False), (8, 9), 1.0),
+    "inputs first": (lambda: Conv1D(4, 9), (8, 4), 1.5),
+    "convolution": (lambda: nn.Conv2d(1, 9, 2, bias=False), (8, 1, 3, 3), 1.5),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(1, 9, 2, bias=False), (8, 1, 3, 3), 1.5),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_size_of_an_update_depends_on_inputs_and_outputs(name):
+    build, shape, gain = LAYERS[name]
+    layer = build()
     optimizer = egop.EGOP(layer, lr=0.5, weight_decay=0.0)
     before = layer.weight.detach().clone()
-    layer(torch.randn(8, 4)).square().mean().backward()
+    layer(torch.randn(shape)).square().mean().backward()
     optimizer.step()
-    assert float((layer.weight - before).square().mean().sqrt()) == pytest.approx(0.5 * 0.2, rel=1e-4)
+    moved = float((layer.weight - before).square().mean().sqrt())
+    assert moved == pytest.approx(0.5 * 0.2 * gain, rel=1e-4)
 
 
 def test_defaults_are_adamws():
@@ -550,7 +574,7 @@ def test_metrics_are_plain_numbers():
         for matrix in momentum if name == "experts" else [momentum.flatten(1)]:
             squares = torch.linalg.svdvals(matrix).square()
             ranks.append((float(squares.mean() / squares.max()), 1 / len(momentum) if name == "experts" else 1))
-        sizes.append(0.01 * 0.4 * math.sqrt(weight.numel()) / float(weight.detach().norm()))
+        sizes.append(0.01 * 0.4 * GAINS.get(name, 1.0) * math.sqrt(weight.numel()) / float(weight.detach().norm()))
     assert found["relative_update"] == pytest.approx(sum(sizes) / 4)
     assert found["stable_rank"] == pytest.approx(sum(rank * share for rank, share in ranks) / 4)
     model.up.weight.grad.fill_(torch.inf)

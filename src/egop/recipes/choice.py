@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, match
+from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, match, rows_and_columns
 from egop.optimizer import find_user_level
 
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
@@ -22,9 +22,11 @@ class Matrix(NamedTuple):
 
     Attributes:
         stacked: the number of leading dimensions that count matrices: 1 for experts, otherwise 0.
+        gain: factor of its updates, the root of outputs over inputs, at least 1.
     """
 
     stacked: int
+    gain: float
 
     def sides(self, weight: Tensor) -> tuple[int, int]:
         """Return the shape of a weight, or of each matrix of a stack, as a matrix with one row per first index."""
@@ -59,7 +61,8 @@ class WeightChoice:
         for name, role in find_roles(named, index).items():
             if role.kind in ("bias", "norm"):
                 continue
-            matrix = Matrix(role.stacked)
+            outputs, inputs = rows_and_columns(named[name].shape[role.stacked :], role.transposed)
+            matrix = Matrix(role.stacked, math.sqrt(max(1, outputs / inputs)) if inputs else 1.0)
             if reason := self._find_reason(name, named[name], role, matrix):
                 self.left[name] = reason
             else:
