@@ -195,7 +195,7 @@ def report(
 ) -> None:
     """Write a page with everything that has been reproduced: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
-        from egop_lab.report import index, reproduction, results
+        from egop_lab.report import index, reproduction
 
         if not any(records.glob("*.jsonl")):
             fail(f"There are no records in {records}. Create some with: egop-lab reproduce --all", status=2)
@@ -207,8 +207,6 @@ def report(
             f"{reproduction.format_counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}."
         )
         typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
-        if results.write_markdown(records, out / "results.md"):
-            typer.echo(f"The table of results: {out / 'results.md'}.")
 
 
 @app.command()
