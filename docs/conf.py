@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import tomllib
-from importlib import metadata
 from pathlib import Path
 
 from docutils import nodes
@@ -25,7 +24,7 @@ sys.path.insert(0, str(DOCS))  # for gallery_tools.py
 project = "egop"
 author = "The egop authors"
 project_copyright = author
-version = release = metadata.version("egop")
+version = release = PROJECT["version"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_gallery.gen_gallery"]
 exclude_patterns = ["gallery", "records", "site"]

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import egop
 
-STEPS, LR = 150, 3e-2  # AdamW's best rate of 3e-3, 1e-2, 3e-2 and 1e-1
+STEPS, LR = 150, 3e-2  # the best rate for AdamW of 1e-2, 3e-2 and 1e-1
 TOKENS, CONTEXT, WIDTH = 64, 32, 64
 
 
