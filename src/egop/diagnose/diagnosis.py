@@ -272,16 +272,15 @@ def _build_fixed(model: nn.Module, basis: Basis) -> torch.optim.Optimizer:
     return ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-3)
 
 
-# EGOP's best rate was four to eight times AdamW's on larger networks.
 CANDIDATES = (
     Candidate(ADAMW, torch.optim.AdamW, "torch.optim.AdamW(model.parameters(), lr={lr})"),
-    Candidate("EGOP", EGOP, "egop.EGOP(model, lr={lr})", factor=4),
+    Candidate("EGOP", EGOP, "egop.EGOP(model, lr={lr})"),
     Candidate(
         "AdamW with Online",
         _build_online,
         "egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(), lr={lr})",
     ),
-    Candidate("EGOP without rotation", (EGOP, {"rotate": False}), "egop.EGOP(model, lr={lr}, rotate=False)", factor=4),
+    Candidate("EGOP without rotation", (EGOP, {"rotate": False}), "egop.EGOP(model, lr={lr}, rotate=False)"),
 )
 
 
