@@ -68,7 +68,12 @@ html_show_search_summary = False  # excerpts are fetched, which browsers refuse 
 html_theme_options = {"navigation_with_keys": True}
 
 # Files outside this folder that are pages of the site.
-INCLUDED = {"README.md": "index", "CHANGELOG.md": "changelog", "CONTRIBUTING.md": "contributing", "lab/README.md": "lab"}
+INCLUDED = {
+    "README.md": "index",
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+    "lab/README.md": "lab",
+}
 
 _FENCED = re.compile(r"(^```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -168,7 +168,9 @@ def pages_for_github():
 @pytest.mark.parametrize("path", pages_for_github(), ids=name_of)
 def test_github_renders_the_pages_that_the_readme_links(path):
     text = path.read_text(encoding="utf-8")
-    assert not re.findall(r"^(```\{.*|:::.*|\(\w+\)=|: .*)$", text, flags=re.MULTILINE), "directives show as text on GitHub"
+    assert not re.findall(r"^(```\{.*|:::.*|\(\w+\)=|: .*)$", text, flags=re.MULTILINE), (
+        "directives show as text on GitHub"
+    )
 
 
 # Words of each page, code included. What is generated (the reproduction's details, the reference) is not counted.
@@ -180,7 +182,7 @@ LIMITS = {
     "docs/start.md": 700,
     "docs/theory.md": 1600,
     "docs/howto/variants.md": 750,
-    "docs/reproduction.md": 900, # generated
+    "docs/reproduction.md": 900,  # generated
     "lab/README.md": 700,
 }
 TOTAL = 15_000
@@ -216,9 +218,12 @@ def test_results_stand_on_two_pages_only():
 
 
 def test_the_readme_counts_claims_as_the_reproduction_does():
-    said = re.search(r"(\d+) of its (\d+) claims hold here, (\d+) do not, (\d+) cannot", (ROOT / "README.md").read_text())
+    said = re.search(
+        r"(\d+) of its (\d+) claims hold here, (\d+) do not, (\d+) cannot", (ROOT / "README.md").read_text()
+    )
     counted = re.search(
-        r"Of (\d+) claims of the paper (\d+) hold, (\d+) do not hold, (\d+) cannot", (DOCS / "reproduction.md").read_text()
+        r"Of (\d+) claims of the paper (\d+) hold, (\d+) do not hold, (\d+) cannot",
+        (DOCS / "reproduction.md").read_text(),
     )
     held, claims, *others = said.groups()
     assert (claims, held, *others) == counted.groups()

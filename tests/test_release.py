@@ -27,7 +27,9 @@ def read_metadata(folder):
 def test_the_version_is_the_same_everywhere():
     version = PROJECT["version"]
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1] == version
+    assert (
+        re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1] == version
+    )
     lab = read_metadata(ROOT / "lab")
     assert lab["version"] == version
     assert f"egop[cli]=={version}" in lab["dependencies"]
@@ -83,7 +85,9 @@ def test_ci_replaces_the_pinned_torch(tmp_path, torch):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "Makefile").write_text("show:\n\t@cat $(CONSTRAINTS)\n")
     command = [shutil.which("bash"), ".ci/run", "show"]
-    done = subprocess.run(command, cwd=tmp_path, env={"TORCH": torch, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"TORCH": torch, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
     pinned = re.findall(r"^torch==.*", done.stdout, flags=re.MULTILINE)
     (oldest,) = [name.removeprefix("torch>=") for name in PROJECT["dependencies"] if name.startswith("torch")]
     assert "numpy==" in done.stdout, done.stderr

@@ -96,7 +96,9 @@ def test_every_public_name_has_an_entry_to_link_to():
 def test_the_search_knows_the_pages():
     index = (SITE / "searchindex.js").read_text(encoding="utf-8")
     found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
-    assert {"start", "why", "howto/learning-rate", "reference/optimizers", "reproduction/digits"} <= set(found["docnames"])
+    assert {"start", "why", "howto/learning-rate", "reference/optimizers", "reproduction/digits"} <= set(
+        found["docnames"]
+    )
     assert "egop" in found["terms"]
 
 
@@ -269,7 +271,9 @@ def test_every_picture_can_be_drawn(tmp_path):
     """Pictures are loaded lazily; here all of them are."""
     eager = """[...document.images].map(each => { each.loading = "eager"; return each; })
       .filter(each => each.complete && !each.naturalWidth).map(each => each.src)"""
-    found = asked(tmp_path, [SITE / "index.html", SITE / "why.html", SITE / "reproduction" / "digits.html"], eager, wait=500)
+    found = asked(
+        tmp_path, [SITE / "index.html", SITE / "why.html", SITE / "reproduction" / "digits.html"], eager, wait=500
+    )
     assert found == dict.fromkeys(found, [])
 
 

@@ -98,7 +98,9 @@ def make_results_table(records: Records, times: Times) -> list[list[str]]:
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in METHODS}
         means = {multiple: statistics.fmean(some) for multiple, some in longer_losses(records, task).items()}
-        needed = f"{steps_needed(means, statistics.fmean(losses['EGOP']))} the steps" if losses["EGOP"] and means else ""
+        needed = (
+            f"{steps_needed(means, statistics.fmean(losses['EGOP']))} the steps" if losses["EGOP"] and means else ""
+        )
         rows.append([TITLES[task.name], *map(format_losses, losses.values()), needed or _MISSING])
     return _drop_empty_columns(rows)
 
