@@ -1,4 +1,4 @@
-"""Try installed distributions where no checkout is: ``make smoke`` copies this file next to a fresh environment and runs it."""
+"""Try the installed distributions without a checkout: ``make smoke`` runs a copy of it in a fresh environment."""
 
 import subprocess
 import sys

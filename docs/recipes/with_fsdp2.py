@@ -1,6 +1,6 @@
 """Train sharded weights: ``torchrun --standalone --nproc-per-node 4 docs/recipes/with_fsdp2.py run``.
 
-Run it again, on any number of processes: it continues from the last checkpoint. AdamW: ``with_fsdp2.py baseline AdamW``.
+Run it again, on any number of processes: it continues from the last checkpoint. For AdamW add ``AdamW`` to the command.
 """
 
 import os

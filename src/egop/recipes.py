@@ -1,4 +1,7 @@
-"""EGOP: the recommended optimizer, as one class that takes the place of AdamW."""
+"""EGOP: the recommended optimizer, as one class that takes the place of AdamW.
+
+The matrices are stepped by ``egop.optim``, everything else by torch's AdamW. Its algorithm is in ``reference.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from egop.basis import Basis, Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, match
+from egop.basis import Basis, Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, has_norm_layers, match
 from egop.distributed import is_sharded, to_local
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam
-from egop.optimizer import find_user_level, name_groups
-from egop.state_dicts import check_state_dict
+from egop.optimizer import check_state_dict, find_user_level, name_groups
 
 __all__ = ["EGOP"]
 
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
-_UPDATE_RMS = 0.2  # root mean square of an update of a matrix, before the learning rate
+# Root mean square of an update of a matrix before the learning rate, in networks with and without normalization layers:
+# with these AdamW's best rate is right for EGOP too (lab, rates of small networks).
+_NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
-    Use it in place of AdamW, with the same learning rate and weight decay.
+    Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
+    mean square of 0.4 times the learning rate if the model has normalization layers, and of 0.1 times otherwise; with
+    this rule the learning rate that is best for AdamW works for EGOP too.
 
     Weights of linear layers, convolutions, attention and experts are stepped by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
@@ -44,7 +50,7 @@ class EGOP(Optimizer):
 
     Args:
         params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
-        lr: learning rate; AdamW's best one works.
+        lr: learning rate, the same as AdamW's.
         betas: decay of the running means of gradients and of their squares, for all parameters.
         eps: added to the root of the mean square.
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
@@ -52,6 +58,8 @@ class EGOP(Optimizer):
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: number of steps between renewals of a rotation.
         exclude: name patterns, such as ``"*.gate.weight"``, of weights to leave to AdamW.
+        update_rms: root mean square of the update of a weight matrix before the learning rate; by default by the rule
+            above. Set it to 0.4 if the model normalizes activations by functions instead of modules.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.
         fused: passed to AdamW.
@@ -80,15 +88,18 @@ class EGOP(Optimizer):
         rotate: bool = True,
         every: int = 20,
         exclude: Sequence[str] = (),
+        update_rms: float | None = None,
         model: nn.Module | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        module = params if model is None and isinstance(params, nn.Module) else model
+        if update_rms is None:
+            update_rms = _NORMALIZED_RMS if module is None or has_norm_layers(module) else _PLAIN_RMS
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "update_rms": update_rms}
         self.defaults = settings | {"rotate": rotate, "every": every, "foreach": foreach, "fused": fused}
         self._reset_engine()  # checks the settings
         groups = name_groups(params, model=model)
-        module = params if model is None and isinstance(params, nn.Module) else model
         self._index = None if module is None else ModuleIndex(module)
         self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._stacked: dict[str, int] = {}  # the matrices by name, with the number of dimensions that count them
@@ -149,10 +160,13 @@ class EGOP(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
+            is_first = not self.state
             matrices: dict[tuple[int, bool], list[Tensor]] = {}
             for index, group in enumerate(self.param_groups):
                 others = []
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    if self._bound.get(name) is not parameter:
+                        self._bind(name, parameter)
                     if parameter.grad is None or not parameter.numel():
                         continue
                     if name in self._stacked:
@@ -161,6 +175,8 @@ class EGOP(Optimizer):
                         others.append(parameter)
                 self._step_adamw(group, others)
             self._step_matrices(matrices)
+            if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
+                self._forget_empty_step()
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -213,7 +229,31 @@ class EGOP(Optimizer):
 
     def _reset_engine(self) -> None:
         self._engine = _make_engine(self.defaults)
+        self._bound: dict[str, Tensor] = {}  # the parameters as of the last step
         self._settings: dict[tuple[int, bool], dict[str, Any]] = {}  # the engine's, by group and kind of weight
+
+    def _bind(self, name: str, parameter: Tensor) -> None:
+        """Move the state of a parameter to the one that has taken its place in the groups."""
+        before = self._bound.get(name)
+        if before is not None and before in self.state and parameter not in self.state:
+            if before.shape != parameter.shape:
+                raise ValueError(
+                    f"Parameter '{name}' of shape {tuple(before.shape)} was replaced by one of shape "
+                    f"{tuple(parameter.shape)}, which its state does not fit. Create a new optimizer."
+                )
+            self.state[parameter] = self.state.pop(before)
+        self._bound[name] = parameter
+
+    def _forget_empty_step(self) -> None:
+        """Reset the counters after a first step without a learning rate and gradients.
+
+        torch's checkpoint functions take such a step to create the state that they are about to read or load.
+        """
+        states = list(self.state.values())
+        if not any(bool(to_local(state["exp_avg"]).any()) for state in states):
+            for state in states:
+                if "step" in state:
+                    state["step"].zero_()
 
     def _choose(self, name: str, parameter: Tensor, role: Role) -> None:
         """Decide which optimizer steps a parameter."""
@@ -254,7 +294,7 @@ class EGOP(Optimizer):
         self._engine.state.clear()
         for key, parameters in matrices.items():
             group, settings = self.param_groups[key[0]], self._settings.setdefault(key, {})
-            own = {"betas": group["betas"], "every": group["every"], "matrices_last": key[1]}
+            own = {name: group[name] for name in ("betas", "every", "update_rms")} | {"matrices_last": key[1]}
             settings.update(self._engine.defaults | own | _numbers(group))
             weights, gradients = [], []
             for parameter in parameters:
@@ -340,8 +380,8 @@ class EGOP(Optimizer):
 
 def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     """Create the optimizer of the matrices, which holds no parameters of its own. It checks the settings."""
-    names = ("lr", "betas", "eps", "weight_decay", *(("every",) if settings["rotate"] else ()))
-    options = {name: settings[name] for name in names} | {"update_rms": _UPDATE_RMS}
+    names = ("lr", "betas", "eps", "weight_decay", "update_rms", *(("every",) if settings["rotate"] else ()))
+    options = {name: settings[name] for name in names}
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
 
 

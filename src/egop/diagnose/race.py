@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from tqdm.auto import tqdm
 
+from egop.basis import Plan
 from egop.diagnose.training import Build, Run, Trainer, build_optimizer, clock
 from egop.estimation import Objective
 from egop.formatting import pluralize
-from egop.optimizer import ReparameterizedOptimizer
 
 __all__ = ["RATES", "Candidate", "Comparison", "Race", "run_race"]
 
@@ -287,10 +287,10 @@ class _Racer:
         model, _ = self.objective.trainable_copy()
         try:
             optimizer = build_optimizer(candidate.build, model)
-            rotates = not isinstance(optimizer, ReparameterizedOptimizer) or optimizer.plan.chosen
+            plan: Plan | None = getattr(optimizer, "plan", None)
         except (MemoryError, ValueError) as error:
             return str(error)
-        return "" if rotates else "it would leave every weight of this model to AdamW"
+        return "" if plan is None or plan.chosen else "it would leave every weight of this model to AdamW"
 
     def _other_seeds(self) -> int:
         """Return the number of runs with other seeds: the baseline and one more candidate for each."""

@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import egop
-from egop.optim import PolarAdam
+from egop.optim import PolarAdam, RotatedPolarAdam
 from egop_lab.builders import CombinedOptimizer
 from egop_lab.muon import Muon, NorMuon
 
 BASELINE = "AdamW"
 _MEMORY = "8GiB"  # for all bases: no method is to lack one
 _SMALLER = egop.Shared(side="smaller")
+_UPDATE_RMS = 0.4  # as egop.EGOP chooses for networks with normalization layers, which all tasks have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +100,14 @@ def build_package_soap(setup: Setup) -> Optimizer:
     return build_beside(setup, SOAP, betas=(0.95, setup.beta), precondition_frequency=10)
 
 
+def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any) -> Optimizer:
+    """Build PolarAdam with updates of EGOP's size; ``beta`` is its beta2."""
+    return build_beside(setup, kind, betas=(0.9, setup.beta), update_rms=_UPDATE_RMS, **options)
+
+
 def build_egop(setup: Setup) -> Optimizer:
     """Build what egop.EGOP is, with the outside betas of every other arm; ``beta`` is PolarAdam's beta2."""
-    return build_rotated(setup, PolarAdam, refresh=refresh_online(setup, _SMALLER, every=20), betas=(0.9, setup.beta))
+    return build_polar(setup, RotatedPolarAdam, every=20)
 
 
 def build_random(setup: Setup) -> Optimizer:
@@ -109,7 +115,7 @@ def build_random(setup: Setup) -> Optimizer:
     structure = dict.fromkeys(setup.hidden, egop.extras.RandomRotation(seed=setup.seed, like=_SMALLER))
     objective = egop.Objective(setup.model, lambda model, batch: torch.zeros(()), [None])  # no gradient is sampled
     basis = egop.estimate(objective, rho=egop.Initialization(), structure=structure, memory=_MEMORY, progress=False)
-    return build_rotated(setup, PolarAdam, basis, betas=(0.9, setup.beta))
+    return build_rotated(setup, PolarAdam, basis, betas=(0.9, setup.beta), update_rms=_UPDATE_RMS)
 
 
 METHODS: dict[str, Callable[[Setup], Optimizer]] = {
@@ -118,7 +124,7 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "NorMuon": lambda setup: build_beside(setup, NorMuon, momentum=setup.beta),
     "SOAP": build_soap,
     "SGD": build_sgd,
-    "PolarAdam": lambda setup: build_beside(setup, PolarAdam, betas=(0.9, setup.beta)),
+    "PolarAdam": build_polar,
     "EGOP": build_egop,
     "EGOP, random rotation": build_random,
     "SOAP, package": build_package_soap,

@@ -1,7 +1,7 @@
 """Write the tables of the README and the docs from the records of the race: ``python -m egop_lab.race.tables``.
 
-A page marks the place of a table with two lines, ``<!-- race: NAME -->`` and ``<!-- end -->``. This command replaces what
-is between them, so that measured numbers are never typed by hand; a test compares the pages with the records.
+A page marks the place of a table with two lines, ``<!-- race: NAME -->`` and ``<!-- end -->``. This command replaces
+what is between them, so that measured numbers are never typed by hand; a test compares the pages with the records.
 """
 
 from __future__ import annotations
