@@ -72,6 +72,7 @@ def check_losses(said, count):
     losses = re.findall(r"\bloss (\d\S*)$", said, flags=re.MULTILINE)
     assert len(losses) == count
     assert all(math.isfinite(float(loss)) for loss in losses)
+    assert count == 1 or float(losses[1]) < float(losses[0])  # EGOP's, and AdamW's at its best rate
 
 
 @pytest.mark.usefixtures("_no_traces")
