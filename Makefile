@@ -74,7 +74,7 @@ smoke: ## install what make dist has built in a fresh environment, and try it th
 	rm -rf $(SMOKE)
 	$(PYTHON) -m venv $(SMOKE)
 	$(SMOKE)/bin/python -m pip install --quiet -c $(CONSTRAINTS) dist/egop-*.whl dist/egop_lab-*.whl
-	cp tests/smoke.py $(SMOKE)/ && cd $(SMOKE) && env -u PYTHONPATH bin/python smoke.py
+	cp .ci/smoke.py $(SMOKE)/ && cd $(SMOKE) && env -u PYTHONPATH bin/python smoke.py
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) egop-demo egop-records egop-report egop-bench.json build dist .constraints-*.txt .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages

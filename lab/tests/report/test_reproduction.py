@@ -159,7 +159,7 @@ def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
 def test_readings_of_ours_are_not_claims_of_the_paper(tmp_path):
     found = section(judged("a"), judged("b", "does not hold", "reading"))
     assert reproduction.format_counts([found]) == (
-        "Of 1 claim of the paper 1 holds; of 1 reading of ours of its figures 1 does not hold."
+        "Of 1 claim of the paper 1 holds; of 1 reading of its figures by us 1 does not hold."
     )
     assert wording.count_holding(found.judged) == "1 / 1"
     reproduction.write_markdown([found], tmp_path / "r.md")
@@ -177,15 +177,15 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     found = [section(flipped("a", "holds", "does not hold"), flipped("b", "does not hold", "holds"),
                      flipped("c", "does not hold", "holds"))]  # fmt: skip
     row = (
-        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>By another rule (ours): does not hold. 3 and 4. "
+        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>Alternative criterion (ours): does not hold. 3 and 4. "
         "| 5 and 6 |"
     )
     reproduction.write_markdown(found, tmp_path / "r.md")
     reproduction.write_html(found, tmp_path / "r.html")
     assert row in (tmp_path / "r" / "toy.md").read_text()
     text = (tmp_path / "r.md").read_text()
-    assert "2 claims more would hold and 1 would not" in text
-    assert "Does not hold: So it is and 1 more; 3 otherwise by another rule." in text
+    assert "2 more claims would hold and 1 fewer" in text
+    assert "Does not hold: So it is and 1 more; 3 decided differently by another criterion." in text
     assert "In the paper: 5 and 6." in (tmp_path / "r.html").read_text()
 
 

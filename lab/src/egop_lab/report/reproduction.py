@@ -27,7 +27,7 @@ _INTRODUCTION = (
     "egop-lab report wrote these pages."
 )
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
-_HEADER = ("experiment", "hold / judged", "in a line")
+_HEADER = ("experiment", "claims that hold", "remarks")
 
 # Singular and plural.
 _CLAIMS = {
@@ -113,7 +113,7 @@ def format_counts(found: Sequence[Section]) -> str:
         f"of {pluralize(len(given), what)} {whose} {_tally(given, format_loss)}"
         for given, what, whose, format_loss in (
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
-            (verdicts["reading"], "reading", "of ours of its figures", _CLAIMS),
+            (verdicts["reading"], "reading", "of its figures by us", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),
         )
         if given
