@@ -1,15 +1,11 @@
-"""EGOP: the recommended optimizer, as one class that takes the place of AdamW.
-
-The matrices are stepped by ``egop.optim``, everything else by torch's AdamW. Its algorithm is in ``reference.py``.
-"""
+"""EGOP: PolarAdam in a rotated basis for weight matrices, and AdamW for everything else."""
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,28 +13,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from egop.basis import Basis, Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, has_norm_layers, match
-from egop.distributed import is_sharded, to_local
+from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers
+from egop.distributed import is_sharded, to_full, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
-from egop.optim import PolarAdam, RotatedPolarAdam
-from egop.optimizer import check_state_dict, find_user_level, name_groups
+from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
+from egop.optimizer import check_state_dict, name_groups
+from egop.recipes.choice import WeightChoice
 
 __all__ = ["EGOP"]
 
-_WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
-# Root mean square of an update of a matrix before the learning rate, in networks with and without normalization layers:
-# with these AdamW's best rate is right for EGOP too (lab, rates of small networks).
-_NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.1
+# Root mean square of the update of a square matrix before the learning rate, in networks with and without normalization
+# layers. With these, AdamW's best rate was right for EGOP on six small networks and on a GPT.
+_NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_Kind = tuple[int, bool, float]  # matrices stepped alike: the index of their group, whether they are stacks, their fan
 
 
 class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
     Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
-    mean square of 0.4 times the learning rate if the model has normalization layers, and of 0.1 times otherwise; with
-    this rule the learning rate that is best for AdamW works for EGOP too.
+    mean square of lr · √(outputs / inputs) · 0.4 if the model has normalization layers, and of half that otherwise.
+    With this rule the learning rate that is best for AdamW works for EGOP too.
 
     Weights of linear layers, convolutions, attention and experts are stepped by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
@@ -58,8 +56,8 @@ class EGOP(Optimizer):
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: number of steps between renewals of a rotation.
         exclude: name patterns, such as ``"*.gate.weight"``, of weights to leave to AdamW.
-        update_rms: root mean square of the update of a weight matrix before the learning rate; by default by the rule
-            above. Set it to 0.4 if the model normalizes activations by functions instead of modules.
+        update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
+            functions instead of modules.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.
         fused: passed to AdamW.
@@ -101,38 +99,57 @@ class EGOP(Optimizer):
         self._reset_engine()  # checks the settings
         groups = name_groups(params, model=model)
         self._index = None if module is None else ModuleIndex(module)
-        self._exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-        self._stacked: dict[str, int] = {}  # the matrices by name, with the number of dimensions that count them
-        self._left: dict[str, str] = {}  # why other weights are left to AdamW
+        self._choice = WeightChoice(exclude)
         self._is_built = False
         super().__init__(groups, self.defaults)
         self._is_built = True
-        match(self._exclude, [*self._stacked, *self._left], "weight")
-        self._warn_of_choice()
+        self._choice.check(self._index)
 
     @property
     def plan(self) -> Plan:
         """The weights that are rotated, and why others are not."""
-        structure = Shared(side="smaller") if self.defaults["rotate"] else Identity()
-        blocks = [
-            _make_block(name, parameter, self._stacked[name])
-            for name, parameter in self._named_parameters()
-            if name in self._stacked
-        ]
-        return Plan(dict.fromkeys(blocks, structure), {block.name: "a weight matrix" for block in blocks}, self._left)
+        return self._choice.plan(self._named_parameters(), rotate=self.defaults["rotate"])
 
     @property
     @outside_inference_mode
     def basis(self) -> Basis:
         """A copy of the current basis of each weight that has been stepped; empty without a rotation."""
+        structure, matrices = Shared(side="smaller"), self._choice.matrices
         changes = [
-            Shared(side="smaller").change(
-                _make_block(name, parameter, self._stacked[name]), {"basis": self.state[parameter]["basis"].clone()}
-            )
-            for name, parameter in self._named_parameters()
-            if "basis" in self.state.get(parameter, {})
+            structure.change(matrices[name].block(name, weight), {"basis": self.state[weight]["basis"].clone()})
+            for name, weight in self._named_parameters()
+            if "basis" in self.state.get(weight, {})
         ]
-        return Basis(changes, unrotated=self._left)
+        return Basis(changes, unrotated=self._choice.left)
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """Return numbers to log, such as to TensorBoard: means over all weight matrices, or the largest value.
+
+        - ``relative_update``: norm of an update over the norm of the weight.
+        - ``stable_rank``: of the momentum, relative to the smaller side of the weight; 1 if all directions are equally
+          strong.
+        - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis.
+        - ``orthogonality_error``: largest entry of ``|QᵀQ − I|`` of a basis Q.
+        - ``nonfinite``: number of weights whose momentum is not finite. Their bases are no longer renewed.
+
+        The GPU has to finish its work for this, so do not call it in every step.
+        """
+        found: dict[str, list[float]] = {}
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                matrix, state = self._choice.matrices.get(name), self.state.get(parameter, {})
+                if matrix is None or "exp_avg" not in state:
+                    continue
+                size = float(group["lr"]) * group["update_rms"] * matrix.fan * math.sqrt(parameter.numel())
+                norm = float(to_full(parameter).double().norm())
+                found.setdefault("relative_update", []).append(size / norm if norm else math.inf)
+                momentum = to_full(state["exp_avg"]).double()
+                matrices = momentum if matrix.stacked else momentum.flatten(1)
+                for key, value in measure_rotation(matrices, state.get("basis")).items():
+                    found.setdefault(key, []).append(value)
+        totals: dict[str, Callable[[list[float]], float]] = {"orthogonality_error": max, "nonfinite": sum}
+        return {key: float(totals.get(key, fmean)(values)) for key, values in found.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters. If the optimizer was given the model, its parameters need no names."""
@@ -144,9 +161,7 @@ class EGOP(Optimizer):
                 raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        named = dict(zip(group["param_names"], group["params"], strict=True))
-        for name, role in find_roles(named, self._index).items():
-            self._choose(name, named[name], role)
+        self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -161,7 +176,7 @@ class EGOP(Optimizer):
                 loss = closure()
         with without_autocast():
             is_first = not self.state
-            matrices: dict[tuple[int, bool], list[Tensor]] = {}
+            known, matrices = self._choice.matrices, dict[_Kind, list[Tensor]]()
             for index, group in enumerate(self.param_groups):
                 others = []
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -169,10 +184,10 @@ class EGOP(Optimizer):
                         self._bind(name, parameter)
                     if parameter.grad is None or not parameter.numel():
                         continue
-                    if name in self._stacked:
-                        matrices.setdefault((index, self._stacked[name] > 0), []).append(parameter)
-                    else:
+                    if (matrix := known.get(name)) is None:
                         others.append(parameter)
+                    else:
+                        matrices.setdefault((index, matrix.stacked > 0, matrix.fan), []).append(parameter)
                 self._step_adamw(group, others)
             self._step_matrices(matrices)
             if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
@@ -193,7 +208,7 @@ class EGOP(Optimizer):
         for key, (name, parameter) in zip(saved, self._named_parameters(), strict=True):
             if key not in state_dict["state"]:
                 continue
-            if name in self._stacked:
+            if name in self._choice.matrices:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
                 self.state[parameter] = {
                     entry: value.detach().to("cpu" if entry == "step" else parameter.device, dtype, copy=True)
@@ -204,17 +219,17 @@ class EGOP(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; the model is left out."""
-        choice = {"_stacked": self._stacked, "_left": self._left, "_exclude": self._exclude}
-        return super().__getstate__() | choice
+        return super().__getstate__() | {"_choice": self._choice}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a loaded state."""
-        super().__setstate__({"_index": None, "_is_built": True} | state if "_stacked" in state else state)
+        super().__setstate__({"_index": None, "_is_built": True} | state if "_choice" in state else state)
         self._reset_engine()
 
     def __repr__(self) -> str:
-        matrices = pluralize(len(self._stacked), "rotated weight" if self.defaults["rotate"] else "unrotated weight")
-        others = pluralize(len(self._named_parameters()) - len(self._stacked), "other parameter")
+        count = len(self._choice.matrices)
+        matrices = pluralize(count, "rotated weight" if self.defaults["rotate"] else "unrotated weight")
+        others = pluralize(len(self._named_parameters()) - count, "other parameter")
         rates = " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
         return f"{type(self).__name__}({matrices}, AdamW for {others}, lr={rates})"
 
@@ -230,7 +245,7 @@ class EGOP(Optimizer):
     def _reset_engine(self) -> None:
         self._engine = _make_engine(self.defaults)
         self._bound: dict[str, Tensor] = {}  # the parameters as of the last step
-        self._settings: dict[tuple[int, bool], dict[str, Any]] = {}  # the engine's, by group and kind of weight
+        self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
 
     def _bind(self, name: str, parameter: Tensor) -> None:
         """Move the state of a parameter to the one that has taken its place in the groups."""
@@ -255,56 +270,23 @@ class EGOP(Optimizer):
                 if "step" in state:
                     state["step"].zero_()
 
-    def _choose(self, name: str, parameter: Tensor, role: Role) -> None:
-        """Decide which optimizer steps a parameter."""
-        if role.kind in ("bias", "norm"):
-            return
-        sides = _matrix_shape(parameter, role.stacked)
-        if parameter.is_complex():
-            self._left[name] = "complex numbers"
-        elif role.skip_reason:
-            self._left[name] = role.skip_reason
-        elif any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exclude):
-            self._left[name] = "excluded"
-        elif min(sides) > _WIDEST:
-            self._left[name] = f"both sides are wider than {_WIDEST}"
-        else:
-            self._stacked[name] = role.stacked
-
-    def _warn_of_choice(self) -> None:
-        if self._index is None:
-            rotated, left = _join(self._stacked), _join(f"{name} ({why})" for name, why in self._left.items())
-            warnings.warn(
-                "egop.EGOP chooses weights by their roles. Without the model, the roles were guessed from names and "
-                f"shapes. Weights to rotate: {rotated}. Left to AdamW: {left}. Pass the model itself, or model=model "
-                "beside the parameters.",
-                stacklevel=find_user_level(),
-            )
-        elif not self._stacked:
-            left = _join(f"{name} ({why})" for name, why in self._left.items())
-            warnings.warn(
-                f"egop.EGOP found no weight matrix, so AdamW steps all parameters. Left to AdamW: {left}, and biases "
-                "and norms.",
-                stacklevel=find_user_level(),
-            )
-
-    def _step_matrices(self, matrices: Mapping[tuple[int, bool], list[Tensor]]) -> None:
-        """Step the weight matrices of each group, those that are stacks of matrices apart."""
+    def _step_matrices(self, matrices: Mapping[_Kind, list[Tensor]]) -> None:
+        """Step the weight matrices, by kind."""
         parts, copies = [], []
         self._engine.state.clear()
-        for key, parameters in matrices.items():
-            group, settings = self.param_groups[key[0]], self._settings.setdefault(key, {})
-            own = {name: group[name] for name in ("betas", "every", "update_rms")} | {"matrices_last": key[1]}
-            settings.update(self._engine.defaults | own | _numbers(group))
+        for kind, parameters in matrices.items():
+            index, last, fan = kind
+            group, settings = self.param_groups[index], self._settings.setdefault(kind, {})
+            own = {"betas": group["betas"], "every": group["every"], "update_rms": fan * group["update_rms"]}
+            settings.update(self._engine.defaults | own | _numbers(group) | {"matrices_last": last})
             weights, gradients = [], []
-            for parameter in parameters:
-                gradient = _dense_gradient(parameter)
-                weight = self._find_master(parameter)
+            for parameter, gradient in zip(parameters, _dense_gradients(parameters), strict=True):
+                weight = parameter
+                if parameter.dtype in (torch.float16, torch.bfloat16):
+                    weight, gradient = self._find_master(parameter), gradient.float()
+                    copies.append((parameter, weight))
                 # The engine steps the copy of a weight in half precision, with the state of the weight itself.
                 self._engine.state[weight] = self.state[parameter]
-                if weight is not parameter:
-                    gradient = gradient.float()
-                    copies.append((parameter, weight))
                 if is_sharded(weight):
                     self._engine.step_sharded(settings, weight, gradient)
                 else:
@@ -317,9 +299,7 @@ class EGOP(Optimizer):
             to_local(parameter).copy_(to_local(weight))
 
     def _find_master(self, parameter: Tensor) -> Tensor:
-        """Return the float32 copy of a weight in half precision, and any other weight itself."""
-        if parameter.dtype not in (torch.float16, torch.bfloat16):
-            return parameter
+        """Return the float32 copy of a weight in half precision."""
         state = self.state[parameter]
         if "master" not in state:
             state["master"] = parameter.detach().float()
@@ -332,18 +312,18 @@ class EGOP(Optimizer):
     def _step_adamw(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         if not parameters:
             return
-        gradients = [to_local(_dense_gradient(parameter)) for parameter in parameters]
-        states = [self._start_adamw(parameter, fused=bool(group["fused"])) for parameter in parameters]
+        fused = group["fused"]
+        states = [self.state[parameter] or self._start_adamw(parameter, fused=fused) for parameter in parameters]
         numbers = _numbers(group)
         adamw(
-            [to_local(parameter) for parameter in parameters],
-            gradients,
-            [to_local(state["exp_avg"]) for state in states],
-            [to_local(state["exp_avg_sq"]) for state in states],
+            to_local_parts(parameters),
+            to_local_parts(_dense_gradients(parameters)),
+            to_local_parts([state["exp_avg"] for state in states]),
+            to_local_parts([state["exp_avg_sq"] for state in states]),
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
-            fused=group["fused"],
+            fused=fused,
             has_complex=any(parameter.is_complex() for parameter in parameters),
             amsgrad=False,
             beta1=group["betas"][0],
@@ -354,23 +334,20 @@ class EGOP(Optimizer):
             maximize=False,
         )
 
-    def _start_adamw(self, parameter: Tensor, *, fused: bool) -> dict[str, Any]:
-        """Return the state of a parameter, created as torch's AdamW does."""
+    def _start_adamw(self, parameter: Tensor, *, fused: bool | None) -> dict[str, Any]:
+        """Create the state of a parameter as torch's AdamW does."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
-            for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
+        for name in _MOMENTS:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
     def _expect_shapes(self, name: str, parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the state of a parameter. A weight has a master copy if it was saved with one."""
         shapes = {"step": (), **dict.fromkeys(_MOMENTS, tuple(parameter.shape))}
-        if name in self._stacked:
-            stacked = self._stacked[name]
-            side = min(_matrix_shape(parameter, stacked))
+        if matrix := self._choice.matrices.get(name):
             if self.defaults["rotate"]:
-                shapes["basis"] = (*parameter.shape[:stacked], side, side)
+                shapes["basis"] = matrix.basis_shape(parameter)
             else:
                 del shapes["step"]  # nothing counts steps
             if "master" in entry:
@@ -391,24 +368,8 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, Tensor) else float(value) for name, value in values.items()}
 
 
-def _matrix_shape(tensor: Tensor, stacked: int) -> tuple[int, int]:
-    shape = tensor.shape[stacked:]
-    return shape[0], math.prod(shape[1:])
-
-
-def _make_block(name: str, parameter: Tensor, stacked: int) -> Block:
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return Block(name, (name,), (parameter.shape,), dtype, stacked=(stacked,))
-
-
-def _dense_gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.layout is not torch.strided:
+def _dense_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(gradient.layout is not torch.strided for gradient in gradients):
         raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
-    return gradient
-
-
-def _join(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+    return gradients

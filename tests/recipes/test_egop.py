@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 
@@ -44,6 +45,7 @@ class Network(nn.Module):
 
 
 ROTATED = ["experts", "stem.weight", "up.weight", "down.weight"]
+FANS = {"experts": 8 / 10, "stem.weight": 8 / 18, "up.weight": 12 / 8, "down.weight": 8 / 12}  # outputs over inputs
 LEFT = {"embedding.weight": "an embedding", "head.weight": "the output head"}
 
 
@@ -73,9 +75,13 @@ def make(params, **options):
 def make_parts(model, kind, names=tuple(ROTATED), **options):
     """Return the two optimizers that EGOP stands for."""
     named = dict(model.named_parameters())
-    matrices = [{"params": [named[name]], "matrices_last": name == "experts"} for name in ROTATED if name in names]
+    matrices = [
+        {"params": [named[name]], "matrices_last": name == "experts", "update_rms": 0.4 * math.sqrt(FANS[name])}
+        for name in ROTATED
+        if name in names
+    ]
     others = [parameter for name, parameter in named.items() if name not in names]
-    return kind(matrices, **SETTINGS, update_rms=0.4, **options), torch.optim.AdamW(others, **SETTINGS)
+    return kind(matrices, **SETTINGS, **options), torch.optim.AdamW(others, **SETTINGS)
 
 
 def train_parts(model, parts, last=LAST):
@@ -231,15 +237,41 @@ def test_groups_have_their_own_settings():
 def test_updates_are_smaller_in_networks_without_normalization_layers():
     plain, custom = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), network()
     custom.norm = nn.Identity()
-    for model, expected in ((plain, 0.1), (custom, 0.1), (network(), 0.4), (nn.Sequential(plain, nn.RMSNorm(2)), 0.4)):
+    for model, expected in ((plain, 0.2), (custom, 0.2), (network(), 0.4), (nn.Sequential(plain, nn.RMSNorm(2)), 0.4)):
         optimizer = egop.EGOP(model, lr=0.5, weight_decay=0.0, every=3)
         assert optimizer.param_groups[0]["update_rms"] == expected
     assert egop.EGOP(plain, update_rms=0.3).param_groups[0]["update_rms"] == 0.3
-    before = plain[0].weight.detach().clone()
-    optimizer = egop.EGOP(plain, lr=0.5, weight_decay=0.0)
-    plain(torch.randn(8, 4)).square().mean().backward()
+
+
+class Conv1D(nn.Module):
+    """A linear layer stored as (inputs, outputs), as in transformers."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.nf, self.weight = outputs, nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(4, 9, bias=False), (8, 4), 9 / 4),
+    "inputs first": (lambda: Conv1D(4, 9), (8, 4), 9 / 4),
+    "convolution": (lambda: nn.Conv2d(2, 9, 2, bias=False), (8, 2, 3, 3), 9 / 8),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(2, 9, 2, bias=False), (8, 2, 3, 3), 9 / 8),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_size_of_an_update_depends_on_inputs_and_outputs(name):
+    build, shape, fan = LAYERS[name]
+    layer = build()
+    optimizer = egop.EGOP(layer, lr=0.5, weight_decay=0.0)
+    before = layer.weight.detach().clone()
+    layer(torch.randn(shape)).square().mean().backward()
     optimizer.step()
-    assert float((plain[0].weight - before).square().mean().sqrt()) == pytest.approx(0.5 * 0.1, rel=1e-5)
+    moved = float((layer.weight - before).square().mean().sqrt())
+    assert moved == pytest.approx(0.5 * 0.2 * math.sqrt(fan), rel=1e-4)
 
 
 def test_defaults_are_adamws():
@@ -512,6 +544,34 @@ def test_sharded_training_resumes_exactly(dtype):
 
 
 # --- messages ---
+
+
+def test_metrics_are_plain_numbers():
+    model = network()
+    optimizer = make(model)
+    assert optimizer.metrics() == {}
+    train(model, optimizer, 0, 20)
+    found = optimizer.metrics()
+    assert set(found) == {"relative_update", "stable_rank", "off_diagonal", "orthogonality_error", "nonfinite"}
+    assert found["orthogonality_error"] < 1e-12
+    assert found["nonfinite"] == 0
+    assert 0 < found["off_diagonal"] < 1
+    ranks, sizes = [], []
+    for name in ROTATED:
+        weight = model.get_parameter(name)
+        momentum = optimizer.state[weight]["exp_avg"]
+        for matrix in momentum if name == "experts" else [momentum.flatten(1)]:
+            squares = torch.linalg.svdvals(matrix).square()
+            ranks.append((float(squares.mean() / squares.max()), 1 / len(momentum) if name == "experts" else 1))
+        sizes.append(0.01 * 0.4 * math.sqrt(FANS[name] * weight.numel()) / float(weight.detach().norm()))
+    assert found["relative_update"] == pytest.approx(sum(sizes) / 4)
+    assert found["stable_rank"] == pytest.approx(sum(rank * share for rank, share in ranks) / 4)
+    model.up.weight.grad.fill_(torch.inf)
+    optimizer.step()
+    assert optimizer.metrics()["nonfinite"] == 1
+    plain = network()
+    train(plain, unrotated := make(plain, rotate=False), 0, 2)
+    assert set(unrotated.metrics()) == {"relative_update", "stable_rank", "nonfinite"}
 
 
 def test_text_says_what_is_rotated():
