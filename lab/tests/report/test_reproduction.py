@@ -177,8 +177,8 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     found = [section(flipped("a", "holds", "does not hold"), flipped("b", "does not hold", "holds"),
                      flipped("c", "does not hold", "holds"))]  # fmt: skip
     row = (
-        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>Alternative criterion (ours): does not hold. 3 and 4. "
-        "| 5 and 6 |"
+        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>Alternative criterion (ours): does not hold. "
+        "3 and 4. | 5 and 6 |"
     )
     reproduction.write_markdown(found, tmp_path / "r.md")
     reproduction.write_html(found, tmp_path / "r.html")
