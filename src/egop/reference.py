@@ -30,7 +30,7 @@ class ReferenceEGOP(Optimizer):
         eps: added to the root of the mean square.
         weight_decay: decoupled weight decay.
         every: number of steps between renewals of a basis.
-        update_rms: root mean square of the update of a square matrix before the learning rate.
+        update_rms: root mean square of the update of a matrix before the learning rate.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     D = (beta1 * M + (1 - beta1) * G) / (V.sqrt() + group["eps"])
 
     # W ← W − lr · s · Q U / rms(U), where U is close to the polar factor of D.
-    U, s = orthogonalize(D), group["update_rms"] * (matrix.shape[0] / matrix.shape[1]) ** 0.5
-    update = s * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
+    U = orthogonalize(D)
+    update = group["update_rms"] * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))
 
 

@@ -201,16 +201,6 @@ def test_unknown_suffix_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cells_show_names_and_numbers():
-    rows = [Series("one", ["a", "b"], [1.0, math.nan]), Series("two", ["a", "b"], [2.0, math.inf])]
-    figure = draw_picture(Picture("grid", "", [Panel("Grid", "", "", rows, kind="cells")]))
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == ["1.000", "–", "2.000", "–"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
-    assert axes.yaxis_inverted(), "the first row is at the top"
-
-
 def test_line_below_the_cut_is_labelled_where_it_leaves():
     series = [Series("deep", [1, 10], [1.0, 1e-32]), Series("flat", [1, 10], [1.0, 1e-2])]
     figure = draw_picture(Picture("x", "", [Panel("", "x", "loss", series, xscale="log", yscale="log")]))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, match, rows_and_columns
+from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, match
 from egop.optimizer import find_user_level
 
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
@@ -22,11 +22,9 @@ class Matrix(NamedTuple):
 
     Attributes:
         stacked: the number of leading dimensions that count matrices: 1 for experts, otherwise 0.
-        fan: the root of its outputs over its inputs.
     """
 
     stacked: int
-    fan: float
 
     def sides(self, weight: Tensor) -> tuple[int, int]:
         """Return the shape of a weight, or of each matrix of a stack, as a matrix with one row per first index."""
@@ -61,7 +59,7 @@ class WeightChoice:
         for name, role in find_roles(named, index).items():
             if role.kind in ("bias", "norm"):
                 continue
-            matrix = _describe(named[name], role)
+            matrix = Matrix(role.stacked)
             if reason := self._find_reason(name, named[name], role, matrix):
                 self.left[name] = reason
             else:
@@ -99,11 +97,6 @@ class WeightChoice:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
             return "excluded"
         return f"both sides are wider than {_WIDEST}" if min(matrix.sides(parameter)) > _WIDEST else ""
-
-
-def _describe(parameter: Tensor, role: Role) -> Matrix:
-    outputs, inputs = rows_and_columns(parameter.shape[role.stacked :], role.transposed)
-    return Matrix(role.stacked, math.sqrt(outputs / inputs) if inputs else 1.0)
 
 
 def _join(names: Iterable[str]) -> str:

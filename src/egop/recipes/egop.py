@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers
+from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers, strip_compile_prefix
 from egop.distributed import is_sharded, to_full, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
@@ -23,20 +23,19 @@ from egop.recipes.choice import WeightChoice
 
 __all__ = ["EGOP"]
 
-# Root mean square of the update of a square matrix before the learning rate, in networks with and without normalization
-# layers. With these, AdamW's best rate was right for EGOP on six small networks and on a GPT.
+# Root mean square of the update of a matrix before the learning rate, with and without normalization layers.
 _NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_Kind = tuple[int, bool, float]  # matrices stepped alike: the index of their group, whether they are stacks, their fan
+_Kind = tuple[int, bool]  # matrices that are stepped alike: the index of their group, and whether they are stacks
 
 
 class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
     Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
-    mean square of lr · √(outputs / inputs) · 0.4 if the model has normalization layers, and of half that otherwise.
-    With this rule the learning rate that is best for AdamW works for EGOP too.
+    mean square of 0.4 times the learning rate if the model has normalization layers, and of 0.2 times otherwise; so
+    the learning rate that is best for AdamW is close to the best for EGOP.
 
     Weights of linear layers, convolutions, attention and experts are stepped by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
@@ -56,8 +55,8 @@ class EGOP(Optimizer):
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: number of steps between renewals of a rotation.
         exclude: name patterns, such as ``"*.gate.weight"``, of weights to leave to AdamW.
-        update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
-            functions instead of modules.
+        update_rms: root mean square of the update of a weight matrix before the learning rate; by default by the rule
+            above. Set it to 0.4 if the model normalizes activations by functions instead of modules.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.
         fused: passed to AdamW.
@@ -141,7 +140,7 @@ class EGOP(Optimizer):
                 matrix, state = self._choice.matrices.get(name), self.state.get(parameter, {})
                 if matrix is None or "exp_avg" not in state:
                     continue
-                size = float(group["lr"]) * group["update_rms"] * matrix.fan * math.sqrt(parameter.numel())
+                size = float(group["lr"]) * group["update_rms"] * math.sqrt(parameter.numel())
                 norm = float(to_full(parameter).double().norm())
                 found.setdefault("relative_update", []).append(size / norm if norm else math.inf)
                 momentum = to_full(state["exp_avg"]).double()
@@ -156,6 +155,8 @@ class EGOP(Optimizer):
         if self._is_built:
             taken = [name for name, _ in self._named_parameters()]
             (param_group,) = name_groups([param_group], taken, self._index)
+        # So that a state dict fits with and without torch.compile.
+        param_group["param_names"] = list(map(strip_compile_prefix, param_group["param_names"]))
         for option in ("maximize", "amsgrad", "capturable", "differentiable"):
             if param_group.get(option):
                 raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
@@ -187,7 +188,7 @@ class EGOP(Optimizer):
                     if (matrix := known.get(name)) is None:
                         others.append(parameter)
                     else:
-                        matrices.setdefault((index, matrix.stacked > 0, matrix.fan), []).append(parameter)
+                        matrices.setdefault((index, matrix.stacked > 0), []).append(parameter)
                 self._step_adamw(group, others)
             self._step_matrices(matrices)
             if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
@@ -275,10 +276,9 @@ class EGOP(Optimizer):
         parts, copies = [], []
         self._engine.state.clear()
         for kind, parameters in matrices.items():
-            index, last, fan = kind
-            group, settings = self.param_groups[index], self._settings.setdefault(kind, {})
-            own = {"betas": group["betas"], "every": group["every"], "update_rms": fan * group["update_rms"]}
-            settings.update(self._engine.defaults | own | _numbers(group) | {"matrices_last": last})
+            group, settings = self.param_groups[kind[0]], self._settings.setdefault(kind, {})
+            own = {name: group[name] for name in ("betas", "every", "update_rms")} | {"matrices_last": kind[1]}
+            settings.update(self._engine.defaults | own | _numbers(group))
             weights, gradients = [], []
             for parameter, gradient in zip(parameters, _dense_gradients(parameters), strict=True):
                 weight = parameter

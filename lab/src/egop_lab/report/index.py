@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,40 +17,6 @@ _INTRODUCTION = (
     "its verdicts cover all of its claims, not one figure alone. Functions are from `egop` and `egop_lab.theory`. "
     "What is missing, or differs from the paper, is listed at the end."
 )
-
-_STATEMENTS = ("algorithm", "assumption", "corollary", "figure", "lemma", "table", "theorem")
-_LAYOUT = ("center", "minipage", "subfigure", "tabular")  # labels inside these belong to the environment around them
-_TOKEN = re.compile(r"\\(?:(begin|end)\{(\w+)\*?\}|label\{([^}]*)\})")
-_COMMENT = re.compile(r"(?<!\\)%.*")
-
-
-def parse_labels(tex: str) -> dict[str, str]:
-    """Parse the labels of figures, tables, algorithms and statements from LaTeX, in order, each with its kind.
-
-    A statement without a label is named after the section that it is in. Labels of equations and sections are left out.
-    """
-    found: dict[str, str] = {}
-    around: list[str] = []
-    section, named = "", True
-    for boundary, environment, label in _TOKEN.findall(_COMMENT.sub("", tex)):
-        if boundary == "begin":
-            around.append(environment)
-            named = named and environment not in _STATEMENTS
-        elif boundary == "end":
-            if not around or around.pop() != environment:
-                raise ValueError(f"Invalid LaTeX: \\end{{{environment}}} without its \\begin.")
-            if environment in _STATEMENTS:
-                if not named:
-                    found[f"{environment} in {section}"] = environment
-                named = True
-        else:
-            outside = [each for each in around if each not in _LAYOUT]
-            if outside and outside[-1] in _STATEMENTS:
-                found[label] = "table" if label.startswith("tab") else outside[-1]
-                named = True
-            elif outside in ([], ["document"]):
-                section = label
-    return found
 
 
 def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from egop_lab.plots.picture import Picture
 from egop_lab.report import wording
 from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
-from egop_lab.training.records import Record, Store
+from egop_lab.training.records import Store
 
 _INTRODUCTION = (
     "We repeated the paper's experiments and compared each of its claims with what we measured. A claim is judged by "
@@ -69,39 +69,27 @@ def _load_section(one: Experiment, store: Store) -> Section:
     presets: tuple[Preset, ...] = ("full", "quick")
     missing = None
     for preset in presets:
-        if records := one.records(store, preset):
-            try:
-                found = one.judge(store, preset), one.pictures(store, preset), one.tables(store, preset)
-                return _make_section(one, preset, records, *found, remarks=one.remarks(store, preset))
-            except (LookupError, ValueError) as error:
-                problem = f"Not all of its runs are there yet ({error})."
-                missing = missing or _make_section(one, preset, records, problem=problem)
+        if not (records := one.records(store, preset)):
+            continue
+        section = Section(
+            one,
+            preset,
+            runs=len(records),
+            seconds=sum(record.seconds for record in records),
+            devices=tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
+            versions=tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in r.versions.items()) for r in records)),
+        )
+        try:
+            return replace(
+                section,
+                judged=tuple(one.judge(store, preset)),
+                pictures=tuple(one.pictures(store, preset)),
+                tables=tuple(one.tables(store, preset)),
+                remarks=tuple(one.remarks(store, preset)),
+            )
+        except (LookupError, ValueError) as error:
+            missing = missing or replace(section, problem=f"Not all of its runs are there yet ({error}).")
     return missing or Section(one, problem="It has not been run.")
-
-
-def _make_section(
-    experiment: Experiment,
-    preset: Preset,
-    records: Sequence[Record],
-    judged: Iterable[Judgement] = (),
-    pictures: Iterable[Picture] = (),
-    tables: Iterable[Table] = (),
-    remarks: Iterable[str] = (),
-    problem: str | None = None,
-) -> Section:
-    return Section(
-        experiment,
-        preset,
-        tuple(judged),
-        tuple(pictures),
-        tuple(tables),
-        len(records),
-        sum(record.seconds for record in records),
-        tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
-        tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in record.versions.items()) for record in records)),
-        tuple(remarks),
-        problem,
-    )
 
 
 def format_counts(found: Sequence[Section]) -> str:
@@ -110,8 +98,8 @@ def format_counts(found: Sequence[Section]) -> str:
     verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
-        f"of {pluralize(len(given), what)} {whose} {_tally(given, format_loss)}"
-        for given, what, whose, format_loss in (
+        f"of {pluralize(len(given), what)} {whose} {_tally(given, words)}"
+        for given, what, whose, words in (
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
             (verdicts["reading"], "reading", "of its figures by us", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),

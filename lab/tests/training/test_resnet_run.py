@@ -9,13 +9,12 @@ import torch
 
 import egop
 from egop_lab.data import images
-from egop_lab.methods import RESNET, get_methods
-from egop_lab.training.classifiers import Run
+from egop_lab.methods import RESNET as METHODS
+from egop_lab.training.resnet import Run
 from fakes import image_folder
 
 CPU = torch.device("cpu")
 CONFIG = {"depths": [1], "width": 4, "seed": 0, "batch": 8, "crop": 16, "lr": 1e-3, "weight decay": 1e-4}
-METHODS = get_methods(RESNET)
 ADAMW, UPFRONT, *_ = METHODS
 
 
@@ -36,7 +35,7 @@ def test_convolutions_and_the_head_get_a_shared_basis_from_enough_kernel_gradien
     start = Run(data, CONFIG, CPU).make_setup()
     assert start.samples == 250
     assert start.period == 3
-    optimizer = METHODS[UPFRONT].make(start)
+    optimizer = METHODS[UPFRONT](start)
     assert isinstance(optimizer, egop.ReparameterizedOptimizer)
     assert {change.kind for change in optimizer.basis.values()} == {"Shared"}
     assert set(optimizer.basis) == {"conv1.weight", "layer1.0.conv1.weight", "layer1.0.conv2.weight", "fc.weight"}
