@@ -178,9 +178,9 @@ LIMITS = {
     "README.md": 700,
     "CHANGELOG.md": 800,
     "CONTRIBUTING.md": 1000,
-    "docs/architecture.md": 2500,
+    "docs/architecture.md": 2800,
     "docs/start.md": 700,
-    "docs/theory.md": 1600,
+    "docs/theory.md": 1100,
     "docs/howto/variants.md": 750,
     "docs/reproduction.md": 900,  # generated
     "lab/README.md": 700,
