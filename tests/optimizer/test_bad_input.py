@@ -216,7 +216,7 @@ REFUSED_GROUPS = {
     "a block name that is taken": (
         lambda m: group(m, basis=egop.Basis([block("0.weight", parameters={"extra": torch.zeros(3, 5).double()})])),
         ValueError,
-        r"Two blocks have the same name among \['0\.weight', '0\.weight'\]",
+        r"Two blocks are named '0\.weight'\.",
     ),
     "a basis that is none": (
         lambda m: group(m, basis={}),

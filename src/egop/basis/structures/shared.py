@@ -22,7 +22,6 @@ from egop.basis.structures.views import (
     matrix_shape,
     stack_shape,
 )
-from egop.numerics import OuterProducts
 
 Side = Literal["input", "output", "smaller"]
 
@@ -70,9 +69,6 @@ class SharedChange(ChangeOfBasis):
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         matrix = as_matrix(gradients, self.block)
         return {"basis": matrix if self.is_rowwise else matrix.mT}
-
-    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
-        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
 
     def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         matrix, basis = coordinates[0], rotation["basis"]
@@ -125,20 +121,8 @@ class Shared(Structure):
         return {"side": "output"} if is_output else {}
 
     def accumulator(self, block: Block) -> Accumulator:
-        if any(block.stacked):
-            return StackAccumulator(block, self)
-        (width, _) = self.basis_shapes(block)["basis"]
-        rows = _take_columns if _is_output(self.settings(block)) else _take_rows
-        return EigenAccumulator(block, self.change, rows, OuterProducts(width))
+        return StackAccumulator(block, self) if any(block.stacked) else EigenAccumulator(block, self)
 
 
 def _is_output(settings: Mapping[str, Any]) -> bool:
     return settings.get("side") == "output"
-
-
-def _take_rows(gradients: Sequence[Tensor], block: Block) -> Tensor:
-    return as_matrix(gradients, block).flatten(0, -2)
-
-
-def _take_columns(gradients: Sequence[Tensor], block: Block) -> Tensor:
-    return as_matrix(gradients, block).mT.flatten(0, -2)
