@@ -20,6 +20,7 @@ from egop.basis.structures.views import (
     check_matrix,
     from_matrix,
     matrix_shape,
+    multiply,
     stack_shape,
 )
 
@@ -45,11 +46,11 @@ class SharedChange(ChangeOfBasis):
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         matrix, basis = as_matrix(tensors, self.block), self.tensors["basis"]
-        return (matrix @ basis if self.is_rowwise else basis.mT @ matrix,)
+        return (multiply(matrix, basis) if self.is_rowwise else multiply(basis.mT, matrix),)
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
         (matrix,), basis = as_tuple(coordinates), self.tensors["basis"]
-        return from_matrix(matrix @ basis.mT if self.is_rowwise else basis @ matrix, self.block)
+        return from_matrix(multiply(matrix, basis.mT) if self.is_rowwise else multiply(basis, matrix), self.block)
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
