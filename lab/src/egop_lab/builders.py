@@ -190,7 +190,7 @@ def build_rotated(
 def build_soap(setup: Setup, *, every: int) -> Optimizer:
     """Build SOAP from this library, which steps all weights of one shape at once: a faster step.
 
-    Of a kernel it has two bases, of the outputs and of inputs and kernel together, where SOAP has four (docs/soap.md).
+    Of a kernel it has two bases, of outputs and of inputs with the kernel, where SOAP has four (lab/notes/soap.md).
     """
     return egop.ReparameterizedOptimizer(
         setup.model,

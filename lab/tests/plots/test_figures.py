@@ -1,4 +1,5 @@
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
@@ -158,6 +159,14 @@ def test_the_same_picture_gives_the_same_bytes(tmp_path, kind):
         contents.append(path.read_bytes())
         assert list(path.parent.iterdir()) == [path]
     assert contents[0] == contents[1]
+
+
+def test_paths_of_an_svg_have_two_digits(tmp_path):
+    path = tmp_path / "picture.svg"
+    save_figure(drawn(panel(*PAIR)), path)
+    paths = re.findall(r' d="([^"]*)"', path.read_text())
+    assert any("." in each for each in paths)
+    assert not [each for each in paths if re.search(r"\.\d{3}|\n", each)]
 
 
 def test_svg_has_a_dark_style(tmp_path):

@@ -154,8 +154,8 @@ def test_verdicts_are_those_of_the_sections(tmp_path):
     assert rows["lem:general-LB"].endswith("| Holds. |")
 
 
-def test_the_page_in_docs_has_these_rows():
-    page = (ROOT / "docs" / "paper-index.md").read_text(encoding="utf-8").splitlines()
+def test_the_page_in_the_notes_has_these_rows():
+    page = (ROOT / "lab" / "notes" / "paper-index.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in page if line.startswith("| `")]
     assert len(rows) == len(STATEMENTS)
     for row, statement in zip(rows, STATEMENTS, strict=True):

@@ -1,4 +1,4 @@
-"""Predicted memory and collectives against those of real trainings, and the tables of docs/scaling.md.
+"""Predicted memory and collectives against those of real trainings, and the tables of lab/notes/scaling.md.
 
 Run as a program, this file rewrites the tables.
 """
@@ -296,7 +296,7 @@ def test_estimation_holds_twice_the_bytes_of_the_bases(name):
     assert sum(storages(accumulators, {}).values()) == 2 * bases
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "scaling.md"
+DOCUMENT = Path(__file__).parents[3] / "lab" / "notes" / "scaling.md"
 
 
 def run_command(*arguments):

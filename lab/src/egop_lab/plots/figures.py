@@ -239,8 +239,17 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     with replace_atomically(path) as temporary:
         figure.savefig(temporary, format=kind, metadata=metadata, dpi=150)
         if kind == "svg":
-            svg = temporary.read_text(encoding="utf-8")
+            svg = _shorten_paths(temporary.read_text(encoding="utf-8"))
             temporary.write_text(svg.replace("<defs>", f"{build_dark_style()}<defs>", 1), encoding="utf-8")
+
+
+def _shorten_paths(svg: str) -> str:
+    """Round the coordinates of paths to a hundredth of a point; matplotlib writes six digits."""
+
+    def shorten(match: re.Match[str]) -> str:
+        return re.sub(r"(\d\.\d\d)\d+", r"\1", match[0].replace("\n", ""))
+
+    return re.sub(r' d="[^"]*"', shorten, svg)
 
 
 def embed_picture(picture: Picture) -> str:

@@ -13,9 +13,9 @@ from egop_lab.report.statements import STATEMENTS, Statement
 
 _INTRODUCTION = (
     "Made by egop-lab report. Each figure, table, algorithm and statement of the paper has a row, by its label in the "
-    "LaTeX source: {} in all. An experiment is one of [reproduction.md](reproduction.md), and its verdicts are on all "
-    "of its claims, not on one figure alone. Functions and the tests that hold them against the paper: "
-    "[theory.md](theory.md). What is not here, or not as the paper has it, is at the end."
+    "LaTeX source: {} in all. A single word such as `digits` is an experiment with a page of its own in the report; "
+    "its verdicts cover all of its claims, not one figure alone. Functions are from `egop` and `egop_lab.theory`. "
+    "What is missing, or differs from the paper, is listed at the end."
 )
 
 
@@ -37,7 +37,7 @@ def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None
 
 def statement_cells(statement: Statement) -> str:
     """Return the cells of a row that no run changes: label, kind and place."""
-    places = ", ".join(f"[{each}](reproduction.md#{each})" if each in IDS else f"`{each}`" for each in statement.where)
+    places = ", ".join(f"`{each}`" for each in statement.where)
     return f"`{statement.label}` | {statement.kind}: {statement.about} | {places or 'nowhere, see below'}"
 
 
