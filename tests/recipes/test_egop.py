@@ -126,10 +126,29 @@ def test_basis_stays_orthonormal_and_follows_the_momentum():
 
 def test_excluded_weights_are_left_to_adamw():
     model, other = network(), network()
-    optimizer = make(model, exclude=["up.*", "experts"])
+    optimizer = make(model, exclude=["u?", "experts"])  # a layer, and a weight
     parts = make_parts(other, RotatedPolarAdam, ("stem.weight", "down.weight"), every=3)
     assert identical(train(model, optimizer), train_parts(other, parts))
     assert optimizer.plan.unrotated == LEFT | {"up.weight": "excluded", "experts": "excluded"}
+
+
+def test_tables_of_positions_are_left_to_adamw():
+    model = network()
+    for name, size in (("pos", 2), ("pos_embed", 3), ("position_table", 2), ("cls_token", 2), ("deposit", 2)):
+        setattr(model, name, nn.Parameter(torch.zeros(5, 6)[None] if size == 3 else torch.zeros(5, 6)))
+    left = egop.EGOP(model).plan.unrotated
+    tables = {"pos", "pos_embed", "position_table", "cls_token"}
+    assert left == LEFT | dict.fromkeys(tables, "a table of positions or tokens")
+
+
+def test_plan_leaves_out_what_is_frozen():
+    model = network()
+    model.up.requires_grad_(False)
+    model.embedding.requires_grad_(False)
+    optimizer = egop.EGOP(model)
+    assert {block.name for block in optimizer.plan.chosen} == set(ROTATED) - {"up.weight"}
+    assert optimizer.plan.unrotated == {"head.weight": "the output head"}
+    assert repr(optimizer).startswith("EGOP(3 rotated weights, AdamW for 6 other parameters")
 
 
 @pytest.mark.parametrize("option", ["foreach", "fused"])
@@ -143,7 +162,7 @@ def test_options_reach_adamw(option):
 def test_adamw_steps_a_model_with_nothing_to_rotate():
     model, other = (nn.Sequential(nn.Embedding(7, 6), nn.LayerNorm(6)).double() for _ in range(2))
     other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match=r"no weight matrix, so AdamW steps all parameters.*an embedding") as said:
+    with pytest.warns(UserWarning, match=r"no weight matrix, so AdamW updates all parameters.*an embedding") as said:
         optimizer = egop.EGOP(model, **SETTINGS)
     assert said[0].filename == __file__
     plain = torch.optim.AdamW(other.parameters(), **SETTINGS)
@@ -610,7 +629,14 @@ MISTAKES = {
     "every": (lambda: egop.EGOP(network(), every=0), ValueError, "every"),
     "betas": (lambda: egop.EGOP(network(), betas=(0.9, 1.5)), ValueError, r"betas\[1\]"),
     "a negative rate": (lambda: egop.EGOP(network(), lr=-1.0), ValueError, "lr"),
-    "a pattern without a match": (lambda: egop.EGOP(network(), exclude=["u"]), ValueError, "'u' matches no weight"),
+    "a pattern without a match": (
+        lambda: egop.EGOP(network(), exclude=["u"]),
+        ValueError,
+        "'u' in exclude matches",
+    ),
+    "a weight to exclude": (lambda: egop.EGOP(m := network(), exclude=[m.up.weight]), TypeError, "got Parameter"),
+    "no rate": (lambda: egop.EGOP(network(), lr=None), TypeError, "lr must be a number, got None"),
+    "rotate": (lambda: egop.EGOP(network(), rotate="no"), TypeError, "rotate must be True or False, got 'no'"),
     "maximize": (
         lambda: egop.EGOP([{"params": list(network().named_parameters()), "maximize": True}], model=None),
         ValueError,

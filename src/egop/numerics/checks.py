@@ -7,7 +7,9 @@ from typing import Any
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise TypeError for text, which is how YAML reads ``1e-3``."""
+    """Raise TypeError for None, and for text, which is how YAML reads ``1e-3``."""
+    if value is None:
+        raise TypeError(f"{name} must be a number, got None.")
     if isinstance(value, str):
         raise TypeError(
             f"{name} must be a number, got str {value!r}. Write float({value!r}), or 1.0e-3 instead of 1e-3 in YAML."

@@ -29,9 +29,12 @@ def check_state_dict(
     parts = [state_dict.get(key) if isinstance(state_dict, Mapping) else None for key in ("state", "param_groups")]
     states, saved_groups = parts
     if not isinstance(states, Mapping) or not isinstance(saved_groups, list):
-        raise ValueError("The state dict is incomplete or damaged: it needs 'state' and a list of 'param_groups'.")
+        raise ValueError(
+            "The state dict is incomplete or damaged: it needs 'state' and a list of 'param_groups'. Of a whole "
+            "checkpoint, load the part that optimizer.state_dict() gave."
+        )
     if len(saved_groups) != len(groups):
-        raise ValueError(f"The state dict has {len(saved_groups)} parameter groups, and the optimizer {len(groups)}.")
+        raise ValueError(f"The state dict has {len(saved_groups)} parameter groups; this optimizer has {len(groups)}.")
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         _check_group(index, group, saved, check_settings)
         for key, name, parameter in zip(saved["params"], group["param_names"], group["params"], strict=True):
@@ -62,7 +65,8 @@ def _check_group(
     keys, names = saved["params"], saved.get("param_names", group["param_names"])
     is_listed = isinstance(keys, list) and all(isinstance(key, int | str) for key in keys)
     if not is_listed or len(keys) != len(group["params"]):
-        raise ValueError(f"{label} has params={keys!r:.80}. Must be {len(group['params'])} keys of the state.")
+        given = f"{len(keys)} parameters" if is_listed else f"params={keys!r:.80}"
+        raise ValueError(f"{label} has {given}, and this optimizer has {len(group['params'])} there.")
     if names != group["param_names"]:
         pairs = zip(group["param_names"], names, strict=False) if isinstance(names, list) else ()
         different = [f": '{other}' instead of '{name}'" for name, other in pairs if name != other]
@@ -80,7 +84,10 @@ def _check_entry(
         raise ValueError(f"{label} is {entry!r:.80}. Must be a dict.")
     expected = expect_shapes(name, parameter, entry)
     if entry.keys() != expected.keys():
-        raise ValueError(f"{label} has {sorted(map(str, entry))}. Must be {sorted(expected)}.")
+        raise ValueError(
+            f"{label} has {sorted(map(str, entry))}. Must be {sorted(expected)}: was it saved with other weights in "
+            "exclude=?"
+        )
     for key, shape in expected.items():
         value = entry[key]
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.shape != shape:

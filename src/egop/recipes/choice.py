@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -11,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, match, rows_and_columns
+from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, rows_and_columns
 from egop.optimizer import find_user_level
 
+# Parameters that a model holds outside any layer, such as ``pos_embed``: what they hold is added, not multiplied.
+_POSITIONS = re.compile(r"pos(ition|itional)?s?(_|$)|.*(embed|token)")
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
 
 
@@ -53,6 +56,8 @@ class WeightChoice:
 
     def __init__(self, exclude: str | Sequence[str]) -> None:
         self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        if wrong := [pattern for pattern in self.exclude if not isinstance(pattern, str)]:
+            raise TypeError(f"exclude must be name patterns such as '*.gate', got {type(wrong[0]).__name__}.")
         self.matrices: dict[str, Matrix] = {}
         self.left: dict[str, str] = {}  # why a weight is left to AdamW
 
@@ -70,36 +75,48 @@ class WeightChoice:
 
     def check(self, index: ModuleIndex | None) -> None:
         """Raise ValueError for a pattern that matches nothing; warn of roles that were guessed and of no matrices."""
-        match(self.exclude, [*self.matrices, *self.left], "weight")
+        weights = [*self.matrices, *self.left]
+        for pattern in self.exclude:
+            if not any(_matches(name, pattern) for name in weights):
+                raise ValueError(f"Pattern {pattern!r} in exclude matches no weight. There are: {', '.join(weights)}.")
         left = _join(f"{name} ({reason})" for name, reason in self.left.items())
         if index is None:
             warnings.warn(
                 "egop.EGOP chooses weights by their roles. Without the model, the roles were guessed from names and "
-                f"shapes. Weights to rotate: {_join(self.matrices)}. Left to AdamW: {left}. Pass the model itself, or "
-                "model=model beside the parameters.",
+                f"shapes, and the model is assumed to have normalization layers. Weights to rotate: "
+                f"{_join(self.matrices)}. Left to AdamW: {left}. Pass the model itself, or add model=model.",
                 stacklevel=find_user_level(),
             )
         elif not self.matrices:
             warnings.warn(
-                f"egop.EGOP found no weight matrix, so AdamW steps all parameters. Left to AdamW: {left}, and biases "
+                f"egop.EGOP found no weight matrix, so AdamW updates all parameters. Left to AdamW: {left}, and biases "
                 "and norms.",
                 stacklevel=find_user_level(),
             )
 
     def plan(self, named: Iterable[tuple[str, Tensor]], *, rotate: bool) -> Plan:
-        """Return the choice as a plan, which can be printed."""
+        """Return the choice as a plan, which can be printed. Frozen parameters are left out."""
         structure = Shared(side="smaller") if rotate else Identity()
-        blocks = [self.matrices[name].block(name, weight) for name, weight in named if name in self.matrices]
-        return Plan(dict.fromkeys(blocks, structure), {block.name: "a weight matrix" for block in blocks}, self.left)
+        trained = {name: weight for name, weight in named if weight.requires_grad}
+        blocks = [self.matrices[name].block(name, weight) for name, weight in trained.items() if name in self.matrices]
+        left = {name: reason for name, reason in self.left.items() if name in trained}
+        return Plan(dict.fromkeys(blocks, structure), {block.name: "a weight matrix" for block in blocks}, left)
 
     def _find_reason(self, name: str, parameter: Tensor, role: Role, matrix: Matrix) -> str:
         if parameter.is_complex():
             return "complex numbers"
         if role.skip_reason:
             return role.skip_reason
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
+        if any(_matches(name, pattern) for pattern in self.exclude):
             return "excluded"
+        if _POSITIONS.match(name.rpartition(".")[2]):
+            return "a table of positions or tokens"
         return f"both sides are wider than {_WIDEST}" if min(matrix.sides(parameter)) > _WIDEST else ""
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return True if a pattern matches a weight's name, or that of the layer that holds it."""
+    return any(fnmatch.fnmatchcase(each, pattern) for each in (name, name.removesuffix(".weight")))
 
 
 def _join(names: Iterable[str]) -> str:

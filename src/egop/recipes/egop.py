@@ -37,9 +37,9 @@ class EGOP(Optimizer):
     mean square of lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that
     otherwise; so the learning rate that is best for AdamW is close to the best for EGOP.
 
-    Weights of linear layers, convolutions, attention and experts are stepped by :class:`egop.optim.PolarAdam` in
+    Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
-    rotation is renewed every ``every`` steps. AdamW steps embeddings, output heads, norms and biases.
+    rotation is renewed every ``every`` steps. AdamW updates embeddings, output heads, norms and biases.
     ``print(optimizer.plan)`` shows which weights are rotated, and why others are not.
 
     Weights in half precision have float32 copies, which are stepped in their place. With FSDP2, the moments are sharded
@@ -54,7 +54,7 @@ class EGOP(Optimizer):
             their own.
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: number of steps between renewals of a rotation.
-        exclude: name patterns, such as ``"*.gate.weight"``, of weights to leave to AdamW.
+        exclude: name patterns, such as ``"*.gate"``, of layers or weights to leave to AdamW.
         update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
             functions instead of modules.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
@@ -90,6 +90,8 @@ class EGOP(Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
+        if not isinstance(rotate, bool):
+            raise TypeError(f"rotate must be True or False, got {rotate!r}.")
         module = params if model is None and isinstance(params, nn.Module) else model
         if update_rms is None:
             update_rms = _NORMALIZED_RMS if module is None or has_norm_layers(module) else _PLAIN_RMS
@@ -228,9 +230,10 @@ class EGOP(Optimizer):
         self._reset_engine()
 
     def __repr__(self) -> str:
-        count = len(self._choice.matrices)
+        trained = [name for name, parameter in self._named_parameters() if parameter.requires_grad]
+        count = sum(name in self._choice.matrices for name in trained)
         matrices = pluralize(count, "rotated weight" if self.defaults["rotate"] else "unrotated weight")
-        others = pluralize(len(self._named_parameters()) - count, "other parameter")
+        others = pluralize(len(trained) - count, "other parameter")
         rates = " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
         return f"{type(self).__name__}({matrices}, AdamW for {others}, lr={rates})"
 
