@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tqdm.auto import tqdm
 
 from egop.diagnose.training import Build, Run, Trainer, build_optimizer, clock
 from egop.estimation import Objective
 from egop.formatting import pluralize
-from egop.optimizer import ReparameterizedOptimizer
 
 __all__ = ["RATES", "Candidate", "Comparison", "Race", "run_race"]
 
@@ -38,8 +38,6 @@ _USUAL = 6
 _TIMING = 0.1
 # The second stage begins after this fraction of the budget at the latest.
 _FIRST_STAGE = 0.6
-# If the budget is too small for all, leave out candidates whose steps are slower than the baseline's by this factor.
-_TOO_SLOW = 5.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left{postfix}"
 
 
@@ -51,21 +49,19 @@ class Candidate:
         name: shown in the answer.
         build: builds it for a copy of the model.
         code: what a user writes, with ``{lr}`` for the learning rate.
-        factor: the search starts at this multiple of the first candidate's best learning rate.
     """
 
     name: str
     build: Build
     code: str = ""
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A candidate compared with the baseline, the first candidate.
+    """A candidate compared with the baseline, the first candidate, at the loss that both reach.
 
     Attributes:
-        steps: steps to the baseline's final loss, as a fraction of the baseline's; infinite if it was not reached.
+        steps: steps to that loss, as a multiple of the baseline's; infinite if the candidate never lowered the loss.
         slowdown: time of a step, as a multiple of the baseline's.
     """
 
@@ -74,7 +70,7 @@ class Comparison:
 
     @property
     def time(self) -> float:
-        """Time to the baseline's final loss, as a fraction of the baseline's."""
+        """Time to that loss, as a multiple of the baseline's."""
         return self.steps * self.slowdown
 
 
@@ -89,8 +85,7 @@ class Race:
         start: loss before training.
         runs: finished runs of each candidate in each stage.
         left_out: why some candidates did not take part.
-        too_slow: why others were left out: the budget had no time for them.
-        ended: why the race ended early; empty if it is complete.
+        ended: why the race is incomplete; empty if it is complete.
         announcement: number of runs and expected time, as text.
         seconds: time it took.
     """
@@ -101,7 +96,6 @@ class Race:
     start: float = math.nan
     runs: tuple[dict[str, list[Run]], dict[str, list[Run]]] = field(default_factory=lambda: ({}, {}))
     left_out: dict[str, str] = field(default_factory=dict)
-    too_slow: dict[str, str] = field(default_factory=dict)
     ended: str = ""
     announcement: str = ""
     seconds: float = 0.0
@@ -124,7 +118,7 @@ class Race:
         slowdown = self._step_seconds(name, stage) / max(self._step_seconds(baseline, stage), 1e-9)
         if not own:
             return Comparison(math.inf, slowdown)
-        target = base[0].final
+        target = max(own[0].final, base[0].final)
         return Comparison(own[0].steps_to(target) / max(base[0].steps_to(target), 1e-9), slowdown)
 
     def _step_seconds(self, name: str, stage: int) -> float:
@@ -156,8 +150,7 @@ def run_race(
         progress: print the expected time and show a progress bar.
 
     Returns:
-        The race. It may be incomplete if it was interrupted or its budget was used up after a run of the baseline
-        lowered the loss.
+        The race, incomplete if it was interrupted or its budget was used up after the baseline lowered the loss.
 
     Raises:
         TimeoutError: if the budget is used up before that.
@@ -174,7 +167,7 @@ def run_race(
     rates = sorted({float(rate) for rate in rates})
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"Invalid rates value: {rates}. Must be one or more positive numbers.")
-    racer = _Racer(objective, candidates, Race(steps, tuple(seeds)), budget, keep, rates, progress)
+    racer = _Racer(objective, list(candidates), Race(steps, tuple(seeds)), budget, keep, rates, progress)
     with objective.preserve():
         return racer.run()
 
@@ -183,24 +176,23 @@ class _OutOfTimeError(Exception):
     pass
 
 
+@dataclass
 class _Racer:
     """The runner of a race, which keeps track of time."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        candidates: Sequence[Candidate],
-        race: Race,
-        budget: float,
-        keep: int,
-        rates: Sequence[float],
-        progress: bool,
-    ) -> None:
-        self.objective, self.candidates, self.race = objective, list(candidates), race
-        self.budget, self.keep, self.rates, self.progress = budget, keep, rates, progress
+    objective: Objective
+    candidates: list[Candidate]
+    race: Race
+    budget: float
+    keep: int
+    rates: Sequence[float]
+    progress: bool
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)  # candidates that the budget has no time for
+
+    def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.deadline = self.began + budget
-        self.step_seconds: dict[str, float] = {}
+        self.deadline = self.began + self.budget
         self.bar = tqdm(disable=True)
 
     def run(self) -> Race:
@@ -223,6 +215,8 @@ class _Racer:
             race.ended = f"the budget of {self.budget:g} s was used up"
         finally:
             self.bar.close()
+        if self.dropped and not race.ended:
+            race.ended = f"the budget of {self.budget:g} s was too small for {', '.join(self.dropped)}"
         race.seconds = time.monotonic() - self.began
         return race
 
@@ -249,35 +243,38 @@ class _Racer:
             except _OutOfTimeError:
                 if not self.step_seconds:
                     raise
-                race.too_slow[candidate.name] = f"six steps took longer than {_TIMING:.0%} of the budget"
-                self.candidates.remove(candidate)
+                self._drop(candidate, f"six steps took longer than {_TIMING:.0%} of the budget")
         # On a busy machine, steps take longer than the processor time that is measured.
         self.stretch = max(1.0, (time.monotonic() - wall) / max(clock() - busy, 1e-9))
-        self._leave_out_slow(_shorten(lengths, 0.0))
-        race.lengths = first, second = _shorten(lengths, self._time_left() / self._estimate(lengths))
-        seconds = self._estimate(race.lengths)
-        searches, repeats = _USUAL * len(self.candidates), self.keep * len(self.candidates) + self._other_seeds()
-        shortened = f", shortened from {lengths[0]} and {lengths[1]}" if race.lengths != lengths else ""
+        self._drop_slowest(_shorten(lengths, 0.0))
+        race.lengths = _shorten(lengths, self._time_left() / self._estimate(lengths))
+        self._announce("" if race.lengths == lengths else f", shortened from {lengths[0]} and {lengths[1]}")
+
+    def _announce(self, shortened: str) -> None:
+        """Say what the race costs and start the progress bar."""
+        race, (first, second) = self.race, self.race.lengths
+        searches, repeats = _USUAL * len(self.candidates), self._count_repeats()
+        steps = searches * first + repeats * second
         race.announcement = (
             f"Race of {pluralize(len(self.candidates), 'candidate')}: about {searches} runs of {first} steps and "
-            f"{repeats} of {second}{shortened}; {searches * first + repeats * second:,} steps, "
-            f"about {seconds:.0f} s (budget {self.budget:g} s)."
+            f"{repeats} of {second}{shortened}; {steps:,} steps, about {self._estimate(race.lengths):.0f} s "
+            f"(budget {self.budget:g} s)."
         )
         if self.progress:
             tqdm.write(race.announcement, file=sys.stderr)
-            self.bar = tqdm(total=seconds, desc="Race", bar_format=_BAR, delay=1e-9)
+            self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9)
 
-    def _leave_out_slow(self, shortest: tuple[int, int]) -> None:
-        """Leave out candidates with very slow steps until the shortest runs fit into the budget."""
+    def _drop_slowest(self, shortest: tuple[int, int]) -> None:
+        """Leave out the slowest candidates until the shortest runs fit into the budget."""
         while len(self.candidates) > 1 and self._estimate(shortest) > self._time_left():
             slowest = max(self.candidates[1:], key=lambda each: self.step_seconds[each.name])
             slowdown = self.step_seconds[slowest.name] / max(self.step_seconds[self.candidates[0].name], 1e-9)
-            if slowdown < _TOO_SLOW:
-                break
-            self.candidates.remove(slowest)
-            self.race.too_slow[slowest.name] = (
-                f"its steps take {slowdown:.0f} x as long as {self.candidates[0].name}'s, too long for this budget"
-            )
+            self._drop(slowest, f"its steps take {slowdown:.1f} x as long as {self.candidates[0].name}'s")
+
+    def _drop(self, candidate: Candidate, reason: str) -> None:
+        self.candidates.remove(candidate)
+        self.dropped.append(candidate.name)
+        self.race.left_out[candidate.name] = f"{reason}, too long for this budget"
 
     def _time_left(self) -> float:
         return max(0.0, self.began + self.budget - time.monotonic())
@@ -286,47 +283,42 @@ class _Racer:
         """Return why a candidate cannot take part; empty if it can."""
         model, _ = self.objective.trainable_copy()
         try:
-            optimizer = build_optimizer(candidate.build, model)
-            rotates = not isinstance(optimizer, ReparameterizedOptimizer) or optimizer.plan.chosen
+            plan = getattr(build_optimizer(candidate.build, model), "plan", None)
         except (MemoryError, ValueError) as error:
             return str(error)
-        return "" if rotates else "it would leave every weight of this model to AdamW"
+        return "" if plan is None or plan.chosen else "it would leave every weight of this model to AdamW"
 
-    def _other_seeds(self) -> int:
-        """Return the number of runs with other seeds: the baseline and one more candidate for each."""
-        return min(2, len(self.candidates)) * (len(self.race.seeds) - 1)
+    def _count_repeats(self) -> int:
+        """Return the number of runs after the search: the best rates of all, and two candidates with other seeds."""
+        return self.keep * len(self.candidates) + min(2, len(self.candidates)) * (len(self.race.seeds) - 1)
 
     def _estimate(self, lengths: tuple[int, int]) -> float:
-        first, second = (
-            [
-                self.step_seconds[each.name] * length + self.trainer.evaluation_seconds * min(length, evaluations)
-                for each in self.candidates
-            ]
-            for length, evaluations in zip(lengths, _EVALUATIONS, strict=True)
+        """Estimate the seconds that a race with runs of these lengths takes."""
+        mean = sum(self.step_seconds[each.name] for each in self.candidates) / len(self.candidates)
+        counts = (_USUAL * len(self.candidates), self._count_repeats())
+        return self.stretch * sum(
+            count * (length * mean + min(length, evaluations) * self.trainer.evaluation_seconds)
+            for count, length, evaluations in zip(counts, lengths, _EVALUATIONS, strict=True)
         )
-        return self.stretch * (_USUAL * sum(first) + self.keep * sum(second) + self._other_seeds() * max(second))
 
     def _search_rates(self) -> None:
         """Search each candidate's learning rate with short runs; move on when the first stage's time is used up."""
         end = self.began + _FIRST_STAGE * self.budget
         start = _START
-        for index, candidate in enumerate(self.candidates):
+        waiting = list(self.candidates)
+        while waiting:
             now = time.monotonic()
-            self.deadline = now + (end - now) / (len(self.candidates) - index)  # an equal share of what is left
+            self.deadline = now + (end - now) / len(waiting)  # an equal share of what is left
+            candidate = waiting.pop(0)
             runs = self.race.runs[0].setdefault(candidate.name, [])
             try:
-                search_rates(
-                    self.rates,
-                    start * candidate.factor,
-                    lambda lr, candidate=candidate: self._train(candidate, lr, 0),  # type: ignore[misc]
-                    self.race.start,
-                )
+                search_rates(self.rates, start, partial(self._train, candidate), self.race.start)
             except _OutOfTimeError:
                 if not self._has_result():
                     self.deadline = self.began + self.budget  # the baseline may use all of the time
-                    self._train(candidate, start * candidate.factor, 0)
+                    self._train(candidate, start)
                 if not runs:
-                    self.race.too_slow[candidate.name] = "there was no time left for it"
+                    self._drop(candidate, "no run was finished")
             if candidate is self.candidates[0]:
                 self._check_progress(runs)
                 start = self.race.ranked(candidate.name, 0)[0].lr
@@ -349,9 +341,8 @@ class _Racer:
         """Repeat the best rates of each candidate with longer runs, the most promising candidates first."""
         race = self.race
         promising = sorted(self.candidates[1:], key=lambda each: _time(race.compare(each.name, 0)))
-        if self.bar.total:
-            # The first stage is over, regardless of how many runs it took.
-            self.bar.total = self.bar.n + self._estimate((0, race.lengths[1]))
+        if self.bar.total:  # the search is over, regardless of how many runs it took
+            self.bar.total = self.bar.n + self._count_repeats() * race.lengths[1]
         for candidate in [self.candidates[0], *promising]:
             for run in race.ranked(candidate.name, 0)[: self.keep]:
                 self._train(candidate, run.lr, 1)
@@ -365,18 +356,14 @@ class _Racer:
                 if best := race.ranked(candidate.name):
                     self._train(candidate, best[0].lr, 1, seed)
 
-    def _train(self, candidate: Candidate, lr: float, stage: int, seed: int | None = None) -> Run:
-        self.bar.set_postfix_str(f"{candidate.name}, lr {lr:g}", refresh=False)
-        seed = self.race.seeds[0] if seed is None else seed
-        length, evaluations = self.race.lengths[stage], _EVALUATIONS[stage]
-        seconds = self.step_seconds[candidate.name] + self.trainer.evaluation_seconds * evaluations / length
-        seconds *= self.stretch
-
+    def _train(self, candidate: Candidate, lr: float, stage: int = 0, seed: int | None = None) -> Run:
         def advance() -> None:
-            self.bar.update(min(seconds, max(0.0, (self.bar.total or 0) - self.bar.n)))
+            self.bar.update(0 if self.bar.n == self.bar.total else 1)
             self._check_time()
 
-        run = self.trainer.train(candidate.build, lr, length, seed, evaluations, advance)
+        self.bar.set_postfix_str(f"{candidate.name}, lr {lr:g}", refresh=False)
+        seed = self.race.seeds[0] if seed is None else seed
+        run = self.trainer.train(candidate.build, lr, self.race.lengths[stage], seed, _EVALUATIONS[stage], advance)
         self.race.runs[stage].setdefault(candidate.name, []).append(run)
         return run
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["SCHEDULE", "FoundRates", "find_lr"]
 
 SCHEDULE = (
-    f"for warm-up over the first {WARM_UP:.0%} and decay over the last {DECAY:.0%} of training; "
-    "with a constant rate try a third"
-).replace("%", " %")
+    f"for warm-up over the first {100 * WARM_UP:.0f} % and decay over the last {100 * DECAY:.0f} % of training; "
+    "with a constant rate, try a third"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +69,7 @@ class FoundRates:
         second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
         length = f"a training of {race.planned:,} steps" if race.planned else "a short training"
         runs = f"{pluralize(len(tried), 'rate')} from {min(tried):g} to {max(tried):g}, {race.lengths[0]} steps each"
-        words = [f"Try lr {self.lr:g}{second}: {SCHEDULE}.", f"Raced for {length}: {runs}."]
+        words = [f"Try lr {self.lr:g}{second} ({SCHEDULE}).", f"Raced for {length}: {runs}."]
         if not race.planned:
             words.append(f"The best were repeated with {race.lengths[1]} steps; longer trainings often want less.")
         if self.lr in (min(tried), max(tried)) and len(tried) > 1:
