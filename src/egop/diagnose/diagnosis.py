@@ -26,7 +26,7 @@ from egop.refresh import Online
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["CANDIDATES", "Diagnosis", "diagnose"]
 
 # A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95

@@ -1,6 +1,6 @@
 """Check the advice of ``egop.diagnose`` and ``egop.find_lr`` against full trainings of many small problems.
 
-Full trainings of every candidate at several learning rates give the truth. The race that ``egop.diagnose`` runs gives the
+Full trainings of every candidate at several learning rates give the truth; the race of ``egop.diagnose`` gives the
 prediction. Records hold the runs of the race, so the advice is recomputed when the rules of the library change.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import egop
-from egop_lab.experiments.advice_results import CANDIDATES, Results
+from egop_lab.experiments.advice_results import ADAMW, CANDIDATES, Results
 from egop_lab.experiments.base import Experiment, Judgement, Table, to_verdict
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training.context import Context, Preset, make_record
@@ -54,7 +54,7 @@ class AdviceExperiment(Experiment):
             "evaluations": 25 if full else 10,
             "rates": [float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)],
             "schedule": "warm-up over the first 10 %, decay to zero over the last 40 %, as in the race",
-            "search": "from AdamW's best rate (AdamW: 5e-3) up and down until the final loss gets worse, with the first "
+            "search": "up and down from AdamW's best rate (AdamW: 5e-3) until the final loss gets worse, with one "
             "seed; the best two rates are repeated with the second seed",
         }
 
@@ -139,7 +139,10 @@ class _Runner:
     def find_truth(self, candidate: str) -> None:
         """Search the candidate's best rate with full trainings, and repeat the best two with the other seeds."""
         rates = self.settings["rates"]
-        start = _START if candidate == CANDIDATES[0] else min(self._losses(CANDIDATES[0]), key=self._losses(CANDIDATES[0]).get)  # type: ignore[arg-type]  # fmt: skip
+        start = _START
+        if candidate != ADAMW:
+            losses = self._losses(ADAMW)
+            start = min(losses, key=losses.__getitem__)
         middle = rates.index(start)
         best = self.train(candidate, start)
         for direction in (rates[middle + 1 :], rates[:middle][::-1]):
@@ -155,16 +158,10 @@ class _Runner:
 
     def race(self) -> None:
         """Race as a user would, and train at the rates that are proposed but were not tried."""
-        for seed in range(self.settings["seeds"]):
-            self._do(lambda seed=seed: _race(self._make(seed), self.steps), what="race", seed=seed)
+        self._do(lambda: _race(self._make(0), self.steps), what="race", seed=0)
         for candidate in CANDIDATES[:2]:
-            found = self._do(
-                lambda candidate=candidate: _find_rates(self._make(0), candidate, self.steps),
-                what="find_lr",
-                candidate=candidate,
-                seed=0,
-            )
-            for rate in found["rates"]:
+            find = functools.partial(_find_rates, self._make(0), candidate, self.steps)
+            for rate in self._do(find, what="find_lr", candidate=candidate, seed=0)["rates"]:
                 self.train(candidate, rate)
 
     def train(self, candidate: str, lr: float, seed: int = 0) -> float:

@@ -21,7 +21,7 @@ _PLACES = {
     "resnet": "resnet:ResnetExperiment",
     "language-model": "language_model:LanguageModelExperiment",
     "coordinates": "coordinates:CoordinatesExperiment",
-    "prediction": "prediction:PredictionExperiment",
+    "advice": "advice:AdviceExperiment",
 }
 
 IDS: tuple[str, ...] = tuple(_PLACES)

@@ -61,45 +61,29 @@ class Problem:
 
 
 class RandomBatches:
-    """Batches of random rows of tensors; each pass draws the same ones.
+    """Batches of random rows of tensors; each pass draws the same ones."""
 
-    Args:
-        tensors: tensors with equally many rows.
-        size: rows in a batch.
-        seed: seed of the rows.
-        finish: makes a batch from the rows; by default a tuple of them.
-    """
-
-    def __init__(
-        self, tensors: Sequence[Tensor], size: int, seed: int, finish: Callable[..., Any] = lambda *parts: parts
-    ) -> None:
-        self._tensors, self._size, self._seed, self._finish = tensors, size, seed, finish
+    def __init__(self, tensors: Sequence[Tensor], size: int, seed: int) -> None:
+        self._tensors, self._size, self._seed = tensors, size, seed
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self._seed)
         for _ in range(_BATCHES):
             rows = torch.randint(len(self._tensors[0]), (self._size,), generator=generator)
-            yield self._finish(*(tensor[rows] for tensor in self._tensors))
+            yield tuple(tensor[rows] for tensor in self._tensors)
 
 
-def _build(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+_Build = Callable[[], nn.Module]
+_Parts = tuple[Tensor, ...]
+
+
+def _make_task(seed: int, build: _Build, loss: Loss, train: _Parts, held_out: _Parts, size: int) -> Task:
+    """Build a task from tensors to train on and tensors to evaluate on."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build()
-
-
-def _make_task(
-    seed: int,
-    build: Callable[[], nn.Module],
-    loss: Loss,
-    train: Sequence[Tensor],
-    held_out: Sequence[Tensor],
-    size: int,
-    finish: Callable[..., Any] = lambda *parts: parts,
-) -> Task:
-    """Build a task from tensors to train on and tensors to evaluate on."""
-    chunks = [finish(*parts) for parts in zip(*(tensor.split(128) for tensor in held_out), strict=True)]
-    return Task(_build(seed, build), loss, RandomBatches(train, size, 1000 + seed, finish), chunks)
+        model = build()
+    chunks = list(zip(*(tensor.split(128) for tensor in held_out), strict=True))
+    return Task(model, loss, RandomBatches(train, size, 1000 + seed), chunks)
 
 
 def _squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -108,15 +92,15 @@ def _squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 # --- images -----------------------------------------------------------------------------------------------------------
 
-_Build = Callable[[], nn.Module]
 
-
-def _digits(seed: int, data: str | None, build: _Build, *, transposed: bool = False) -> Task:
+def _digits(
+    seed: int, data: str | None, build: _Build, *, loss: Loss = cross_entropy, transposed: bool = False
+) -> Task:
     split = digits()
-    parts = [(part.features - 0.3, part.labels) for part in (split.train, split.validation)]
+    train, held_out = ((part.features - 0.3, part.labels) for part in (split.train, split.validation))
     if transposed:
-        parts = [(x.view(-1, 8, 8).mT.flatten(1), y) for x, y in parts]
-    return _make_task(seed, build, cross_entropy, *parts, size=64)
+        train, held_out = ((x.view(-1, 8, 8).mT.flatten(1), y) for x, y in (train, held_out))
+    return _make_task(seed, build, loss, train, held_out, size=64)
 
 
 @functools.cache
@@ -128,7 +112,8 @@ def _load_imagenette(data: str | None, side: int) -> tuple[tuple[Tensor, Tensor]
 
 
 def _imagenette(seed: int, data: str | None, build: _Build, *, side: int) -> Task:
-    return _make_task(seed, build, cross_entropy, *_load_imagenette(data, side), size=48)
+    train, held_out = _load_imagenette(data, side)
+    return _make_task(seed, build, cross_entropy, train, held_out, size=48)
 
 
 def _reconstruct(seed: int, data: str | None, build: _Build, *, source: str, noise: float = 0.0) -> Task:
@@ -366,12 +351,11 @@ def _further_digits(seed: int, data: str | None) -> Task:
 
 def _adapt_text(seed: int, data: str | None) -> Task:
     """Train adapters of a GPT that was trained on another text."""
-    build = lambda: tiny.adapted(copy.deepcopy(_pretrain_gpt(seed, data)), 8)  # noqa: E731
-    return _text(seed, data, build, name="wikitext-2")
+    return _text(seed, data, lambda: tiny.adapted(copy.deepcopy(_pretrain_gpt(seed, data)), 8), name="wikitext-2")
 
 
 def _flat_to_convolutions(norm: Callable[[int], nn.Module] | None) -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *_convolutions(16, 1, 8, norm))  # type: ignore[arg-type, misc]
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *_convolutions(16, 1, 8, norm))  # type: ignore[misc]
 
 
 def _group_norm(channels: int) -> nn.Module:
@@ -416,18 +400,14 @@ _TABLE: list[tuple[str, Problem]] = [
     ("lstm-wikitext", Problem("recurrent network", "frozen", partial(
         _text, build=lambda: _recurrent(nn.LSTM), name="wikitext-2"))),
     ("denoising-imagenette", Problem("autoencoder", "frozen", partial(
-        _reconstruct, build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 64, 432), nn.Unflatten(1, (3, 12, 12))),
-        source="imagenette", noise=0.5))),
-    ("contrast-digits", Problem("MLP", "frozen", lambda seed, data: _replace_loss(
-        _digits(seed, data, lambda: perceptron(64, 128, 64, 32)), _contrast))),
+        _reconstruct, source="imagenette", noise=0.5,
+        build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 64, 432), nn.Unflatten(1, (3, 12, 12)))))),
+    ("contrast-digits", Problem("MLP", "frozen", partial(
+        _digits, build=lambda: perceptron(64, 128, 64, 32), loss=_contrast))),
     ("matrix-sensing", Problem("factors", "frozen", partial(_matrix, kind="sensing"))),
     ("photograph", Problem("MLP", "frozen", _paint)),
     ("further-cnn", Problem("fine-tuning", "frozen", _further_digits, 300)),
 ]  # fmt: skip
-
-
-def _replace_loss(task: Task, loss: Loss) -> Task:
-    return Task(task.model, loss, task.batches, task.held_out)
 
 
 PROBLEMS: Mapping[str, Problem] = dict(_TABLE)
