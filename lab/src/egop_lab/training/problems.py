@@ -374,31 +374,31 @@ _TABLE: list[tuple[str, Problem]] = [
     ("gpt-shakespeare", Problem("transformer", "open", partial(
         _text, build=lambda: _gpt(48, 2), name="tinyshakespeare"), 400)),
     ("encoder-digits", Problem("transformer", "open", partial(
-        _digits, build=lambda: _Encoder(10, 8, width=32, norm_first=True, dropout=0.0)))),
+        _digits, build=lambda: _Encoder(10, 8, width=32, norm_first=True, dropout=0.0)), 350)),
     ("gru-shakespeare", Problem("recurrent network", "open", partial(
-        _text, build=lambda: _recurrent(nn.GRU), name="tinyshakespeare"))),
+        _text, build=lambda: _recurrent(nn.GRU), name="tinyshakespeare"), 350)),
     ("autoencoder-digits", Problem("autoencoder", "open", partial(
         _reconstruct, build=lambda: perceptron(64, 96, 16, 96, 64), source="digits"))),
     ("matrix-completion", Problem("factors", "open", partial(_matrix, kind="completion"))),
     ("linear-network", Problem("factors", "open", _linear)),
     ("poisson", Problem("physics", "open", _physics)),
-    ("lora-gpt", Problem("LoRA", "open", _adapt_text, 300)),
+    ("lora-gpt", Problem("LoRA", "open", _adapt_text, 250)),
     ("mlp-imagenette", Problem("MLP", "frozen", partial(
         _imagenette, build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 128, 64, 10)), side=12))),
     ("table-mixed", Problem("MLP", "frozen", partial(_table, mixed=True))),
-    ("mixer-digits", Problem("MLP", "frozen", partial(_digits, build=_Mixer))),
+    ("mixer-digits", Problem("MLP", "frozen", partial(_digits, build=_Mixer), 350)),
     ("cnn-imagenette", Problem("CNN", "frozen", partial(
-        _imagenette, build=lambda: _convolutions(12, 3, 24), side=24), 300)),
+        _imagenette, build=lambda: _convolutions(12, 3, 24), side=24), 200)),
     ("cnn-group-digits", Problem("CNN", "frozen", partial(
-        _digits, build=lambda: _flat_to_convolutions(_group_norm)))),
+        _digits, build=lambda: _flat_to_convolutions(_group_norm)), 350)),
     ("encoder-wikitext", Problem("transformer", "frozen", partial(
         _text, build=lambda: _Encoder(128, _LENGTH, width=48, symbols=128, norm_first=True, dropout=0.0),
-        name="wikitext-2", loss=_predict_hidden), 400)),
+        name="wikitext-2", loss=_predict_hidden), 300)),
     ("gpt-wikitext", Problem("transformer", "frozen", partial(
-        _text, build=lambda: _gpt(64, 2), name="wikitext-2"), 400)),
-    ("vit-imagenette", Problem("transformer", "frozen", partial(_imagenette, build=_patches, side=24), 400)),
+        _text, build=lambda: _gpt(64, 2), name="wikitext-2"), 250)),
+    ("vit-imagenette", Problem("transformer", "frozen", partial(_imagenette, build=_patches, side=24), 300)),
     ("lstm-wikitext", Problem("recurrent network", "frozen", partial(
-        _text, build=lambda: _recurrent(nn.LSTM), name="wikitext-2"))),
+        _text, build=lambda: _recurrent(nn.LSTM), name="wikitext-2"), 350)),
     ("denoising-imagenette", Problem("autoencoder", "frozen", partial(
         _reconstruct, source="imagenette", noise=0.5,
         build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 64, 432), nn.Unflatten(1, (3, 12, 12)))))),
