@@ -386,19 +386,19 @@ _TABLE: list[tuple[str, Problem]] = [
     ("mlp-imagenette", Problem("MLP", "frozen", partial(
         _imagenette, build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 128, 64, 10)), side=12))),
     ("table-mixed", Problem("MLP", "frozen", partial(_table, mixed=True))),
-    ("mixer-digits", Problem("MLP", "frozen", partial(_digits, build=_Mixer), 350)),
+    ("mixer-digits", Problem("MLP", "frozen", partial(_digits, build=_Mixer), 300)),
     ("cnn-imagenette", Problem("CNN", "frozen", partial(
         _imagenette, build=lambda: _convolutions(12, 3, 24), side=24), 200)),
     ("cnn-group-digits", Problem("CNN", "frozen", partial(
-        _digits, build=lambda: _flat_to_convolutions(_group_norm)), 350)),
+        _digits, build=lambda: _flat_to_convolutions(_group_norm)), 300)),
     ("encoder-wikitext", Problem("transformer", "frozen", partial(
         _text, build=lambda: _Encoder(128, _LENGTH, width=48, symbols=128, norm_first=True, dropout=0.0),
-        name="wikitext-2", loss=_predict_hidden), 300)),
+        name="wikitext-2", loss=_predict_hidden), 200)),
     ("gpt-wikitext", Problem("transformer", "frozen", partial(
-        _text, build=lambda: _gpt(64, 2), name="wikitext-2"), 250)),
-    ("vit-imagenette", Problem("transformer", "frozen", partial(_imagenette, build=_patches, side=24), 300)),
+        _text, build=lambda: _gpt(64, 2), name="wikitext-2"), 200)),
+    ("vit-imagenette", Problem("transformer", "frozen", partial(_imagenette, build=_patches, side=24), 200)),
     ("lstm-wikitext", Problem("recurrent network", "frozen", partial(
-        _text, build=lambda: _recurrent(nn.LSTM), name="wikitext-2"), 350)),
+        _text, build=lambda: _recurrent(nn.LSTM), name="wikitext-2"), 250)),
     ("denoising-imagenette", Problem("autoencoder", "frozen", partial(
         _reconstruct, source="imagenette", noise=0.5,
         build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 64, 432), nn.Unflatten(1, (3, 12, 12)))))),
@@ -406,7 +406,7 @@ _TABLE: list[tuple[str, Problem]] = [
         _digits, build=lambda: perceptron(64, 128, 64, 32), loss=_contrast))),
     ("matrix-sensing", Problem("factors", "frozen", partial(_matrix, kind="sensing"))),
     ("photograph", Problem("MLP", "frozen", _paint)),
-    ("further-cnn", Problem("fine-tuning", "frozen", _further_digits, 300)),
+    ("further-cnn", Problem("fine-tuning", "frozen", _further_digits, 250)),
 ]  # fmt: skip
 
 
