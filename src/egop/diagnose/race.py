@@ -137,24 +137,10 @@ def run_race(
     rates: Sequence[float] = RATES,
     progress: bool,
 ) -> Race:
-    """Race candidates against each other on copies of the model.
+    """Race candidates against each other on copies of the model; the first one is the baseline.
 
-    Args:
-        objective: the model, its loss and its batches.
-        candidates: the candidates, the baseline first.
-        steps: number of steps of the planned training.
-        budget: time limit of the race in seconds.
-        seeds: seeds of the order of the batches and of dropout.
-        keep: number of learning rates of each candidate in the second stage.
-        rates: learning rates to try.
-        progress: print the expected time and show a progress bar.
-
-    Returns:
-        The race, incomplete if it was interrupted or its budget was used up after the baseline lowered the loss.
-
-    Raises:
-        TimeoutError: if the budget is used up before that.
-        ValueError: if no learning rate of the baseline lowers the loss.
+    The second stage repeats the best ``keep`` learning rates of each candidate. The race is incomplete if it was
+    interrupted or its budget was used up after the baseline lowered the loss; before that, this is an error.
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective must be an egop.Objective, got {type(objective).__name__}.")
@@ -373,13 +359,9 @@ class _Racer:
 
 
 def search_rates(rates: Sequence[float], start: float, train: Callable[[float], Run], initial: float) -> None:
-    """Try learning rates from a start upward, then downward, until two in a row are no better.
+    """Try ascending rates from the one nearest to ``start`` upward, then downward, until two in a row are no better.
 
-    Args:
-        rates: the rates, ascending.
-        start: the search begins at the rate nearest to this one.
-        train: trains at a rate.
-        initial: loss before training; rates that do not get below it do not count as good.
+    Rates whose loss does not get below ``initial``, the loss before training, do not count as good.
     """
     middle = min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / start)))
     first = best = train(rates[middle]).final

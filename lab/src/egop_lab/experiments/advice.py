@@ -178,7 +178,7 @@ class _Runner:
         return final if math.isfinite(final) else math.inf
 
     def _losses(self, candidate: str) -> dict[float, float]:
-        wanted = {"problem": self.name, "what": "training", "candidate": candidate, "seed": 0}
+        wanted = {"problem": self.name, "steps": self.steps, "what": "training", "candidate": candidate, "seed": 0}
         runs = self.experiment.records(self.store, self.context.preset, **wanted)
         finals = {run.config["lr"]: float(run.result["losses"][-1]) for run in runs}
         return {lr: loss if math.isfinite(loss) else math.inf for lr, loss in finals.items()}

@@ -60,6 +60,8 @@ class Results:
         self._rates: dict[tuple[str, str], list[float]] = {}
         for record in records:
             config, problem = record.config, record.config["problem"]
+            if config["steps"] != settings["problems"][problem]["steps"]:
+                continue  # of another version of the problem
             if config["what"] == "race":
                 self._races[problem] = record.result
             elif config["what"] == "find_lr":
