@@ -87,7 +87,7 @@ def plan(
     structure: Annotated[
         str | None, typer.Option(help="Structure of Online: auto, full, shared or kronecker (default: EGOP's plan).")
     ] = None,
-    memory: Annotated[str, typer.Option(help="Limit for all bases together.")] = "2GiB",
+    memory: Annotated[str, typer.Option(help="Limit for all bases of Online together.")] = "2GiB",
     debug: Annotated[bool, _DEBUG] = False,
 ) -> None:
     """Show which weights of a model would be rotated and what that costs, without allocating them."""
@@ -108,7 +108,7 @@ def _describe_plan(model: Any, structure: str | None, memory: str) -> str:
         raise ValueError(f"The model has no parameters ({type(model).__name__}): there is nothing to plan.")
     structures: dict[str, Any] = {"auto": "auto", "full": Full(), "shared": Shared(), "kronecker": Kronecker()}
     if structure is None:
-        chosen = EGOP(model, memory=memory).plan
+        chosen = EGOP(model).plan
     elif structure in structures:
         refresh = Online(structure=structures[structure], memory=memory)
         chosen = ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh).plan
@@ -118,10 +118,11 @@ def _describe_plan(model: Any, structure: str | None, memory: str) -> str:
     size, rotated = sum(tensor.numel() for tensor in tensors), sum(block.size for block in chosen.chosen)
     bases = format_bytes(sum(each.cost(block).bytes for block, each in chosen.chosen.items()))
     coordinates = format_bytes(sum(block.size * block.dtype.itemsize for block in chosen.chosen))
+    further = "" if structure is None else f", {bases} for Gram matrices, {coordinates} for coordinates"
     return (
         f"{size:,} parameters in {pluralize(len(tensors), 'tensor')}, {rotated / max(1, size):.0%} of them rotated.\n\n"
         f"{chosen}\n\n"
-        f"Memory beyond AdamW's: {bases} for bases, {bases} for Gram matrices, {coordinates} for coordinates."
+        f"Memory beyond AdamW's: {bases} for bases{further}."
     )
 
 

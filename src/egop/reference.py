@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.numerics import eigenbasis, orthonormalize
+from egop.numerics import power_iteration
 
 __all__ = ["ReferenceEGOP"]
 
-_GRAM_DECAY = 0.95  # decay of the running mean of Gram matrices
 _UPDATE_RMS = 0.2  # root mean square of an update before the learning rate
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # brings singular values to between 0.7 and 1.2 in five steps
 
 
 class ReferenceEGOP(Optimizer):
-    """PolarAdam in the eigenbasis of the gradients for weight matrices, AdamW for everything else.
+    """PolarAdam in an eigenbasis of the momentum for weight matrices, AdamW for everything else.
 
     Args:
         weights: tensors to rotate, seen as matrices with one row per output.
@@ -31,7 +30,7 @@ class ReferenceEGOP(Optimizer):
         betas: decay of the running means of the gradients and of their squares.
         eps: added to the root of the mean square.
         weight_decay: decoupled weight decay.
-        every: number of steps between refreshes of a basis.
+        every: number of steps between renewals of a basis.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class ReferenceEGOP(Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: float = 0.01,
         every: int = 20,
     ) -> None:
         groups = [{"params": list(weights), "rotate": True}, {"params": list(others), "rotate": False}]
@@ -61,20 +60,15 @@ class ReferenceEGOP(Optimizer):
 
 
 def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Step one weight with PolarAdam in the eigenbasis Q of the Gram matrix P of its gradients."""
+    """Step one weight with PolarAdam in the basis Q, which follows the eigenvectors of the momentum M."""
     (beta1, beta2), matrix = group["betas"], gradient.flatten(1)
     wide = matrix.shape[0] < matrix.shape[1]
     G = matrix if wide else matrix.mT  # m × n, m ≤ n: rotate the smaller side
-
-    # P ← 0.95 P + 0.05 G Gᵀ; the first gradient gives the first P, whose eigenvectors are the first Q.
-    if "P" in state:
-        state["P"].lerp_(G @ G.mT, 1 - _GRAM_DECAY)
-    elif G.any():
-        P = G @ G.mT
-        state |= {"P": P, "Q": eigenbasis(P)[1].to(P), "M": torch.zeros_like(G), "V": torch.zeros_like(G)}
-    else:
-        return  # no gradient yet to build a basis from
-    P, Q, M, V = (state[name] for name in "PQMV")
+    if "Q" not in state:
+        state |= {"Q": torch.eye(len(G)).to(G), "M": torch.zeros_like(G), "V": torch.zeros_like(G)}
+    elif is_due(state["step"] - 1, group["every"]):
+        renew(state)
+    Q, M, V = (state[name] for name in "QMV")
 
     # Adam's direction in the basis, with Nesterov momentum and without bias correction.
     G = Q.mT @ G
@@ -84,31 +78,30 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
 
     # W ← W − lr · 0.2 · Q U / rms(U), where U is close to the polar factor of D.
     U = orthogonalize(D)
-    update = _UPDATE_RMS * Q @ U / U.square().mean().sqrt()
+    update = _UPDATE_RMS * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))
 
-    # Refresh Q and rotate both moments into the new basis: R maps old coordinates to new ones.
-    if state["step"] % group["every"] == 0:
-        state["Q"] = iterate_basis(P, Q)
-        R = state["Q"].mT @ Q
-        state["M"], state["V"] = R @ M, R.square() @ V
+
+def is_due(step: int, every: int) -> bool:
+    """Return True after steps 1, 2, 4, 8, ... below ``every``, and after every ``every`` steps."""
+    return step % every == 0 or (step < every and step.bit_count() == 1)
+
+
+def renew(state: dict[str, Any]) -> None:
+    """Take one step of orthogonal iteration on M Mᵀ and rotate the moments into the new basis."""
+    Q, M, V = (state[name] for name in "QMV")
+    R = power_iteration(M @ M.mT, torch.eye(len(M)).to(M))  # the new basis in the coordinates of the old one
+    state |= {"Q": Q @ R, "M": R.mT @ M, "V": R.mT.square() @ V}
 
 
 def orthogonalize(D: Tensor) -> Tensor:
     """Bring the singular values of a matrix to about one: X ← a X + b (XXᵀ) X + c (XXᵀ)² X, five times."""
     a, b, c = _QUINTIC
-    X: Tensor = D / D.norm()
+    X: Tensor = D / D.norm().clamp_min(1e-300)
     for _ in range(5):
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X
-
-
-def iterate_basis(P: Tensor, Q: Tensor) -> Tensor:
-    """Take one step of orthogonal iteration, Q ← qr((P + 10⁻⁶ tr(P)/m) Q), columns ordered by qᵀPq, largest first."""
-    image = P @ Q
-    order = (Q * image).sum(0).argsort(descending=True, stable=True)
-    return orthonormalize((image + 1e-6 * P.diagonal().mean() * Q)[:, order])
 
 
 def step_adam(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -289,7 +289,7 @@ def _matching(name: str) -> Callable[[str], bool]:
 
 def build_egop(setup: Setup) -> Optimizer:
     """Build ``egop.EGOP``, which chooses the rotated weights and their optimizer itself."""
-    return egop.EGOP(setup.model, **setup.options, fused=setup.adam.get("fused"), memory=setup.memory)
+    return egop.EGOP(setup.model, **setup.options, fused=setup.adam.get("fused"))
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -12,6 +12,7 @@ from egop.basis.files import build_change as build_change
 from egop.basis.partition import Block
 from egop.basis.partition import Partition as Partition
 from egop.basis.partition import check_disjoint as check_disjoint
+from egop.basis.partition import match as match
 from egop.basis.partition import partition_parameters as partition_parameters
 from egop.basis.plan import ONLINE_CANDIDATES as ONLINE_CANDIDATES
 from egop.basis.plan import Plan

@@ -16,6 +16,7 @@ from egop.numerics.cuda_graphs import (
     stack_tensors,
 )
 from egop.numerics.eigen import ROUNDING, eigenbasis, leading_eigenbasis, noise_floor
+from egop.numerics.iteration import is_sound, power_iteration
 from egop.numerics.orthonormal import (
     identity_matrices,
     orthonormality_error,
@@ -55,11 +56,13 @@ __all__ = [
     "get_random_state",
     "has_drawn_outside_torch",
     "identity_matrices",
+    "is_sound",
     "leading_eigenbasis",
     "noise_floor",
     "orthonormality_error",
     "orthonormalize",
     "outside_inference_mode",
+    "power_iteration",
     "random_orthonormal",
     "run_in_branches",
     "scale_near_one",

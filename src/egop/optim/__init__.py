@@ -6,7 +6,8 @@ defines ``transform``.
 
 from egop.optim.matrix_optimizer import MatrixOptimizer, rms_scales
 from egop.optim.polar_adam import PolarAdam, polar
+from egop.optim.rotated import RotatedPolarAdam
 from egop.optim.sign import Sign
 from egop.optim.sinkhorn import Sinkhorn
 
-__all__ = ["MatrixOptimizer", "PolarAdam", "Sign", "Sinkhorn", "polar", "rms_scales"]
+__all__ = ["MatrixOptimizer", "PolarAdam", "RotatedPolarAdam", "Sign", "Sinkhorn", "polar", "rms_scales"]

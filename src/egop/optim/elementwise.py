@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from egop.numerics import copy_all
+
 _logger = logging.getLogger("egop")
 
 _ALIGNMENT = 16  # bytes; kernels need tensors whose addresses are multiples of this
@@ -43,10 +45,32 @@ class ElementwiseOps:
         self._layouts: dict[tuple[torch.Size, tuple[int, ...], bool], _Layout] = {}
         self._addresses: dict[tuple[int, ...], Tensor] = {}  # kept alive: CUDA graphs read them
 
+    def stack(
+        self, weights: Sequence[Tensor], tensors: Sequence[Tensor], *, last: bool, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Stack tensors of the weights' shape as matrices, in the order in which updates are applied.
+
+        Args:
+            weights: weights of one shape and layout.
+            tensors: their gradients or state.
+            last: as in :meth:`update_moments`.
+            dtype: dtype of the stack; by default that of the tensors.
+        """
+        layout = self._layout(weights[0], last)
+        out = tensors[0].new_empty(len(tensors), *layout.shape, dtype=dtype)
+        views = _permute(tensors, layout)
+        copy_all([matrix.view(views[0].shape) for matrix in out.unbind()], views)
+        return out
+
+    def unstack(self, weights: Sequence[Tensor], matrices: Tensor, tensors: Sequence[Tensor], *, last: bool) -> None:
+        """Write a stack of matrices back to the tensors that :meth:`stack` read."""
+        views = _permute(tensors, self._layout(weights[0], last))
+        copy_all(views, [matrix.reshape(views[0].shape) for matrix in matrices.unbind()])
+
     def update_moments(
         self,
         weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
+        gradients: Sequence[Tensor] | Tensor,
         means: Sequence[Tensor],
         squares: Sequence[Tensor] | None = None,
         *,
@@ -60,7 +84,7 @@ class ElementwiseOps:
 
         Args:
             weights: weights of one shape and layout.
-            gradients: their gradients.
+            gradients: their gradients, or a stack of matrices made by :meth:`stack`.
             means: running means of the gradients, updated in place.
             squares: running means of the squared gradients, updated in place.
             last: whether the last two dimensions of a weight are a matrix; otherwise it has one row per output.
@@ -73,24 +97,30 @@ class ElementwiseOps:
             A stack with one matrix, or one stack of matrices, per weight.
         """
         layout = self._layout(weights[0], last)
-        read = [*gradients, *means, *(squares or ())]
+        stacked, apart = (gradients, ()) if isinstance(gradients, Tensor) else (None, gradients)
+        read = [*means, *(squares or ()), *apart]
         kernels = self._kernels(weights[0], layout, read)
         if kernels is not None:
-            out = weights[0].new_empty(len(weights), *layout.shape)
+            # Adam's directions are bounded, and what follows computes in bfloat16 anyway.
+            dtype = torch.float32 if squares is None else torch.bfloat16
+            out = weights[0].new_empty(len(weights), *layout.shape, dtype=dtype)
             decays = (momentum, None if squares is None else second)
-            kernels.update_moments(self._address(kernels, read), out, *decays, nesterov=nesterov, eps=eps)
+            kernels.update_moments(self._address(kernels, read), stacked, out, *decays, nesterov=nesterov, eps=eps)
             return out
-        gradients, means = list(gradients), list(means)
-        torch._foreach_lerp_(means, gradients, 1 - momentum)
-        found = torch._foreach_lerp(gradients, means, momentum) if nesterov else means
+        means = _permute(means, layout)
+        fresh = _permute(apart, layout)
+        if stacked is not None:
+            fresh = [matrix.reshape(means[0].shape) for matrix in stacked.to(means[0].dtype).unbind()]
+        torch._foreach_lerp_(means, fresh, 1 - momentum)
+        found = torch._foreach_lerp(fresh, means, momentum) if nesterov else means
         if squares is not None:
-            squares = list(squares)
+            squares = _permute(squares, layout)
             torch._foreach_mul_(squares, second)
-            torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
+            torch._foreach_addcmul_(squares, fresh, fresh, 1 - second)
             roots = torch._foreach_sqrt(squares)
             torch._foreach_add_(roots, eps)
             found = torch._foreach_div(found, roots)
-        return torch.stack(_permute(found, layout)).reshape(len(weights), *layout.shape)
+        return torch.stack(found).reshape(len(weights), *layout.shape)
 
     def apply_updates(
         self, weights: Sequence[Tensor], updates: Tensor, scales: Tensor, kept: float | Tensor, *, last: bool
@@ -125,7 +155,9 @@ class ElementwiseOps:
         if key not in self._layouts:
             usual = tuple(range(weight.dim()))
             in_memory = (0, *sorted(usual[1:], key=weight.stride, reverse=True))
-            free = self._any_column_order and not last and weight.permute(in_memory).is_contiguous()
+            # A rotation of the smaller side must not depend on the memory layout, so that side keeps its order.
+            wide = weight.shape[0] ** 2 <= weight.numel()
+            free = self._any_column_order and wide and not last and weight.permute(in_memory).is_contiguous()
             order = in_memory if free else usual
             shape = tuple(weight.shape[dim] for dim in order)
             shape = shape if last else (shape[0], math.prod(shape[1:]))

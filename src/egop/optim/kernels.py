@@ -25,20 +25,23 @@ def _at(addresses, number):
 
 @triton.jit
 def _update_moments(
-    addresses, out, count, size, fresh, fresh_squares, second, eps, NESTEROV: tl.constexpr, ADAM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    addresses, stack, out, count, size, fresh, fresh_squares, second, eps, NESTEROV: tl.constexpr, ADAM: tl.constexpr,
+    STACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(1)
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < size
-    gradient = tl.load(_at(addresses, number) + entries, inside, 0.0)
-    means = _at(addresses, count + number) + entries
+    if STACKED:
+        gradient = tl.load(stack + number.to(tl.int64) * size + entries, inside, 0.0).to(tl.float32)
+    else:
+        gradient = tl.load(_at(addresses, (2 * count if ADAM else count) + number) + entries, inside, 0.0)
+    means = _at(addresses, number) + entries
     mean = tl.load(means, inside, 0.0)
     mean += fresh * (gradient - mean)
     tl.store(means, mean, inside)
     result = mean + fresh * (gradient - mean) if NESTEROV else mean
     if ADAM:
-        squares = _at(addresses, 2 * count + number) + entries
+        squares = _at(addresses, count + number) + entries
         square = second * tl.load(squares, inside, 0.0) + fresh_squares * gradient * gradient
         tl.store(squares, square, inside)
         result = result / (tl.sqrt_rn(square) + eps)
@@ -67,18 +70,29 @@ def _scale(matrices, scales, out, size, BLOCK: tl.constexpr):
 
 
 def update_moments(
-    addresses: Tensor, out: Tensor, momentum: float, second: float | None, *, nesterov: bool, eps: float
+    addresses: Tensor,
+    stack: Tensor | None,
+    out: Tensor,
+    momentum: float,
+    second: float | None,
+    *,
+    nesterov: bool,
+    eps: float,
 ) -> None:
     """Update running means of gradients and write the resulting directions to ``out``, stacked.
 
-    The addresses are those of the gradients, of their means and, unless ``second`` is None, of the means of their
-    squares. For the other arguments see :meth:`egop.optim.elementwise.ElementwiseOps.update_moments`.
+    The addresses are those of the means, unless ``second`` is None of the means of squares, and unless the gradients
+    are given as a contiguous stack of those too. For the other arguments see
+    :meth:`egop.optim.elementwise.ElementwiseOps.update_moments`.
     """
     count, size = len(out), out[0].numel()
     squares = 0.0 if second is None else second
     numbers = (1 - momentum, 1 - squares, squares, eps)
     with torch.cuda.device_of(out):
-        _update_moments[_grid(count, size)](addresses, out, count, size, *numbers, nesterov, second is not None, _BLOCK)
+        _update_moments[_grid(count, size)](
+            addresses, out if stack is None else stack, out, count, size, *numbers,
+            nesterov, second is not None, stack is not None, _BLOCK,
+        )  # fmt: skip
 
 
 def apply_updates(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tensor) -> None:
@@ -103,7 +117,7 @@ def check(device: torch.device) -> None:
     """Raise an error if the kernels do not work on a device: there may be no compiler, or the GPU may be too old."""
     gradient, mean, square, weight = torch.ones(4, 1, 16, device=device).unbind()
     out = torch.empty_like(gradient).unsqueeze(0)
-    update_moments(addresses([gradient, mean, square]), out, 0.5, 0.5, nesterov=True, eps=1.0)
+    update_moments(addresses([mean, square, gradient]), None, out, 0.5, 0.5, nesterov=True, eps=1.0)
     apply_updates(addresses([weight]), out, torch.full((1,), 2.0, device=device), torch.ones((), device=device))
     scale(weight.unsqueeze(0), torch.full((1,), 2.0, device=device), weight.unsqueeze(0))
     if not bool((weight == 0).all()):  # 1 - 2 · 1 / (1 + 1)

@@ -97,12 +97,16 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                 for group in self.param_groups
                 if (weights := [each for each in group["params"] if each.grad is not None and each.numel()])
             ]
-            if self.is_recordable and _is_small(parts):
-                self._step_recorded(parts)
-            else:
-                for part in parts:
-                    self._step_group(*part, *_rates(part[0]))
+            self.step_parts(parts)
         return loss
+
+    def step_parts(self, parts: Sequence[Part]) -> None:
+        """Step some weights of each group along these gradients."""
+        if self.is_recordable and _is_small(parts):
+            self._step_recorded(parts)
+        else:
+            for part in parts:
+                self._step_group(*part, *_rates(part[0]))
 
     @abc.abstractmethod
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -171,7 +175,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     ) -> None:
         """Step weights of one shape."""
         directions = self.compute_directions(group, weights, gradients)
-        if directions.dtype in (torch.float16, torch.bfloat16):  # too few digits to recognize rounding errors
+        if weights[0].dtype in (torch.float16, torch.bfloat16):  # too few digits to recognize rounding errors
             directions = directions.float()
         updates = self.compute_updates(group, weights, directions)
         scales = self.compute_scales(updates, group) * lr
@@ -197,11 +201,14 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         for group, weights, gradients in parts:
             buffers = self._buffer_gradients(group, weights, gradients)
             buffered.append((group, weights, buffers, *rates[id(group)]))
-            states = [tensor for weight in weights for tensor in self.state[weight].values()]
-            tensors += [*weights, *buffers, *states, *rates[id(group)]]
+            tensors += [*weights, *buffers, *self._graph_inputs(group, weights), *rates[id(group)]]
         self._graph.run(tensors, self, buffered, _recorded_settings(group for group, _, _ in parts))
         # Autograd does not see what a graph writes, but must notice that older autograd graphs are invalid.
         torch.autograd.graph.increment_version([weight for _, weights, _ in parts for weight in weights])
+
+    def _graph_inputs(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
+        """Return the tensors that a step reads besides weights, gradients and rates. Counters stay on the CPU."""
+        return [tensor for weight in weights for tensor in self.state[weight].values() if tensor.dim()]
 
     def _buffer_gradients(
         self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]

@@ -5,6 +5,7 @@
 
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.checks import find_user_level
+from egop.optimizer.groups import name_groups
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
@@ -21,4 +22,5 @@ __all__ = [
     "Stacks",
     "check_moments",
     "find_user_level",
+    "name_groups",
 ]

@@ -80,6 +80,7 @@ class ReparameterizedOptimizer(Optimizer):
         >>> optimizer = egop.ReparameterizedOptimizer(model.named_parameters(), torch.optim.AdamW, basis, lr=1e-3)
     """
 
+    has_own_basis = True
     # Settings of the groups that the outside optimizer shares, because they mean the same to both.
     _shared_settings: tuple[str, ...] = SHARED
 
@@ -96,15 +97,15 @@ class ReparameterizedOptimizer(Optimizer):
         **hyperparameters: Any,
     ) -> None:
         check_refresh(refresh, basis)
-        groups = name_groups(params, model=model)
-        bases = [group.pop("basis", None) for group in groups]
-        check_optimizer(optimizer_class)
-        if issubclass(optimizer_class, ReparameterizedOptimizer):
+        if getattr(optimizer_class, "has_own_basis", False):
             name = optimizer_class.__name__
             raise TypeError(
                 f"{name} runs an optimizer in a basis itself, so it cannot be the inner optimizer. Call it with the "
                 f"model: egop.{name}(model, ...)."
             )
+        groups = name_groups(params, model=model)
+        bases = [group.pop("basis", None) for group in groups]
+        check_optimizer(optimizer_class)
         given = refresh is not None or any(each is not None for each in (basis, *bases))
         if outside is not None and not given:
             raise ValueError(

@@ -19,14 +19,15 @@ from egop.numerics import (
     SMALL_NETWORK_BYTES,
     eigenbasis,
     exact_products,
+    is_sound,
     leading_eigenbasis,
     noise_floor,
     orthonormalize,
+    power_iteration,
     scale_near_one,
 )
 
-_PROBES = 4  # vectors on which a new basis is tested
-_SHIFT = 1e-6  # weight of the old basis, relative to the mean eigenvalue: it keeps directions without gradient in place
+_SHIFT = 1e-6  # weight of the old basis in `align`
 
 # For matrices wider than WIDE, `decompose_leading` computes LEADING eigenvectors: all of them would take minutes.
 WIDE, LEADING = 2048, 256
@@ -38,25 +39,6 @@ _GPU_SPEEDUP = 10  # over two CPU cores
 
 Renewal = Callable[..., Any]  # maps Gram matrices and bases to new bases and flags that say which of them are sound
 OnDone = Callable[[], object]  # called after each decomposition
-
-
-def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
-    """Take one step of orthogonal iteration towards the eigenvectors of a Gram matrix, strongest first.
-
-    The shift keeps weak directions close to the old ones. Directions whose gradient is only rounding error stay exactly
-    where they are: they are orthonormalized first, so that no error of the others reaches them, and then moved last.
-    """
-    with exact_products():  # with fewer digits, the weak directions would change randomly every time
-        image = gram @ basis
-        held = (basis * image).sum(-2, keepdim=True)
-        noise = ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
-        null = (held <= noise) & noise.isfinite()
-        shift = _SHIFT * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        columns = torch.where(null, basis, image + shift * basis)
-        order = torch.where(null, torch.inf, held).argsort(dim=-1, descending=True, stable=True)
-        fresh = orthonormalize(columns.gather(-1, order.expand_as(columns)))
-        null_last = null.gather(-1, order).int().argsort(dim=-1, stable=True)
-        return fresh.gather(-1, null_last.expand_as(fresh))
 
 
 def clear_null_space(basis: Tensor, gram: Tensor) -> Tensor:
@@ -112,15 +94,6 @@ def align(image: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     largest = largest.squeeze((-2, -1))
     is_zero, sound = largest == 0, is_sound(fresh, basis) & largest.isfinite()
     return torch.where((sound & ~is_zero)[..., None, None], fresh, basis), sound | is_zero
-
-
-def is_sound(fresh: Tensor, old: Tensor) -> Tensor:
-    """Return True for each new basis that is finite and maps a few test vectors from the old one there and back."""
-    probes = old[..., :_PROBES]
-    with exact_products():
-        error = fresh @ (fresh.mT @ probes) - probes
-    sound: Tensor = torch.linalg.vector_norm(error, dim=(-2, -1)) < torch.finfo(fresh.dtype).eps ** 0.5
-    return sound
 
 
 def off_diagonal_share(gram: Tensor, basis: Tensor) -> Tensor:

@@ -154,15 +154,8 @@ def compare_methods(
         _estimate("SOAP", rest + [describe_soap(tensor) for tensor in parameters.values()], ranks, fsdp2=False),
     ]
     notes: list[str] = []
-    try:
-        plan = egop.EGOP(model, memory=limit).plan
-    except MemoryError as error:
-        notes.append(f"EGOP: {error}")
-    else:
-        parts = split_model(parameters, plan, online=True, polar=True)
-        costs.append(_estimate("EGOP", rest + parts, ranks))
-        if memory is None and not _fits_by_default(model):
-            notes.append("EGOP: its bases exceed the default limit; pass a larger memory=.")
+    parts = split_model(parameters, egop.EGOP(model).plan, online=False, polar=True)
+    costs.append(_estimate("EGOP", rest + parts, ranks))
     for structure in structures:
         name = _name(structure)
         try:
@@ -177,13 +170,6 @@ def compare_methods(
             parts = split_model(parameters, plan, online=online)
             costs.append(_estimate(f"{name}, {'online' if online else 'fixed'}", rest + parts, ranks))
     return Report(sum(tensor.numel() for tensor in tensors.values()), len(tensors), ranks, tokens, costs, notes)
-
-
-def _fits_by_default(model: nn.Module) -> bool:
-    try:
-        return egop.EGOP(model).plan is not None
-    except MemoryError:
-        return False
 
 
 def _estimate(method: str, parts: Sequence[Part], ranks: int, *, fsdp2: bool = True) -> Estimate:
