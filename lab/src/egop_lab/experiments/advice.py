@@ -65,7 +65,7 @@ class AdviceExperiment(Experiment):
         *,
         problems: Sequence[str] | None = None,
         candidates: Sequence[str] = CANDIDATES,
-        races: bool = True,
+        parts: Sequence[str] = ("truth", "race", "rates"),
     ) -> None:
         """Do the runs that the store does not have yet, problem by problem."""
         settings = self.settings(context.preset)
@@ -74,10 +74,12 @@ class AdviceExperiment(Experiment):
             began = time.monotonic()
             runner = _Runner(self, store, context, settings, name, end)
             try:
-                for candidate in candidates:
+                for candidate in candidates if "truth" in parts else ():
                     runner.find_truth(candidate)
-                if races:
+                if "race" in parts:
                     runner.race()
+                if "rates" in parts:
+                    runner.find_rates()
             except TimeoutError:
                 return
             context.say(f"{name}: {time.monotonic() - began:.0f} s")
@@ -157,8 +159,11 @@ class _Runner:
                 self.train(candidate, rate, seed)
 
     def race(self) -> None:
-        """Race as a user would, and train at the rates that are proposed but were not tried."""
+        """Race as a user would."""
         self._do(lambda: _race(self._make(0), self.steps), what="race", seed=0)
+
+    def find_rates(self) -> None:
+        """Find learning rates as a user would, and train at those that were not tried yet."""
         for candidate in CANDIDATES[:2]:
             find = functools.partial(_find_rates, self._make(0), candidate, self.steps)
             for rate in self._do(find, what="find_lr", candidate=candidate, seed=0)["rates"]:
