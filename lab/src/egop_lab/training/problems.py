@@ -260,7 +260,7 @@ def _gpt(width: int, layers: int) -> nn.Module:
 
 
 def _recurrent(kind: Callable[..., nn.RNNBase]) -> nn.Module:
-    return tiny.Recurrent(kind, 24, 64, 128, symbols=128)
+    return tiny.Recurrent(kind, 24, 64, symbols=128)
 
 
 # --- matrices and functions -------------------------------------------------------------------------------------------
