@@ -194,7 +194,7 @@ def test_plan_accepts_what_a_factory_may_return(run, target):
     assert lines[0] == "92 parameters in 6 tensors, 78% of them rotated."
     assert [line.split()[:2] for line in lines[4:6]] == [["0.weight", "Shared"], ["1.weight", "Shared"]]
     assert "the output head" in lines[6]
-    assert lines[-1] == "Memory beyond AdamW's: 208 B for bases, 208 B for Gram matrices, 288 B for coordinates."
+    assert lines[-1] == "Memory beyond AdamW's: 208 B for bases."
 
 
 def test_plan_of_a_structure_is_that_of_online(run):
@@ -217,8 +217,8 @@ def test_plan_allocates_no_weights(run):
         ("reading", [], "meta"),
         ("empty", [], "The model has no parameters (Sequential): there is nothing to plan."),
         ("model", ["--structure", "square"], "Invalid structure 'square'. Must be auto, full, shared, kronecker."),
-        ("model", ["--memory", "lots"], "Invalid memory value"),
-        ("model", ["--memory", "150"], "All bases together need 208 B"),
+        ("model", ["--structure", "auto", "--memory", "lots"], "Invalid memory value"),
+        ("model", ["--structure", "shared", "--memory", "150"], "needs a 8 x 8 basis"),
     ],
 )
 def test_errors_of_plan_are_one_line(run, target, options, words):

@@ -99,7 +99,8 @@ def train_and_resume(make, default, device="cpu"):
     with default():
         state = copy.deepcopy(first.state_dict())
         second.load_state_dict(state)
-        first.rebase(second.basis)
+        if isinstance(first, egop.ReparameterizedOptimizer):
+            first.rebase(second.basis)
         text = str(first)
     models[1].load_state_dict(models[0].state_dict())
     for model, optimizer in zip(models, (first, second), strict=True):

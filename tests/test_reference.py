@@ -83,7 +83,8 @@ def test_egop_takes_the_steps_of_the_reference(name, settings):
     named = dict(twin.named_parameters())
     optimizer = egop.EGOP(model, **settings)
     others = [parameter for key, parameter in named.items() if key not in rotated]
-    reference = ReferenceEGOP([named[key] for key in rotated], others, **settings)
+    rms = optimizer.param_groups[0]["update_rms"]
+    reference = ReferenceEGOP([named[key] for key in rotated], others, **settings, update_rms=rms)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         batch, targets = draw_batch(inputs, classes, generator)

@@ -16,7 +16,6 @@ from egop.numerics import power_iteration
 
 __all__ = ["ReferenceEGOP"]
 
-_UPDATE_RMS = 0.2  # root mean square of an update before the learning rate
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # brings singular values to between 0.7 and 1.2 in five steps
 
 
@@ -31,6 +30,7 @@ class ReferenceEGOP(Optimizer):
         eps: added to the root of the mean square.
         weight_decay: decoupled weight decay.
         every: number of steps between renewals of a basis.
+        update_rms: root mean square of the update of a square matrix before the learning rate.
     """
 
     def __init__(
@@ -42,9 +42,11 @@ class ReferenceEGOP(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         every: int = 20,
+        update_rms: float = 0.4,
     ) -> None:
         groups = [{"params": list(weights), "rotate": True}, {"params": list(others), "rotate": False}]
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "every": every})
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups, settings | {"every": every, "update_rms": update_rms})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -65,7 +67,8 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     wide = matrix.shape[0] < matrix.shape[1]
     G = matrix if wide else matrix.mT  # m × n, m ≤ n: rotate the smaller side
     if "Q" not in state:
-        state |= {"Q": torch.eye(len(G)).to(G), "M": torch.zeros_like(G), "V": torch.zeros_like(G)}
+        ones = torch.eye(len(G), dtype=G.dtype, device=G.device)
+        state |= {"Q": ones, "M": torch.zeros_like(G), "V": torch.zeros_like(G)}
     elif is_due(state["step"] - 1, group["every"]):
         renew(state)
     Q, M, V = (state[name] for name in "QMV")
@@ -76,9 +79,9 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     V.lerp_(G.square(), 1 - beta2)  # V ← β₂ V + (1 − β₂) (QᵀG)²
     D = (beta1 * M + (1 - beta1) * G) / (V.sqrt() + group["eps"])
 
-    # W ← W − lr · 0.2 · Q U / rms(U), where U is close to the polar factor of D.
-    U = orthogonalize(D)
-    update = _UPDATE_RMS * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
+    # W ← W − lr · s · Q U / rms(U), where U is close to the polar factor of D.
+    U, s = orthogonalize(D), group["update_rms"] * (matrix.shape[0] / matrix.shape[1]) ** 0.5
+    update = s * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))
 
 
@@ -90,7 +93,8 @@ def is_due(step: int, every: int) -> bool:
 def renew(state: dict[str, Any]) -> None:
     """Take one step of orthogonal iteration on M Mᵀ and rotate the moments into the new basis."""
     Q, M, V = (state[name] for name in "QMV")
-    R = power_iteration(M @ M.mT, torch.eye(len(M)).to(M))  # the new basis in the coordinates of the old one
+    ones = torch.eye(len(M), dtype=M.dtype, device=M.device)
+    R = power_iteration(M @ M.mT, ones)  # the new basis in the coordinates of the old one
     state |= {"Q": Q @ R, "M": R.mT @ M, "V": R.mT.square() @ V}
 
 

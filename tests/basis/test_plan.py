@@ -214,7 +214,7 @@ def test_the_table_has_bytes_cost_and_why():
 def test_a_plan_that_nobody_asked_for_does_not_claim_that_it_was_asked_for():
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(4, 2))
     plan = egop.EGOP(model, lr=1e-3).plan
-    assert set(plan.why.values()) == {"the structure for all weights"}
+    assert set(plan.why.values()) == {"a weight matrix"}
 
 
 def test_the_plan_is_printed_while_a_basis_is_estimated(capsys):

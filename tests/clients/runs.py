@@ -26,7 +26,7 @@ KINDS = ["none", "fixed", "online", "EGOP"]
 # which rounding would fill, so there is a basis to start from.
 DIVIDED = ["none", "fixed", "online from a basis"]
 # Sharded by FSDP2. By rows: each process rotates its own rows. The last two see whole matrices.
-SHARDED = [*DIVIDED, "online by rows", "EGOP from a basis", "aligned from a basis"]
+SHARDED = [*DIVIDED, "online by rows", "EGOP", "aligned from a basis"]
 
 
 @functools.cache
@@ -56,10 +56,6 @@ def optimizer_of(model, kind, **more):
     settings = {"lr": 0.02, "weight_decay": 0.1} | more
     if kind == "EGOP":
         return egop.EGOP(model, every=3, **settings)
-    if kind == "EGOP from a basis":
-        start = basis(structure=egop.Shared(side="smaller"))
-        groups = [{"params": list(model.named_parameters()), "basis": start}]
-        return egop.EGOP(groups, every=3, model=model, **settings)
     if kind == "aligned from a basis":
         start, refresh = basis(structure=egop.Shared(side="smaller")), egop.Aligned()
         return egop.ReparameterizedOptimizer(

@@ -23,7 +23,7 @@ CASES = [
 ]
 CASES += [("Adam", "Shared", "fixed"), ("Adam", "Kronecker", "online"), ("AdamW", "output", "online")]
 CASES += [("PolarAdam", "Shared", "online"), ("Sinkhorn", "smaller", "aligned")]  # which see whole matrices
-CASES += [("Sign", "Kronecker", "online"), ("EGOP", "smaller", "online")]
+CASES += [("Sign", "Kronecker", "online")]
 FEW = [("AdamW", "Shared", "online"), ("AdamW", "Full", "fixed"), ("PolarAdam", "Shared", "online")]
 
 
@@ -33,10 +33,6 @@ def basis_of(structure):
 
 
 def started(model, kind, structure, refresh):
-    if kind == "EGOP":
-        named = dict(network().named_parameters())
-        groups = [{"params": list(zip(named, model.parameters(), strict=True)), "basis": basis_of(structure)}]
-        return egop.EGOP(groups, lr=0.02, every=3, model=model)
     options = {"outside": torch.optim.AdamW} if kind in MATRICES else {}
     renewed = REFRESHES[refresh](STRUCTURES[structure])
     return optimizer_of(model, (KINDS | MATRICES)[kind], None, renewed, basis_of(structure), **options)

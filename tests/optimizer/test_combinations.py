@@ -1,4 +1,4 @@
-"""The contract of an optimizer, over bases that see matrices × coordinates that follow the gradients, and over EGOP."""
+"""The contract of an optimizer, over bases that see matrices × coordinates that follow the gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ COMBINATIONS = {
     "Sinkhorn, aligned": (egop.optim.Sinkhorn, egop.Aligned(every=2)),
     "PolarAdam, both sides": (egop.optim.PolarAdam, BOTH),
     "AdamW, aligned": (torch.optim.AdamW, egop.Aligned()),
-    "EGOP": (egop.EGOP, None),
 }
 STEPS = 6
 
@@ -60,8 +59,6 @@ def network(dtype=torch.float64):
 def started(combination, model, **options):
     settings = {"lr": 0.01, "weight_decay": 0.1} | options
     kind, refresh = COMBINATIONS[combination]
-    if kind is egop.EGOP:
-        return egop.EGOP(model, every=2, **settings)
     return egop.ReparameterizedOptimizer(model, kind, refresh=refresh, outside=torch.optim.AdamW, **settings)
 
 

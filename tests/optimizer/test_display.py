@@ -35,14 +35,19 @@ def online(model, structure="auto", **options):
     return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh, lr=1e-3, **options)
 
 
+def polar(params, **options):
+    return egop.ReparameterizedOptimizer(params, egop.optim.PolarAdam, outside=torch.optim.AdamW, **options)
+
+
 def row(optimizer, name):
     return next(re.split(r" {2,}", line) for line in str(optimizer).splitlines() if line.startswith(name))
 
 
 def test_it_names_what_runs_inside_the_refresh_its_counts_the_groups_and_the_blocks():
     model = network()
-    optimizer = trained(model, egop.EGOP(model, lr=1e-2))
-    assert repr(optimizer) == "EGOP(PolarAdam, 2 blocks, AdamW outside, Online, lr=0.01)"
+    refresh = egop.Online(every=20, structure=egop.Shared(side="smaller"), spread=False)
+    optimizer = trained(model, polar(model, refresh=refresh, lr=1e-2))
+    assert repr(optimizer) == "ReparameterizedOptimizer(PolarAdam, 2 blocks, AdamW outside, Online, lr=0.01)"
     lines = str(optimizer).splitlines()
     assert lines[0] == repr(optimizer)
     assert lines[1] == "PolarAdam steps the coordinates of 2 blocks, AdamW steps 4 other tensors"
@@ -56,7 +61,7 @@ def test_it_names_what_runs_inside_the_refresh_its_counts_the_groups_and_the_blo
 
 
 def test_a_learning_rate_that_is_a_tensor_is_a_number():
-    optimizer = egop.EGOP(network(), lr=torch.tensor(0.25))
+    optimizer = polar(network(), refresh=egop.Online(), lr=torch.tensor(0.25))
     assert repr(optimizer).endswith("lr=0.25)")
     assert "tensor(" not in str(optimizer)
 
@@ -64,7 +69,7 @@ def test_a_learning_rate_that_is_a_tensor_is_a_number():
 def test_every_group_is_told_with_its_own_rate():
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}]
-    optimizer = egop.EGOP(groups, lr=0.1, model=model)
+    optimizer = polar(groups, refresh=egop.Online(), lr=0.1, model=model)
     assert repr(optimizer).endswith("lr=0.5 and 0.1)")
     assert [line[:8] for line in str(optimizer).splitlines() if line.startswith("group")] == ["group 0:", "group 1:"]
 

@@ -38,7 +38,6 @@ def wrap(model, **options):
 
 
 OPTIMIZERS = {
-    "EGOP": egop.EGOP,
     "Online": lambda model: wrap(model, refresh=egop.Online(every=1, moments="reset")),
     "no basis": wrap,
 }

@@ -93,7 +93,7 @@ def test_global_hooks_run_in_nothing_but_a_step(make):
         optimizer = make(model)
         optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(4, 3)))]})
         fresh = optimizer.state_dict()
-        assert optimizer.state
+        assert isinstance(optimizer.state, dict)
         assert str(optimizer.plan)
         assert str(optimizer)
         optimizer.load_state_dict(fresh)

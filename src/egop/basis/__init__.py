@@ -24,6 +24,8 @@ from egop.basis.roles import DDP_PREFIX as DDP_PREFIX
 from egop.basis.roles import ModuleIndex as ModuleIndex
 from egop.basis.roles import Role as Role
 from egop.basis.roles import find_roles as find_roles
+from egop.basis.roles import has_norm_layers as has_norm_layers
+from egop.basis.roles import rows_and_columns as rows_and_columns
 from egop.basis.roles import strip_compile_prefix as strip_compile_prefix
 from egop.basis.spectrum import LEADING as LEADING
 from egop.basis.spectrum import Spectrum

@@ -96,6 +96,16 @@ def find_roles(parameters: Mapping[str, Tensor], module: nn.Module | ModuleIndex
     return {name: index.role(tensor) or _guess_role(name, tensor) for name, tensor in parameters.items()}
 
 
+def has_norm_layers(module: nn.Module) -> bool:
+    """Return True if a module contains normalization layers, with or without parameters."""
+    return any(map(_is_norm, module.modules()))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    # LayerNorm, RMSNorm, BatchNorm2d, ... have no common base class; custom ones are named similarly.
+    return "norm" in type(module).__name__.lower()
+
+
 class _Use(NamedTuple):
     """One occurrence of a parameter in a module."""
 
@@ -144,8 +154,7 @@ def _read_roles(module: nn.Module) -> dict[int, Role]:
 
 def _read_role(use: _Use) -> Role:
     tensor, holder = use.parameter, use.holder
-    # LayerNorm, RMSNorm, BatchNorm2d, ... have no common base class; custom ones are named similarly.
-    if "norm" in type(holder).__name__.lower():
+    if _is_norm(holder):
         return Role("norm")
     if tensor.dim() < 2 or "bias" in use.attribute:
         return Role("bias")

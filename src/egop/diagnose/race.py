@@ -15,6 +15,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
+from egop.basis import Plan
 from egop.diagnose.training import Build, Run, Trainer, build_optimizer, clock
 from egop.estimation import Objective
 from egop.formatting import pluralize
@@ -269,7 +270,7 @@ class _Racer:
         """Return why a candidate cannot take part; empty if it can."""
         model, _ = self.objective.trainable_copy()
         try:
-            plan = getattr(build_optimizer(candidate.build, model), "plan", None)
+            plan: Plan | None = getattr(build_optimizer(candidate.build, model), "plan", None)
         except (MemoryError, ValueError) as error:
             return str(error)
         return "" if plan is None or plan.chosen else "it would leave every weight of this model to AdamW"

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from egop.estimation import Objective
-from egop.optimizer import ReparameterizedOptimizer
-from egop.recipes import EGOP
 
 __all__ = ["Build", "Run", "Trainer", "build_optimizer", "clock", "warm_up_and_decay"]
 
@@ -159,7 +157,7 @@ def build_optimizer(build: Build, model: nn.Module) -> torch.optim.Optimizer:
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # egop's own optimizers need the module to know which parameters are embeddings, heads and norms.
-        optimizer = kind(model if issubclass(kind, (EGOP, ReparameterizedOptimizer)) else trained, **options)  # type: ignore[arg-type]
+        optimizer = kind(model if getattr(kind, "has_own_basis", False) else trained, **options)  # type: ignore[arg-type]
     elif callable(kind) and not options:
         optimizer = kind(model)
     else:

@@ -16,6 +16,7 @@ from egop.distributed.sharding import (
     take_shard,
     to_full,
     to_local,
+    to_local_parts,
     write_shard,
 )
 
@@ -34,5 +35,6 @@ __all__ = [
     "take_shard",
     "to_full",
     "to_local",
+    "to_local_parts",
     "write_shard",
 ]

@@ -8,11 +8,13 @@ their part.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class LocalShards:
@@ -64,6 +66,11 @@ def to_local(tensor: Any) -> Tensor:
     """Return this process's part of a tensor: the same memory, detached if the tensor is sharded."""
     part: Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor
     return part
+
+
+def to_local_parts(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return this process's part of each tensor, see :func:`to_local`."""
+    return [tensor if type(tensor) in _PLAIN else to_local(tensor) for tensor in tensors]
 
 
 def to_full(tensor: Any) -> Tensor:

@@ -65,24 +65,25 @@ class RotatedPolarAdam(PolarAdam):
     def step_parts(self, parts: Sequence[Part]) -> None:
         """Renew the bases that are due and step some weights of each group along these gradients."""
         self._side_stream.join()
+        counters = []
         for group, weights, _ in parts:
-            self._start(group, weights)
-            self._install(group, self._find_due(group, weights))
+            counters.append(self._start(group, weights))
+            self._install(group, _find_due(group, weights, counters[-1]))
             for indices in self._group_by_layout(group, weights):
                 self._stack_bases([weights[index] for index in indices])
         self._ahead.clear()
         super().step_parts(parts)
-        for group, weights, _ in parts:
-            self._count(weights)
-            self._renew_ahead(group, self._find_due(group, weights))
+        for (group, weights, _), steps in zip(parts, counters, strict=True):
+            torch._foreach_add_(steps, 1)
+            self._renew_ahead(group, _find_due(group, weights, steps))
 
     def step_sharded(self, group: Mapping[str, Any], weight: Tensor, gradient: Tensor) -> None:
         """Renew the basis if it is due and step a weight that is sharded over processes."""
-        self._start(group, [weight])
-        self._install(group, self._find_due(group, [weight]))
+        steps = self._start(group, [weight])
+        self._install(group, _find_due(group, [weight], steps))
         self._stack_bases([weight])
         super().step_sharded(group, weight, gradient)
-        self._count([weight])
+        steps[0].add_(1)
 
     def find_bases(self, weights: list[Tensor]) -> Tensor:
         """Return the stacked bases of weights of one shape."""
@@ -94,27 +95,21 @@ class RotatedPolarAdam(PolarAdam):
         ]
         return [*super()._graph_inputs(group, weights), *stacks]
 
-    def _start(self, group: Mapping[str, Any], weights: Sequence[Tensor]) -> None:
-        """Create the state of weights that have none: no momentum, and the identity as their basis."""
-        for weight in weights:
-            state = self.state[weight]
+    def _start(self, group: Mapping[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the step counters of weights; create the state of those that have none, with the identity as basis."""
+        states = [self.state[weight] for weight in weights]
+        for weight, state in zip(weights, states, strict=True):
             if "basis" not in state:
                 state["step"] = torch.zeros((), device="cpu")
                 stack, sides = _split_shape(weight, last=group["matrices_last"])
                 identity = torch.eye(min(sides), dtype=weight.dtype, device=weight.device)
                 state["basis"] = identity.expand(*stack, *identity.shape).clone()
-
-    def _find_due(self, group: Mapping[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the weights whose basis is renewed before their next step."""
-        return [weight for weight in weights if _is_due(int(self.state[weight]["step"]), group["every"])]
-
-    def _count(self, weights: Sequence[Tensor]) -> None:
-        torch._foreach_add_([self.state[weight]["step"] for weight in weights], 1)
+        return [state["step"] for state in states]
 
     def _renew_ahead(self, group: Mapping[str, Any], weights: list[Tensor]) -> None:
         """Compute the next bases on a side stream, if there is one."""
-        used = [self.state[weight][name] for weight in weights for name in ("exp_avg", "basis")]
         if weights:
+            used = [self.state[weight][name] for weight in weights for name in ("exp_avg", "basis")]
             with self._side_stream.use(used) as is_alongside:
                 self._ahead |= self._compute_renewals(group, weights) if is_alongside else {}
 
@@ -209,6 +204,12 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
         fresh = bases @ turns
         # One Newton step towards the nearest orthonormal matrix, so that errors of products do not add up.
         return turns, 1.5 * fresh - 0.5 * fresh @ (fresh.mT @ fresh)
+
+
+def _find_due(group: Mapping[str, Any], weights: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
+    """Return the weights whose basis is renewed before their next step."""
+    due = {step for step in set(map(int, steps)) if _is_due(step, group["every"])}
+    return [weight for weight, step in zip(weights, steps, strict=True) if int(step) in due] if due else []
 
 
 def _is_due(step: int, every: int) -> bool:

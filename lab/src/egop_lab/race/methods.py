@@ -6,22 +6,24 @@ head, norms), with the same learning rate and weight decay. AdamW and SGD as met
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import egop
-from egop.optim import PolarAdam
+from egop.optim import PolarAdam, RotatedPolarAdam
 from egop_lab.builders import CombinedOptimizer
 from egop_lab.muon import Muon, NorMuon
 
 BASELINE = "AdamW"
 _MEMORY = "8GiB"  # for all bases: no method is to lack one
 _SMALLER = egop.Shared(side="smaller")
+_UPDATE_RMS = 0.4  # of a square matrix, as egop.EGOP chooses for networks with normalization layers, as all tasks have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +77,14 @@ def build_beside(setup: Setup, kind: Callable[..., Optimizer], **options: Any) -
     return CombinedOptimizer(inside, AdamW(parameters.values(), **setup.shared, **setup.adamw(setup.beta2)))
 
 
-def build_rotated(setup: Setup, kind: type[Optimizer], basis: Any = None, **options: Any) -> Optimizer:
+def build_rotated(
+    setup: Setup, kind: type[Optimizer], basis: Any = None, params: Any = None, **options: Any
+) -> Optimizer:
     """Build an optimizer in the coordinates of a basis or of one that ``refresh`` keeps current, with AdamW outside."""
-    outside = AdamW, setup.adamw(setup.beta2)
-    return egop.ReparameterizedOptimizer(setup.model, kind, basis, outside=outside, **setup.shared, **options)
+    outside, params = (AdamW, setup.adamw(setup.beta2)), setup.model if params is None else params
+    return egop.ReparameterizedOptimizer(
+        params, kind, basis, model=setup.model, outside=outside, **setup.shared, **options
+    )
 
 
 def refresh_online(setup: Setup, structure: egop.Structure, every: int) -> egop.Online:
@@ -99,9 +105,28 @@ def build_package_soap(setup: Setup) -> Optimizer:
     return build_beside(setup, SOAP, betas=(0.95, setup.beta), precondition_frequency=10)
 
 
+def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any) -> Optimizer:
+    """Build PolarAdam with updates of EGOP's size; ``beta`` is its beta2."""
+
+    def build(weights: Sequence[Tensor], **shared: Any) -> Optimizer:
+        return kind(group_by_shape(weights, weights), **shared)
+
+    return build_beside(setup, build, betas=(0.9, setup.beta), **options)
+
+
+def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return groups of weights of one shape with the size of EGOP's updates; members are what to put there."""
+    groups: dict[torch.Size, dict[str, Any]] = {}
+    for weight, member in zip(weights, members, strict=True):
+        fan = weight.shape[0] / math.prod(weight.shape[1:])
+        group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * math.sqrt(fan)})
+        group["params"].append(member)
+    return list(groups.values())
+
+
 def build_egop(setup: Setup) -> Optimizer:
     """Build what egop.EGOP is, with the outside betas of every other arm; ``beta`` is PolarAdam's beta2."""
-    return build_rotated(setup, PolarAdam, refresh=refresh_online(setup, _SMALLER, every=20), betas=(0.9, setup.beta))
+    return build_polar(setup, RotatedPolarAdam, every=20)
 
 
 def build_random(setup: Setup) -> Optimizer:
@@ -109,7 +134,10 @@ def build_random(setup: Setup) -> Optimizer:
     structure = dict.fromkeys(setup.hidden, egop.extras.RandomRotation(seed=setup.seed, like=_SMALLER))
     objective = egop.Objective(setup.model, lambda model, batch: torch.zeros(()), [None])  # no gradient is sampled
     basis = egop.estimate(objective, rho=egop.Initialization(), structure=structure, memory=_MEMORY, progress=False)
-    return build_rotated(setup, PolarAdam, basis, betas=(0.9, setup.beta))
+    named = dict(setup.model.named_parameters())
+    hidden = [(name, named.pop(name)) for name in setup.hidden]
+    groups = group_by_shape([weight for _, weight in hidden], hidden)
+    return build_rotated(setup, PolarAdam, basis, [*groups, {"params": list(named.items())}], betas=(0.9, setup.beta))
 
 
 METHODS: dict[str, Callable[[Setup], Optimizer]] = {
@@ -118,7 +146,7 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "NorMuon": lambda setup: build_beside(setup, NorMuon, momentum=setup.beta),
     "SOAP": build_soap,
     "SGD": build_sgd,
-    "PolarAdam": lambda setup: build_beside(setup, PolarAdam, betas=(0.9, setup.beta)),
+    "PolarAdam": build_polar,
     "EGOP": build_egop,
     "EGOP, random rotation": build_random,
     "SOAP, package": build_package_soap,
