@@ -79,7 +79,7 @@ class Diagnosis:
     @property
     def rates(self) -> tuple[float, ...]:
         """Up to two learning rates to try with the advised candidate, best first."""
-        return tuple(run.lr for run in self.race.ranked(self.advised)[:2])
+        return self.race.propose_rates(self.advised)
 
     @property
     def lr(self) -> float:

@@ -83,6 +83,7 @@ class Race:
         planned: length of the planned training, if known.
         lengths: steps of a run in each stage.
         seeds: the seeds; the first one is used in both stages, the others repeat the second.
+        rates: learning rates that may be tried, ascending.
         start: loss before training.
         runs: finished runs of each candidate in each stage.
         left_out: why some candidates did not take part.
@@ -94,6 +95,7 @@ class Race:
     planned: int | None
     seeds: tuple[int, ...]
     lengths: tuple[int, int] = _LENGTHS
+    rates: tuple[float, ...] = RATES
     start: float = math.nan
     runs: tuple[dict[str, list[Run]], dict[str, list[Run]]] = field(default_factory=lambda: ({}, {}))
     left_out: dict[str, str] = field(default_factory=dict)
@@ -108,6 +110,23 @@ class Race:
             return self.ranked(name, 1, seed) or self.ranked(name, 0, seed)
         runs = [run for run in self.runs[stage].get(name, []) if run.seed == seed and run.final < self.start]
         return sorted(runs, key=lambda run: run.final)
+
+    def propose_rates(self, name: str) -> tuple[float, ...]:
+        """Return up to two learning rates for a candidate in the planned training, best first.
+
+        Short runs want larger rates than long ones: the best rate falls with the length of a training, usually between
+        its root and its reciprocal. Both are proposed. If no longer training is planned, these are the best two rates.
+        """
+        runs = self.ranked(name) + self.ranked(name, 0)
+        rates = list(dict.fromkeys(run.lr for run in runs))
+        if runs and self.planned is not None and self.planned > runs[0].steps:
+            ratio = runs[0].steps / self.planned
+            scaled = [self._round_rate(rates[0] * ratio**power) for power in (0.5, 1.0)]
+            rates = list(dict.fromkeys([*scaled, *rates]))
+        return tuple(rates[:2])
+
+    def _round_rate(self, rate: float) -> float:
+        return min(self.rates, key=lambda each: abs(math.log(each / rate)))
 
     def compare(self, name: str, stage: int, seed: int | None = None) -> Comparison | None:
         """Compare a candidate's best run with the baseline's in one stage; None if one of them has no run."""
@@ -151,10 +170,10 @@ def run_race(
         raise ValueError(f"Invalid budget value: {budget}. Must be a positive number of seconds.")
     if not seeds:
         raise ValueError("Invalid seeds value: (). Must be at least one seed.")
-    rates = sorted({float(rate) for rate in rates})
+    rates = tuple(sorted({float(rate) for rate in rates}))
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"Invalid rates value: {rates}. Must be one or more positive numbers.")
-    racer = _Racer(objective, list(candidates), Race(steps, tuple(seeds)), budget, keep, rates, progress)
+    racer = _Racer(objective, list(candidates), Race(steps, tuple(seeds), rates=rates), budget, keep, progress)
     with objective.preserve():
         return racer.run()
 
@@ -172,7 +191,6 @@ class _Racer:
     race: Race
     budget: float
     keep: int
-    rates: Sequence[float]
     progress: bool
     step_seconds: dict[str, float] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)  # candidates that the budget has no time for
@@ -225,7 +243,7 @@ class _Racer:
             if self.step_seconds:  # the baseline may use all of the time
                 self.deadline = time.monotonic() + _TIMING * self.budget
             try:
-                run = self.trainer.train(candidate.build, self.rates[0], 6, race.seeds[0], 3, self._check_time)
+                run = self.trainer.train(candidate.build, race.rates[0], 6, race.seeds[0], 3, self._check_time)
                 self.step_seconds[candidate.name] = run.step_seconds
             except _OutOfTimeError:
                 if not self.step_seconds:
@@ -299,7 +317,7 @@ class _Racer:
             candidate = waiting.pop(0)
             runs = self.race.runs[0].setdefault(candidate.name, [])
             try:
-                search_rates(self.rates, start, partial(self._train, candidate), self.race.start)
+                search_rates(self.race.rates, start, partial(self._train, candidate), self.race.start)
             except _OutOfTimeError:
                 if not self._has_result():
                     self.deadline = self.began + self.budget  # the baseline may use all of the time

@@ -65,7 +65,7 @@ class AdviceExperiment(Experiment):
         *,
         problems: Sequence[str] | None = None,
         candidates: Sequence[str] = CANDIDATES,
-        parts: Sequence[str] = ("truth", "race", "rates"),
+        parts: Sequence[str] = ("truth", "race"),
     ) -> None:
         """Do the runs that the store does not have yet, problem by problem."""
         settings = self.settings(context.preset)
@@ -78,8 +78,6 @@ class AdviceExperiment(Experiment):
                     runner.find_truth(candidate)
                 if "race" in parts:
                     runner.race()
-                if "rates" in parts:
-                    runner.find_rates()
             except TimeoutError:
                 return
             context.say(f"{name}: {time.monotonic() - began:.0f} s")
@@ -159,13 +157,6 @@ class _Runner:
     def race(self) -> None:
         """Race as a user would."""
         self._do(lambda: _race(self._make(0), self.steps), what="race", seed=0)
-
-    def find_rates(self) -> None:
-        """Find learning rates as a user would, and train at those that were not tried yet."""
-        for candidate in CANDIDATES[:2]:
-            find = functools.partial(_find_rates, self._make(0), candidate, self.steps)
-            for rate in self._do(find, what="find_lr", candidate=candidate, seed=0)["rates"]:
-                self.train(candidate, rate)
 
     def train(self, candidate: str, lr: float, seed: int = 0) -> float:
         """Train in full and return the final loss; infinite if the run diverged."""
@@ -261,9 +252,3 @@ def _race(task: Task, steps: int) -> dict[str, Any]:
     race = egop.diagnose(objective, steps=steps, budget=_BUDGET, progress=False).race
     runs = [{name: [asdict(run) for run in runs] for name, runs in stage.items()} for stage in race.runs]
     return {"runs": runs, "lengths": list(race.lengths), "start": race.start, "left_out": dict(race.left_out)}
-
-
-def _find_rates(task: Task, candidate: str, steps: int) -> dict[str, Any]:
-    objective = egop.Objective(task.model.train(), task.loss, task.batches)
-    build = functools.partial(build_optimizer, candidate)
-    return {"rates": list(egop.find_lr(objective, build, steps=steps, budget=_BUDGET, progress=False))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -57,15 +58,12 @@ class Results:
         self.settings = settings
         self._trainings: dict[tuple[str, str], list[Run]] = {}
         self._races: dict[str, Mapping[str, Any]] = {}
-        self._rates: dict[tuple[str, str], list[float]] = {}
         for record in records:
             config, problem = record.config, record.config["problem"]
             if config["steps"] != settings["problems"][problem]["steps"]:
                 continue  # of another version of the problem
             if config["what"] == "race":
                 self._races[problem] = record.result
-            elif config["what"] == "find_lr":
-                self._rates[problem, config["candidate"]] = record.result["rates"]
             else:
                 run = _read_training(config, record.result, settings["evaluations"])
                 self._trainings.setdefault((problem, config["candidate"]), []).append(run)
@@ -76,9 +74,7 @@ class Results:
         return [
             name
             for name in self.settings["problems"]
-            if name in self._races
-            and (name, CANDIDATES[1]) in self._rates
-            and all((name, each) in self._trainings for each in CANDIDATES)
+            if name in self._races and all((name, each) in self._trainings for each in CANDIDATES)
         ]
 
     def select(self, half: str) -> list[str]:
@@ -174,13 +170,16 @@ class Results:
         return missed, reversed_
 
     def check_rates(self, half: str) -> dict[tuple[str, str], bool]:
-        """Return for each problem and optimizer whether one of the two rates of ``find_lr`` is good."""
+        """Return for each problem and candidate whether one of the two rates that the race proposes is good.
+
+        A rate that was not trained in full counts as bad: it is beyond one at which the final loss got worse.
+        """
         found = {}
-        for (problem, candidate), rates in self._rates.items():
-            if problem in self.select(half):
-                finals = {run.lr: run.final for run in self._trainings[problem, candidate] if run.seed == 0}
-                best = min(finals.values())
-                found[problem, candidate] = min(finals[rate] for rate in rates) <= _CLOSE * best
+        for problem, candidate in itertools.product(self.select(half), CANDIDATES):
+            finals = {run.lr: run.final for run in self._trainings[problem, candidate] if run.seed == 0}
+            rates = self.diagnose(problem).race.propose_rates(candidate)
+            losses = [finals.get(rate, math.inf) for rate in rates]
+            found[problem, candidate] = min(losses, default=math.inf) <= _CLOSE * min(finals.values())
         return found
 
     def summarize(self) -> list[Target]:
@@ -225,7 +224,7 @@ class Results:
             ),
             Target(
                 "rates",
-                f"Target: one of find_lr's two rates is within 5 % of the tuned loss in {GOOD_RATES:.0%} of cases.",
+                f"Target: one of the two proposed rates is within 5 % of the tuned loss in {GOOD_RATES:.0%} of cases.",
                 sum(rates["frozen"]) >= GOOD_RATES * len(rates["frozen"]),
                 "; ".join(
                     f"{half}: {sum(rates[half])} of {len(rates[half])} ({_wilson(sum(rates[half]), len(rates[half]))})"
