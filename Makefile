@@ -10,8 +10,12 @@ STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/.clients
 # What the site is built with.
 DOCS := $(VENV)/.docs
-PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-  $(BIN)/python -m pip install --quiet -c constraints.txt
+# What distributions are built and checked with, and the fresh environment in which they are tried.
+RELEASE := $(VENV)/.release
+SMOKE := build/smoke
+CONSTRAINTS ?= constraints.txt
+PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) PIP_DISABLE_PIP_VERSION_CHECK=1 \
+  $(BIN)/python -m pip install --quiet -c $(CONSTRAINTS)
 # Compiled files are written whatever the environment says: else every process that a test starts compiles egop anew.
 OMP_NUM_THREADS ?= 1
 MKL_NUM_THREADS ?= 1
@@ -26,7 +30,7 @@ $(shell rm -f $(STAMP))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench docs test numerical slow lint clean
+.PHONY: help demo bench docs test numerical slow lint dist smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,8 +62,22 @@ lint: $(STAMP) ## ruff (style and docstrings) and mypy (types)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+dist: $(RELEASE) ## build wheels and sdists of both distributions in dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist lab
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+smoke: ## install what make dist has built in a fresh environment, and try it there
+	@test -d dist || { echo 'There is no dist/: run make dist first.' >&2; exit 1; }
+	rm -rf $(SMOKE)
+	$(PYTHON) -m venv $(SMOKE)
+	$(SMOKE)/bin/python -m pip install --quiet -c $(CONSTRAINTS) dist/egop-*.whl dist/egop_lab-*.whl
+	cp .ci/smoke.py $(SMOKE)/ && cd $(SMOKE) && env -u PYTHONPATH bin/python smoke.py
+
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) egop-demo egop-records egop-report egop-bench.json build dist lab/dist .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages
+	rm -rf $(VENV) egop-demo egop-records egop-report egop-bench.json build dist .constraints-*.txt .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages
 	find src lab tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.
@@ -80,4 +98,8 @@ $(CLIENTS): $(STAMP)
 
 $(DOCS): $(STAMP)
 	@$(PIP) -e '.[docs]'
+	@touch $@
+
+$(RELEASE): $(STAMP)
+	@$(PIP) -e '.[release]'
 	@touch $@

@@ -84,7 +84,6 @@ def test_the_tests_are_laid_out_as_the_rooms_are():
     """Beside the rooms' folders: ``clients``, the frameworks that the optimizer runs in."""
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
     assert folders == {*(room for room in PACKAGES if (PACKAGE / room).is_dir()), "clients"}
-    assert (TESTS / "test_recipes.py").exists()
     assert (TESTS / "test_reference.py").exists()
 
 

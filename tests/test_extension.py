@@ -296,9 +296,6 @@ class PairsChange(egop.ChangeOfBasis):
     def cost_per_step(self):
         return 0
 
-    def rotation_from(self, old):
-        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
-
     def rotate(self, coordinates, rotation):
         matrix = coordinates[0].unflatten(-1, (-1, 1, 2)) @ rotation["basis"].mT.unsqueeze(-4)
         return (matrix.flatten(-3),)

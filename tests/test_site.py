@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 import zlib
 from html.parser import HTMLParser
 from urllib.parse import unquote
@@ -17,7 +18,8 @@ import pytest
 from test_docs import DOCS, ROOT, SCRIPTS, public_names
 
 SITE = ROOT / "build" / "docs"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PHONE, DESKTOP = 390, 1280
 
 
 def state():
@@ -25,11 +27,12 @@ def state():
     if not (SITE / "index.html").exists():
         return "no site here: make docs"
     built = (SITE / "searchindex.js").stat().st_mtime  # what a build writes last
-    sources = [path for path in DOCS.rglob("*") if path.suffix in {".md", ".py", ".js", ".css"}]
+    sources = [path for path in DOCS.rglob("*") if path.suffix in {".md", ".py", ".js", ".css"}] + [ROOT / "README.md"]
     newer = [path for path in sources if "gallery-pages" not in path.parts and path.stat().st_mtime > built]
     return f"the site is older than {newer[0].relative_to(ROOT)}: make docs" if newer else ""
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(state()), reason=state())]
 PAGES = sorted(SITE.rglob("*.html"))
 
@@ -91,8 +94,40 @@ def test_every_public_name_has_an_entry_to_link_to():
 def test_the_search_knows_the_pages():
     index = (SITE / "searchindex.js").read_text(encoding="utf-8")
     found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
-    assert {"start", "why", "howto/learning-rate", "reference/optimizers", "glossary"} <= set(found["docnames"])
+    assert {"start", "why", "howto/learning-rate", "reference/optimizers", "reproduction/digits"} <= set(
+        found["docnames"]
+    )
     assert "egop" in found["terms"]
+
+
+def test_every_page_links_the_paper_and_the_repository(read):
+    for path, page in read.items():
+        if "_static" not in path.parts:
+            assert {PROJECT["urls"]["Paper"], PROJECT["urls"]["Repository"]} <= set(page.links), path.name
+
+
+def test_the_front_page_shows_the_picture_of_the_readme(read):
+    (image,) = re.findall(r"!\[.*\]\(docs/images/(.*)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert f"_images/{image}" in read[(SITE / "index.html").resolve()].loaded
+
+
+def test_no_page_loads_more_than_a_megabyte(read):
+    """Counted are the page and its pictures; styles and scripts are the same on every page."""
+    sizes = {
+        path.name: path.stat().st_size + sum((path.parent / each).stat().st_size for each in set(page.loaded)
+                                             if each.endswith((".svg", ".png")))
+        for path, page in read.items()
+    }  # fmt: skip
+    assert {name: size for name, size in sizes.items() if size > 1_000_000} == {}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_gallery_can_be_downloaded_as_notebooks(read, script):
+    page = (SITE / "gallery-pages" / f"{script.stem}.html").resolve()
+    (link,) = [link for link in read[page].links if link.endswith(".ipynb")]
+    notebook = json.loads((page.parent / unquote(link)).read_text(encoding="utf-8"))
+    code = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    assert "import torch" in code
 
 
 def test_the_gallery_ran_in_time():
@@ -141,7 +176,7 @@ SLIDE = """(() => {
 FOUND = """[...document.querySelectorAll("#search-results li a")].map(each => each.getAttribute("href"))"""
 
 
-def asked(tmp_path, pages, question, width=1300, dark=False, wait=0):
+def asked(tmp_path, pages, question, width=DESKTOP, dark=False, wait=0):
     frame = tmp_path / "frame.html"
     filled = FRAME.replace("WIDTH", str(width)).replace(
         "PAGES", json.dumps([page if isinstance(page, str) else page.as_uri() for page in pages])
@@ -178,26 +213,15 @@ def white(tmp_path, pages, dark, theme):
     return (matplotlib.image.imread(picture)[..., :3].min(-1) > 0.9).mean()
 
 
-OF_EACH_KIND = [
-    "index",
-    "why",
-    "howto/form",
-    "recipes/fsdp2",
-    "theory",
-    "gallery-pages/plot_9_find_lr",
-    "search",
-]
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
 @in_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1300])
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_no_page_is_wider_than_the_screen(tmp_path, width, dark):
-    # Widths do not depend on colours: in the dark one page of each kind.
-    pages = [SITE / f"{name}.html" for name in OF_EACH_KIND] if dark else PAGES
-    found = asked(tmp_path, pages, SCROLL, width, dark)
-    assert len(found) == len(pages)
+    found = asked(tmp_path, PAGES, SCROLL, width, dark)
+    assert len(found) == len(PAGES)
     wide = {page: sizes for page, (*sizes, _) in found.items() if max(sizes) > width}
     assert wide == {}
     for *_, color in found.values():
@@ -209,15 +233,52 @@ def test_no_page_is_wider_than_the_screen(tmp_path, width, dark):
 @pytest.mark.parametrize(("dark", "theme"), [(True, "auto"), (False, "dark"), (True, "light")])
 def test_pictures_are_dark_where_the_page_is(tmp_path, dark, theme):
     """Also those that the gallery has drawn, and where the reader has switched the page against the system."""
-    pages = [SITE / f"{name}.html" for name in ("gallery-pages/index", "gallery-pages/plot_8_transformer", "soap")]
+    pages = [SITE / f"{name}.html" for name in ("gallery-pages/index", "gallery-pages/plot_8_transformer", "why")]
     part = white(tmp_path, pages, dark, theme)
     assert part > 0.85 if theme == "light" else part < 0.002
+
+
+# The name of the table's second column, where it ends, and where the line of code that matters ends in its box.
+FIRST_SCREEN = """(() => {
+  const column = document.querySelector("article table th:nth-child(2)"), box = document.querySelector("article pre");
+  const walker = document.createTreeWalker(box, NodeFilter.SHOW_TEXT), range = document.createRange();
+  let end = 0, text = "";
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    text += node.textContent;
+    const line = text.slice(text.lastIndexOf("\\n") + 1);
+    if (line.startsWith("optimizer = ")) {
+      range.selectNodeContents(node);
+      end = Math.max(end, range.getBoundingClientRect().right);
+    }
+  }
+  return [column.textContent, column.getBoundingClientRect().right, end, box.getBoundingClientRect().right];
+})()"""
+
+
+@in_browser
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_first_screen_shows_egop_and_the_line_of_code(tmp_path, width):
+    ((name, column, line, box),) = asked(tmp_path, [SITE / "index.html"], FIRST_SCREEN, width).values()
+    assert name == "EGOP"
+    assert column <= width
+    assert 0 < line <= box
+
+
+@in_browser
+def test_every_picture_can_be_drawn(tmp_path):
+    """Pictures are loaded lazily; here all of them are."""
+    eager = """[...document.images].map(each => { each.loading = "eager"; return each; })
+      .filter(each => each.complete && !each.naturalWidth).map(each => each.src)"""
+    found = asked(
+        tmp_path, [SITE / "index.html", SITE / "why.html", SITE / "reproduction" / "digits.html"], eager, wait=500
+    )
+    assert all(not missing for missing in found.values()), found
 
 
 @in_browser
 def test_small_pictures_are_large_enough_to_be_read(tmp_path):
     widths = """[...document.querySelectorAll(".sphx-glr-thumbcontainer img")].map(each => each.clientWidth)"""
-    for width in (400, 1300):
+    for width in (PHONE, DESKTOP):
         (found,) = asked(tmp_path, [SITE / "gallery-pages" / "index.html"], widths, width).values()
         assert len(found) == len(SCRIPTS)
         assert min(found) >= 280
@@ -235,16 +296,18 @@ def test_the_slider_shows_that_adam_sees_the_angle_and_gradient_descent_does_not
 
 @in_browser
 def test_a_search_finds_pages_without_a_server(tmp_path):
-    (results,) = asked(tmp_path, [f"{(SITE / 'search.html').as_uri()}?q=stable+rank"], FOUND, wait=4000).values()
-    assert {"glossary.html", "why.html"} <= {result.partition("#")[0].partition("?")[0] for result in results}
+    queries = {"stable+rank": {"glossary.html", "why.html"}, "preregistered": {"reproduction.html"}}
+    for query, pages in queries.items():  # the second word is only in the text of one page
+        (results,) = asked(tmp_path, [f"{(SITE / 'search.html').as_uri()}?q={query}"], FOUND, wait=4000).values()
+        assert pages <= {result.partition("#")[0].partition("?")[0] for result in results}
 
 
 @in_browser
 def test_what_is_too_wide_or_breaks_would_be_noticed(tmp_path):
     page = tmp_path / "wide.html"
     page.write_text("<!DOCTYPE html><title>x</title><body><div style='width:2000px'>x</div></body>")
-    ((*sizes, _),) = asked(tmp_path, [page], SCROLL, 400).values()
-    assert max(sizes) > 400
+    ((*sizes, _),) = asked(tmp_path, [page], SCROLL, PHONE).values()
+    assert max(sizes) > PHONE
     page.write_text("<!DOCTYPE html><title>x</title><script>throw new Error('seen')</script>")
     with pytest.raises(AssertionError, match="CONSOLE"):
         asked(tmp_path, [page], SCROLL)

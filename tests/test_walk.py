@@ -44,7 +44,7 @@ def done(command, cwd):
 
 
 @pytest.mark.slow
-def test_after_pip_install_the_line_of_the_readme_ends_lower_than_adamw_with_the_same_rate(installed, tmp_path):
+def test_after_pip_install_the_line_of_the_readme_ends_lower_than_adamw_at_its_best_rate(installed, tmp_path):
     line = re.search(r"^optimizer = egop\.EGOP\(.*\)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)[0]
     program = tmp_path / "newcomer.py"  # outside the checkout: a program's folder is on its path
     program.write_text((ROOT / "tests" / "newcomer.py").read_text(encoding="utf-8"), encoding="utf-8")

@@ -2,7 +2,7 @@
 One loss, two coordinate systems
 ================================
 
-A long valley that lies across the axes. Adagrad scales each coordinate by itself, so it cannot point along the
+A long valley that lies across the axes. Adagrad scales each coordinate separately, so it cannot point along the
 valley. In the eigenbasis of the gradients the valley lies along an axis, and the same optimizer with the same
 learning rate goes straight. Nothing about the loss has changed.
 """
@@ -20,7 +20,7 @@ H = V @ torch.diag(torch.tensor([1.0, 0.02])) @ V.T
 
 
 def loss(theta):
-    """A quadratic whose directions of curvature 1 and 0.02 are turned by 40 degrees."""
+    """Return a quadratic loss with curvatures 1 and 0.02 along axes that are rotated by 40 degrees."""
     return theta @ H @ theta / 2
 
 
@@ -40,7 +40,7 @@ print("found:", found, "true:", V, sep="\n")
 
 
 def path(basis):
-    """The points that Adagrad visits, with a basis or without."""
+    """Return the points that Adagrad visits, with or without a basis."""
     theta = torch.nn.Parameter(START.clone())
     optimizer = torch.optim.Adagrad([theta], lr=0.4)
     if basis is not None:

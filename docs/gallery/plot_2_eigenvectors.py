@@ -15,7 +15,7 @@ features = torch.randn(200, 2, generator=generator) @ torch.tensor([[1.0, 0.7], 
 
 
 def loss(theta):
-    """Robust regression on two correlated inputs; the minimum is in the middle."""
+    """Return the loss of a robust regression on two correlated inputs, with its minimum in the middle."""
     return (features @ theta).cosh().log().mean()
 
 

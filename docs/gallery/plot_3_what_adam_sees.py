@@ -2,9 +2,8 @@
 What Adam sees
 ==============
 
-Adam keeps one number for each coordinate: the mean square of its gradient, the diagonal of the EGOP matrix. Whatever
-is off the diagonal, how coordinates move together, is lost on it. In the eigenbasis there is nothing off the diagonal
-to lose.
+Adam keeps one number for each coordinate: the mean square of its gradient, the diagonal of the EGOP matrix. What is off
+the diagonal says how coordinates vary together, and Adam ignores it. In the eigenbasis there is nothing to ignore.
 """
 
 import matplotlib.pyplot as plt
@@ -33,7 +32,7 @@ print(basis)
 
 
 def mean_outer_product(draws=200):
-    """E[gᵀg] of the first weight's gradient, at fresh initialisations."""
+    """Estimate E[gᵀg] of the first weight's gradient at fresh initialisations."""
     total = torch.zeros(12, 12)
     for _ in range(draws):
         for layer in (model[0], model[2]):

@@ -1,9 +1,9 @@
 """
-The one line, beside AdamW
-==========================
+EGOP instead of AdamW
+=====================
 
-A small convolution network on images made in code. ``egop.EGOP`` takes the place of AdamW; nothing else changes. The
-learning rate matters more than anything else, so both get three.
+A small convolutional network on made-up images. ``egop.EGOP`` replaces AdamW; nothing else changes. The learning rate
+matters more than anything else, so both are trained with three.
 """
 
 import matplotlib.pyplot as plt
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import egop
 
 # %%
-# Blurred noise of 12 × 12 pixels, to be told by which of ten blurred patterns it is most like.
+# The images are blurred noise of 12 × 12 pixels. The class is the one of ten blurred patterns that fits best.
 
 generator = torch.Generator().manual_seed(0)
 blur = torch.ones(1, 1, 5, 5) / 5
@@ -24,7 +24,7 @@ labels = (images.flatten(1) @ patterns.flatten(1).T).argmax(1)
 
 
 def network():
-    """The same start every time."""
+    """Return the network; every call gives the same weights."""
     torch.manual_seed(1)
     return nn.Sequential(
         *(nn.Conv2d(1, 12, 3, padding=1, stride=2), nn.ReLU()),
@@ -36,7 +36,7 @@ def network():
 
 
 def train(make, steps=100):
-    """The loss over all images, every ten steps."""
+    """Return the loss over all images, every ten steps."""
     model = network()
     optimizer = make(model)
     order = torch.Generator().manual_seed(2)
@@ -53,7 +53,7 @@ def train(make, steps=100):
 
 
 # %%
-# All that differs is how the optimizer is made.
+# Only the line that creates the optimizer differs.
 
 makes = {
     "AdamW": lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1),

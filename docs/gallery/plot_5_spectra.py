@@ -1,9 +1,9 @@
 """
-Spectra: when there is something to gain
-========================================
+Spectra
+=======
 
-A basis can help where the EGOP eigenvalues fall fast: the loss then varies along few directions. The *stable rank*
-says how many. Here the same network sees three kinds of inputs, and its first layer has three spectra.
+A rotation can help where the eigenvalues of the EGOP matrix fall fast: the loss then varies along few directions. The
+*stable rank* says how many. Here the same network sees three kinds of inputs, and its first layer has three spectra.
 """
 
 import matplotlib.pyplot as plt
@@ -24,7 +24,7 @@ kinds = {
 
 
 def loss_fn(model, batch):
-    """The mean squared error."""
+    """Return the mean squared error."""
     return (model(batch[0]) - batch[1]).square().mean()
 
 

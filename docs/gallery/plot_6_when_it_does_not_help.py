@@ -2,8 +2,8 @@
 When it does not help
 =====================
 
-One least-squares problem in three coordinate systems. SGD does not notice which: a rotation changes nothing for it.
-Adam notices, unless the axes are the right basis to begin with.
+One least-squares problem in three coordinate systems. For SGD a rotation changes nothing. For Adam it does, unless the
+axes are the right basis already.
 """
 
 import warnings
@@ -26,7 +26,7 @@ problems = {  # the data, and where training starts
 
 
 def train(problem, optimizer_class, structure, lr, steps=200):
-    """The loss by step, in coordinates of a kind."""
+    """Return the loss by step, in the given coordinates."""
     inputs, start = problem
 
     def loss(theta):
@@ -47,7 +47,7 @@ def train(problem, optimizer_class, structure, lr, steps=200):
 
 
 # %%
-# The random rotation is the control: not any other basis helps, only a good one.
+# The random rotation is the control: not every other basis helps, only a good one.
 
 coordinates = {"original": egop.Identity(), "random rotation": egop.extras.RandomRotation(seed=0), "EGOP": egop.Full()}
 cases = [

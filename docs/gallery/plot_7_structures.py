@@ -1,10 +1,10 @@
 """
-What each structure buys
-========================
+Structures
+==========
 
-A basis of a whole weight with mn entries is an mn × mn matrix. Leaner structures take a
-fraction of it: a basis for each side keeps the whole gain here, a few directions keep some. One network of two linear
-layers, Adam at one learning rate, every structure for the first of them.
+A basis for all mn entries of a weight is an mn × mn matrix. Smaller structures take a fraction of that: a basis for
+each side keeps the whole gain here, a few directions keep some of it. The network has two linear layers, of which the
+first is rotated; Adam has the same learning rate throughout.
 """
 
 import matplotlib.pyplot as plt
@@ -20,12 +20,12 @@ targets = inputs @ torch.randn(16, 6, generator=generator)
 
 
 def loss_fn(model, batch):
-    """The mean squared error."""
+    """Return the mean squared error."""
     return (model(batch[0]) - batch[1]).square().mean()
 
 
 def train(structure, steps=200):
-    """The loss at the end, and the bytes of the bases."""
+    """Return the final loss, and the size of the bases in bytes."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 12, bias=False), nn.Linear(12, 6, bias=False))
     objective = egop.Objective(model, loss_fn, [(inputs, targets)])
@@ -49,7 +49,7 @@ structures = {
 found = {name: train(structure) for name, structure in structures.items()}
 
 # %%
-# In grey the controls: original coordinates, and a rotation that knows nothing of the loss.
+# The controls are grey: original coordinates, and a random rotation.
 
 figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
 colors = ["#999999", "#999999", "#56b4e9", "#d55e00", "#0072b2", "#009e73"]

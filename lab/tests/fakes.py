@@ -1,7 +1,5 @@
 """Experiments with made-up results, and tiny data: how claims come out when the records say so."""
 
-import random
-
 import numpy as np
 from PIL import Image
 
@@ -32,34 +30,6 @@ def in_this_process(function, configs, store, context, description):
     """Stands in for the pool of processes, whose start takes longer than a toy run."""
     for config in configs:
         store.add(function(config))
-
-
-# So small that all methods run in seconds.
-TINY_LANGUAGE = {
-    "rates": [2e-3, 8e-3],
-    "further rates": [],
-    "steps": 24,
-    "tuning steps": 4,
-    "interval": 4,
-    "windows": 6,
-    "layers": 1,
-    "width": 8,
-    "context": 8,
-    "batch": 4,
-    "warm-up": 4,
-    "samples": 2,
-    "period": 8,
-}
-
-
-def text_folder(place):
-    """A folder with a text of four words."""
-    words = random.Random(0)
-    (place / "wikitext-2").mkdir()
-    for name, count in (("train", 4000), ("valid", 400)):
-        text = " ".join(words.choice(("one", "two", "three", "four")) for _ in range(count))
-        (place / "wikitext-2" / f"wiki.{name}.tokens").write_text(text)
-    return str(place)
 
 
 def image_folder(place):

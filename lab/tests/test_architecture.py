@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -95,14 +94,26 @@ PACKAGES = {
     "plots": ("files",),
     "models": (),
     "data": ("files",),
+    "gpu": (),
     "muon": (),
     "theory": (),
     "builders": ("data",),
     "methods": ("builders", "muon"),
-    "race": ("models", "data", "muon", "builders"),
-    "training": ("formatting", "files", "models", "data", "builders", "methods"),
-    "experiments": ("formatting", "files", "plots", "models", "data", "theory", "builders", "methods", "training"),
-    "bench": ("formatting", "files", "models", "data", "builders", "methods", "training"),
+    "race": ("files", "models", "data", "gpu", "muon", "builders"),
+    "training": ("formatting", "files", "models", "data", "gpu", "builders", "methods"),
+    "experiments": (
+        "formatting",
+        "files",
+        "plots",
+        "models",
+        "data",
+        "gpu",
+        "theory",
+        "builders",
+        "methods",
+        "training",
+    ),
+    "bench": ("formatting", "files", "models", "gpu", "builders", "methods"),
     "scaling": ("formatting", "models"),
     "report": ("formatting", "files", "plots", "training", "experiments"),
     "cli": ("commands", "formatting", "files", "plots", "training", "experiments", "bench", "scaling", "report"),
@@ -133,12 +144,3 @@ def test_the_packages_have_an_order():
     assert all(order.index(used) < order.index(package) for package, all_used in PACKAGES.items() for used in all_used)
     assert list(packages_used("def f():\n    from egop_lab.bench.run import run")) == ["bench"]
     assert list(packages_used("from egop_lab import data")) == ["data"]
-
-
-def test_both_distributions_have_one_version():
-    folder = Path(__file__).parents[2]
-    versions = {
-        tomllib.loads((folder / name).read_text())["project"]["version"]
-        for name in ("pyproject.toml", "lab/pyproject.toml")
-    }
-    assert len(versions) == 1

@@ -1,4 +1,4 @@
-"""Adam with ``Online(structure=Kronecker())`` beside pytorch_optimizer's SOAP: docs/soap.md says what differs.
+"""Adam with ``Online(structure=Kronecker())`` beside pytorch_optimizer's SOAP: lab/notes/soap.md says what differs.
 
 Run as a program, this file prints the numbers of that page and draws its picture.
 """
@@ -147,7 +147,7 @@ def test_two_details_and_eps_are_all_that_differs(every, eps, slack):
 
 
 def main(picture):
-    """Print the table of docs/soap.md and draw its picture."""
+    """Print the table of lab/notes/soap.md and draw its picture."""
     from egop_lab.plots.figures import draw_picture, save_figure
     from egop_lab.plots.picture import Panel, Picture, Series
 

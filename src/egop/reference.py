@@ -80,7 +80,7 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     D = (beta1 * M + (1 - beta1) * G) / (V.sqrt() + group["eps"])
 
     # W ← W − lr · s · Q U / rms(U), where U is close to the polar factor of D.
-    U, s = orthogonalize(D), group["update_rms"] * (matrix.shape[0] / matrix.shape[1]) ** 0.5
+    U, s = orthogonalize(D), group["update_rms"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
     update = s * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))
 

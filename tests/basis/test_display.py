@@ -1,4 +1,4 @@
-"""What bases, plans and spectra print: a short line, a table, an HTML table for notebooks, a plot."""
+"""How bases, plans and spectra are shown: as a line, a table, HTML and a plot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shared(name, *shape):
     return SharedChange(block, {"basis": torch.eye(shape[1], dtype=block.dtype)})
 
 
-def test_a_basis_is_short_in_a_line():
+def test_repr_of_a_basis_is_one_line():
     changes = [shared("a", 3, 4), shared("b", 5, 2)]
     basis = egop.Basis(changes, unrotated={"c": "an embedding"})
     assert repr(basis) == "Basis(2 blocks: 2 Shared, 1 not rotated, 160 B)"
@@ -42,7 +42,7 @@ def test_the_cost_is_relative_to_the_products_of_the_weights():
     assert f"{100 * 4 * 400 / (6 * 1024):.0f} %" in row
 
 
-def test_every_name_is_escaped_in_a_notebook():
+def test_names_are_escaped_in_html():
     basis = egop.Basis([shared(HOSTILE, 3, 4)], {HOSTILE: spectrum(4.0, 2.0, 1.0)}, unrotated={f"{HOSTILE}2": HOSTILE})
     shown = basis._repr_html_()
     assert "<script" not in shown
@@ -52,14 +52,14 @@ def test_every_name_is_escaped_in_a_notebook():
     assert HOSTILE in page.text
 
 
-def test_a_spectrum_shows_what_it_says_not_its_numbers():
+def test_repr_of_a_spectrum_is_a_summary():
     known = spectrum(4.0, 1.0, 0.0)
     assert repr(known) == "Spectrum(3 eigenvalues, stable rank 1.5, 90 % in 2, 10 draws)"
     few = repr(replace(known, reliability=0.1))
     assert "10 draws: too few, the stable rank is a lower bound" in few
 
 
-def test_a_plan_is_a_line_and_a_table():
+def test_plan_prints_as_a_line_and_a_table():
     blocks = [cases.block("a", a=(3, 4)), cases.block("b", b=(5, 2))]
     plan = make_plan(blocks, {}, {"a": egop.Shared()}, 10**6)
     assert repr(plan) == "Plan(1 block, 1 not rotated)"
@@ -74,7 +74,7 @@ def test_similar_blocks_share_a_row_if_there_are_many():
     ]
     many.append(BlockInfo.from_change(shared("head", 5, 4)))
     _, _, row, head, *_ = format_blocks(many, {}).splitlines()
-    assert row.startswith("layers.*.w (13 alike)")
+    assert row.startswith("layers.*.w (13 similar)")
     assert row.endswith("1.8–4.0 of 4")
     assert f"{13 * 128 / 1024:.1f} KiB" in row, "the bytes of all of them"
     assert head.startswith("head ")
@@ -108,7 +108,7 @@ def test_plot_of_many_spectra_groups_layers():
     assert (ends.min(), ends.max()) == pytest.approx((0.5, 1.0))
 
 
-def test_a_basis_and_a_spectrum_are_plotted():
+def test_basis_and_spectrum_have_plots():
     known = spectrum(4.0, 1.0)
     for figure in (known.plot(), egop.Basis([shared("a", 3, 4)], {"a": known}).plot()):
         (axes,) = figure.axes

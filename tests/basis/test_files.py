@@ -1,4 +1,4 @@
-"""Files of a basis: damaged or forged ones are refused, in one way, with their path, before room is made for them."""
+"""Basis files: damaged and forged ones raise a ValueError with the path, before much memory is allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from egop.basis.structures.identity import IdentityChange
 
 @pytest.fixture(scope="module")
 def basis():
-    """A block of every structure, on weights that are small."""
+    """Return a basis with a block of every structure, for small weights."""
     parts = [torch.nn.Linear(2, 2, bias=False) for _ in range(4)]
     model = torch.nn.Sequential(*parts, torch.nn.ConvTranspose2d(2, 1, 1, bias=False)).double()
     structure = {
@@ -45,7 +45,7 @@ def path(tmp_path, basis):
 
 
 def outcome(path, basis):
-    """Refused with the path, or loaded as it was saved: then None."""
+    """Load a file; return the error message, or None if the basis equals the saved one."""
     said = None
     try:
         found = egop.Basis.load(path)
@@ -66,14 +66,14 @@ def content_of(path):
         return json.loads(file.metadata()["egop"]), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
 
-def test_a_file_that_is_cut_off_anywhere_is_refused(path, basis):
+def test_truncated_file_raises(path, basis):
     whole = path.read_bytes()
     for length in range(0, len(whole), 37):
         path.write_bytes(whole[:length])
         assert "is not a complete safetensors file" in outcome(path, basis), length
 
 
-def test_a_file_with_other_bytes_is_refused(path, basis):
+def test_flipped_bits_raise(path, basis):
     chance, whole = random.Random(0), path.read_bytes()
     for _ in range(300):
         place = chance.randrange(len(whole))
@@ -83,7 +83,7 @@ def test_a_file_with_other_bytes_is_refused(path, basis):
         assert outcome(path, basis), place
 
 
-def test_a_text_with_anything_else_in_any_place_is_refused_or_about_names(path):
+def test_changed_header_raises_unless_it_is_equivalent(path):
     header, tensors = content_of(path)
     chance, loaded = random.Random(0), set()
     for at in paths(header):
@@ -115,7 +115,7 @@ def test_a_text_with_anything_else_in_any_place_is_refused_or_about_names(path):
         "\0",
     ],
 )
-def test_text_that_is_hard_to_read_is_refused(text, path, basis):
+def test_malformed_json_raises(text, path, basis):
     forge(path, text, {})
     assert outcome(path, basis)
 
@@ -132,7 +132,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("structure", LARGE)
-def test_a_small_file_takes_little_memory(structure, path, monkeypatch):
+def test_small_file_takes_little_memory(structure, path, monkeypatch):
     description = {"name": "w", "structure": structure, "parameters": ["w"], "transposed": [0], "dtype": "float64"}
     description |= {"stacked": [0]}
     description |= {"settings": {}} | LARGE[structure]
@@ -180,7 +180,6 @@ TOO_LARGE = {
         {"w/basis": (2, 2), "other": (SIDE, SIDE)},
         "'other' is missing, or belongs to no block",
     ),
-    "a tensor of zeros": (DESCRIBED, {"w/basis": (SIDE, SIDE)}, "The basis of block 'w' is not orthonormal"),
     "a spectrum of another length": (
         DESCRIBED
         | {"shapes": [[2]], "tensors": ["basis", "spectrum/eigenvalues", "spectrum/density"], "spectrum": SPECTRUM},
@@ -191,7 +190,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("what", TOO_LARGE)
-def test_a_large_file_that_does_not_fit_is_refused_before_it_is_read(what, path, monkeypatch):
+def test_file_with_wrong_sizes_raises_before_values_are_read(what, path, monkeypatch):
     description, shapes, message = TOO_LARGE[what]
     write_sparse_file(path, description, shapes)
     assert path.stat().st_size > 1e9
@@ -200,7 +199,7 @@ def test_a_large_file_that_does_not_fit_is_refused_before_it_is_read(what, path,
         egop.Basis.load(path)
 
 
-def test_a_header_that_is_too_large_is_refused_before_it_is_read(path, monkeypatch):
+def test_oversized_header_raises_before_it_is_read(path, monkeypatch):
     write_sparse_file(path, DESCRIBED, {"w/basis": (SIDE, SIDE)}, extra=60_000_000)
     monkeypatch.setattr(files, "safe_open", lambda *_, **__: pytest.fail("the header was read"))
     with pytest.raises(
@@ -209,32 +208,21 @@ def test_a_header_that_is_too_large_is_refused_before_it_is_read(path, monkeypat
         egop.Basis.load(path)
 
 
-def test_a_basis_with_too_large_a_header_is_not_written(path, basis, monkeypatch):
-    before = path.read_bytes()
-    monkeypatch.setattr(files, "_MAX_HEADER_BYTES", 1000)
-    with pytest.raises(
-        ValueError, match=r"The basis cannot be saved: its header has [\d,]+ bytes\. Must be at most 1,000"
-    ):
-        basis.save(path)
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_block_or_a_parameter_twice_is_refused_with_the_path(path, basis):
+def test_repeated_block_raises_with_the_path(path, basis):
     header, tensors = content_of(path)
     header["blocks"].append(header["blocks"][0])
     forge(path, header, tensors)
-    assert "Two blocks have the same name" in outcome(path, basis)
+    assert "Two blocks are named" in outcome(path, basis)
 
 
-def test_a_file_with_a_wrong_checksum_or_none_is_refused(path, basis):
+def test_wrong_or_missing_checksum_raises(path, basis):
     header, tensors = content_of(path)
     for metadata in ({}, {"crc32": "1"}):
         save_file(tensors, path, metadata={"egop": json.dumps(header)} | metadata)
         assert "checksum is wrong" in outcome(path, basis)
 
 
-def test_sizes_that_do_not_add_up_to_the_file_are_refused(path):
+def test_sizes_that_exceed_the_file_raise(path):
     header = {"w": {"dtype": "F64", "shape": [10**6, 10**6], "data_offsets": [0, 8 * 10**12]}}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
@@ -242,7 +230,7 @@ def test_sizes_that_do_not_add_up_to_the_file_are_refused(path):
         egop.Basis.load(path)
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(path, basis, tmp_path):
+def test_saving_to_a_link_replaces_its_target(path, basis, tmp_path):
     link = tmp_path / "link.safetensors"
     link.symlink_to(path.name)
     egop.Basis([IdentityChange(cases.block("w", w=(3,)), {})]).save(link)
@@ -251,7 +239,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(path, basis, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["basis.safetensors", "link.safetensors"]
 
 
-def test_a_killed_save_leaves_the_old_file(path, basis):
+def test_killed_save_leaves_the_old_file(path, basis):
     child = os.fork()
     if child == 0:
         try:
@@ -265,7 +253,7 @@ def test_a_killed_save_leaves_the_old_file(path, basis):
     assert outcome(path, basis) is None
 
 
-def test_a_save_during_another_save_does_no_harm(path, basis, monkeypatch):
+def test_overlapping_saves_do_no_harm(path, basis, monkeypatch):
     def save_twice(*given, **options):
         monkeypatch.setattr(files, "save_file", save_file)
         basis.save(path)

@@ -15,14 +15,14 @@ from egop.basis.roles import find_roles
 
 
 def blocks_of(model, partition):
-    """The blocks' names, each with its parameters."""
+    """Return the parameters of each block, by block name."""
     objective = egop.Objective(model, cases.cross_entropy, []) if isinstance(model, nn.Module) else model
     basis = cases.estimate(objective, partition=partition, structure=egop.Identity())
     return {name: list(change.block.parameters) for name, change in basis.items()}
 
 
 class CenteringNorm(nn.Module):
-    """A norm layer of one's own."""
+    """A custom norm layer."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Everything(nn.Module):
 
 
 @pytest.mark.parametrize("head_first", [False, True])
-def test_a_head_with_the_weight_of_the_embedding_is_the_only_head(head_first):
+def test_head_tied_to_the_embedding_is_the_only_head(head_first):
     embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7)
     head.weight = embedding.weight
     hidden = [nn.Linear(4, 4), nn.Linear(4, 4)]
@@ -53,7 +53,7 @@ def test_a_head_with_the_weight_of_the_embedding_is_the_only_head(head_first):
     assert [roles[f"{place}.weight"] for place in (0, 1, 2)] == ["embedding", "weight", "weight"]
 
 
-def test_by_layer_the_weights_of_a_layer_are_together_and_biases_and_norms_are_left_alone():
+def test_layer_partition_groups_weights_and_skips_biases_and_norms():
     assert blocks_of(Everything(), "layer") == {
         "embedding.weight": ["embedding.weight"],
         "rnn": ["rnn.weight_ih_l0", "rnn.weight_hh_l0"],
@@ -62,7 +62,7 @@ def test_by_layer_the_weights_of_a_layer_are_together_and_biases_and_norms_are_l
     }
 
 
-def test_by_parameter_each_weight_is_a_block_of_its_own_name():
+def test_parameter_partition_makes_each_weight_a_block():
     assert blocks_of(Everything(), "parameter") == {
         name: [name]
         for name in (
@@ -75,16 +75,16 @@ def test_by_parameter_each_weight_is_a_block_of_its_own_name():
     }
 
 
-def test_globally_all_weights_are_one_block():
+def test_global_partition_is_one_block():
     assert blocks_of(cases.mlp(), "global") == {"global": ["0.weight", "2.weight"]}
 
 
-def test_a_block_of_one_tensor_is_named_after_it_whatever_the_partition():
+def test_block_of_one_tensor_has_its_name_in_every_partition():
     for partition in ("global", "layer", "parameter", {"mine": "*weight"}):
         assert blocks_of(nn.Linear(2, 3), partition) == {"weight": ["weight"]}
 
 
-def test_patterns_take_just_what_they_name_biases_and_norms_included():
+def test_patterns_include_biases_and_norms_they_name():
     model = cases.convolutional()
     partition = {"first": ["0.*"], "norm": "1.*", "head": ["*.weight", "5.bias"]}
     partition["head"] = ["5.weight", "5.b?as"]
@@ -111,7 +111,7 @@ def test_the_members_of_a_block_are_in_the_order_of_the_model():
         ({"p": "ph*"}, {"phi": ["phi"]}),
     ],
 )
-def test_of_a_function_every_tensor_is_a_weight(partition, expected):
+def test_every_tensor_of_a_function_is_a_weight(partition, expected):
     tensors = {"theta": torch.zeros(3), "phi": torch.zeros(2, 2)}
     objective = egop.Objective.from_function(lambda theta, phi: theta.sum() + phi.sum(), tensors)
     assert blocks_of(objective, partition) == expected
@@ -128,7 +128,7 @@ def test_parameters_without_entries_are_in_no_block(partition):
 
 
 @pytest.mark.parametrize("structure", ["auto", egop.Shared()], ids=str)
-def test_a_model_with_parameters_without_entries_is_trained_as_without(structure):
+def test_empty_parameters_do_not_change_training(structure):
     plain, other = cases.MLP.build(), cases.MLP.build()
     other.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
     for model in (plain, other):
@@ -155,7 +155,7 @@ def test_what_is_no_weight_forms_no_block_with_weights():
     assert [block.name for block in blocks] == ["mixer.A_log", "mixer.weight"]
 
 
-def test_a_block_knows_its_shapes_and_size():
+def test_block_has_shapes_and_size():
     block = Block.from_tensors("b", {"w": torch.zeros(3, 2), "s": torch.zeros(()), "v": torch.zeros(4)})
     assert block.parameters == ("w", "s", "v")
     assert block.shapes == (torch.Size([3, 2]), torch.Size([]), torch.Size([4]))
@@ -171,7 +171,7 @@ def test_a_block_knows_its_shapes_and_size():
         (torch.float64, torch.float64),
     ],
 )
-def test_a_block_has_at_least_single_precision(given_dtype, expected):
+def test_block_has_at_least_single_precision(given_dtype, expected):
     assert Block.from_tensors("b", {"w": torch.zeros(2, dtype=given_dtype)}).dtype == expected
 
 
@@ -179,7 +179,7 @@ def test_a_block_has_at_least_single_precision(given_dtype, expected):
     st.sets(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=6), st.text("ab.*?", min_size=1, max_size=4)
 )
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_a_pattern_matches_as_file_names_do(names, pattern):
+def test_patterns_match_like_file_names(names, pattern):
     def matches(name, pattern):  # brute force
         if not pattern:
             return not name
@@ -210,13 +210,13 @@ def test_a_pattern_matches_as_file_names_do(names, pattern):
         ),
         ({"a": ["0.*", "nothing*"]}, "Pattern 'nothing.' matches no parameter"),
         ({"a": ["0.WEIGHT"]}, "Pattern '0.WEIGHT' matches no parameter"),
-        ({"a": ["*.weight"], "b": ["2.*"]}, "'2.weight' is in two blocks, 'a' and 'b'. Make their patterns disjoint"),
+        ({"a": ["*.weight"], "b": ["2.*"]}, "'2.weight' is in two blocks, 'a' and 'b'"),
         ({}, r"The partition is empty: name at least one block, such as \{'all': \['\*'\]\}"),
         ({"a": []}, "Block 'a' has no patterns"),
         ({"a": "0.weight", "0.weight": ["2.*"]}, "Two blocks are named '0.weight'.*another name"),
     ],
 )
-def test_a_partition_that_cannot_be_is_refused_and_the_model_stays(partition, message):
+def test_invalid_partition_raises_and_changes_nothing(partition, message):
     model = cases.mlp()
     before = cases.state_of(model)
     with pytest.raises(ValueError, match=message):
@@ -225,7 +225,7 @@ def test_a_partition_that_cannot_be_is_refused_and_the_model_stays(partition, me
 
 
 @pytest.mark.parametrize("partition", ["global", "layer", "parameter"])
-def test_a_model_without_weights_is_told_how_to_name_what_it_means(partition):
+def test_model_without_weights_raises_with_advice(partition):
     with pytest.raises(
         ValueError, match=r"no weights of two or more dimensions outside norm layers.*partition=\{'all'"
     ):
@@ -233,7 +233,7 @@ def test_a_model_without_weights_is_told_how_to_name_what_it_means(partition):
     assert blocks_of(nn.LayerNorm([3, 3]), {"all": "*"}) == {"all": ["weight", "bias"]}
 
 
-def test_a_block_of_several_precisions_is_refused():
+def test_block_with_mixed_precision_raises():
     model = cases.mlp()
     model[2].double()
     with pytest.raises(
@@ -244,7 +244,7 @@ def test_a_block_of_several_precisions_is_refused():
     assert len(blocks_of(model, "layer")) == 2
 
 
-def test_a_frozen_parameter_cannot_be_named():
+def test_pattern_does_not_match_frozen_parameters():
     model = cases.mlp()
     model[0].requires_grad_(False)
     with pytest.raises(ValueError, match=r"Pattern '0.weight' matches no parameter. There are: 2.weight, 2.bias"):

@@ -1,4 +1,4 @@
-"""What each parameter of a model is: by the module it belongs to, or guessed by name and shape."""
+"""Roles of parameters: read from the module, or guessed from name and shape."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 def raw(**shapes):
-    """A module that has nothing but parameters."""
+    """A module that holds parameters only."""
     module = nn.Module()
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
@@ -79,7 +79,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_parameter_is_what_its_module_says(part):
+def test_role_comes_from_the_module(part):
     module, expected = PARTS[part]
     model = nn.Sequential(module, nn.Linear(2, 2), nn.Linear(2, 2))  # the last one is the head
     found = find_roles(dict(model.named_parameters()), model)
@@ -100,7 +100,7 @@ def body(**heads):
 
 
 class Saying(nn.Module):
-    """A model that says what its output is."""
+    """A model that declares its output layer."""
 
     def __init__(self):
         super().__init__()
@@ -124,12 +124,12 @@ def test_the_head_is_what_the_model_says_or_a_name_or_the_last_linear_layer():
     assert head_of(body(after={"conv": nn.Conv1d(4, 4, 1)})) == []
 
 
-def test_a_frozen_teacher_has_no_head_of_the_model_that_is_trained():
+def test_frozen_teacher_does_not_provide_the_head():
     model = nn.ModuleDict({"student": cases.mlp(), "teacher": cases.mlp().requires_grad_(False)})
     assert head_of(model) == ["student.2.weight"]
 
 
-def test_a_head_is_one_also_where_nothing_else_is_given_or_trained():
+def test_head_is_recognized_even_if_it_is_given_or_trained_alone():
     model = cases.mlp()
     model[0].requires_grad_(False)
     assert find_roles({"2.weight": model[2].weight}, model)["2.weight"].kind == "head"
@@ -165,7 +165,7 @@ def parametrised_model(kind):
 
 
 @parametrised
-def test_constructing_and_estimating_change_nothing_of_a_parametrised_weight(kind):
+def test_estimation_does_not_change_a_parametrized_weight(kind):
     model = parametrised_model(kind).double()
     before = cases.state_of(model)
     batches = cases.MLP.batches()
@@ -180,7 +180,7 @@ def test_constructing_and_estimating_change_nothing_of_a_parametrised_weight(kin
 
 
 @parametrised
-def test_a_parametrised_weight_is_the_layers_weight(kind):
+def test_parametrized_weight_counts_as_the_layers_weight(kind):
     model = parametrised_model(kind)
     _, weight, magnitude = PARAMETRISED[kind]
     found = find_roles(dict(model.named_parameters()), model)
@@ -190,7 +190,7 @@ def test_a_parametrised_weight_is_the_layers_weight(kind):
         assert found[f"0.{magnitude}"] == Role("other", why=VECTOR)
 
 
-def test_a_parametrised_transposed_convolution_is_still_one():
+def test_parametrized_transposed_convolution_is_recognized():
     model = nn.utils.parametrizations.spectral_norm(nn.ConvTranspose1d(4, 6, 3, groups=2))
     assert find_roles(dict(model.named_parameters()), model)["parametrizations.weight.original"] == Role("weight", 2)
 
@@ -239,7 +239,7 @@ def test_what_was_guessed_is_said_once(refresh):
     assert place == __file__
 
 
-def test_nothing_is_said_where_nothing_was_guessed_or_roles_do_not_matter():
+def test_no_warning_if_nothing_was_guessed():
     basis = cases.estimate(cases.MLP.objective())
     assert made(egop.Online(), lambda model: model) == ([], [])
     assert made(egop.Online(), lambda model: model.parameters(), told=True) == ([], [])
@@ -339,7 +339,7 @@ def test_the_models_of_transformers_are_known(build):
 
 
 @pytest.mark.slow
-def test_in_groups_as_frameworks_make_them_a_language_model_is_trained_no_worse_than_by_adamw():
+def test_language_model_in_framework_groups_trains_as_well_as_with_adamw():
     transformers = pytest.importorskip("transformers")
     losses = {}
     for name in ("AdamW", "egop"):

@@ -1,4 +1,4 @@
-"""Spectrum: the eigenvalues of a block's EGOP matrix, and what they say."""
+"""Spectrum: the eigenvalues of a block's EGOP matrix and their summaries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_decay_is_relative_to_the_largest():
     assert spectrum(8.0, 4.0, 1.0).decay.tolist() == [1.0, 0.5, 0.125]
 
 
-def test_gradients_that_are_all_zero_have_a_stable_rank_of_zero_and_no_decay():
+def test_zero_gradients_have_stable_rank_zero():
     nothing = spectrum(0.0, 0.0)
     assert nothing.stable_rank == 0
     assert nothing.decay.tolist() == [0.0, 0.0]
@@ -54,7 +54,7 @@ def test_the_effective_dimension_of_nothing_is_zero():
 
 
 @pytest.mark.parametrize("fraction", [0.0, -1.0, 1.1, float("nan")])
-def test_a_fraction_outside_its_range_is_refused(fraction):
+def test_fraction_out_of_range_raises(fraction):
     with pytest.raises(ValueError, match="Invalid fraction value"):
         spectrum(1.0).effective_dimension(fraction)
 
@@ -102,7 +102,7 @@ def test_the_reliability_is_what_different_draws_have_in_common():
     assert estimated(egop.Shared(), gradients).reliability == pytest.approx(expected.item())
 
 
-def test_a_direction_that_all_draws_have_is_reliable():
+def test_direction_shared_by_all_draws_is_reliable():
     direction = torch.randn(1, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = rows_of("independent", 20, 6, 12, torch.Generator().manual_seed(0)) + direction
     found = estimated(egop.Shared(), gradients)
@@ -110,5 +110,5 @@ def test_a_direction_that_all_draws_have_is_reliable():
     assert found.is_supported
 
 
-def test_one_draw_says_nothing():
+def test_reliability_of_one_draw_is_unknown():
     assert estimated(egop.Shared(), torch.ones(1, 6, 12).double()).reliability is None

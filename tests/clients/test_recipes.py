@@ -29,6 +29,7 @@ NEEDS = {
     "with_fsdp2": [],
     "with_lightning": ["lightning"],
     "with_peft": ["peft", "transformers"],
+    "with_plain_loop": ["torch"],
     "with_trainer": ["accelerate", "transformers"],
 }
 
@@ -36,8 +37,20 @@ NEEDS = {
 def test_every_recipe_is_on_a_page_of_its_own():
     assert [path.stem for path in RECIPES] == sorted(NEEDS)
     for path in RECIPES:
-        page = path.with_name(f"{path.stem.removeprefix('with_')}.md").read_text(encoding="utf-8")
-        assert f"{{literalinclude}} {path.name}\n" in page
+        page = path.with_name(f"{path.stem.removeprefix('with_').replace('_', '-')}.md").read_text(encoding="utf-8")
+        assert f"\n[{path.name}]({path.name})\n" in page  # the site shows the script here
+
+
+# Recipes to copy: each trains with AdamW at its best rate too.
+COMPARED = ["with_accelerate", "with_fsdp2", "with_lightning", "with_plain_loop", "with_trainer"]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_recipe_is_short_and_has_a_tuned_baseline(name):
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    assert "AdamW" in text
+    assert re.search(r"LR = .*# .*best .*for AdamW", text)
 
 
 @pytest.fixture
@@ -55,9 +68,11 @@ def _no_traces():
         GradientState._reset_state()
 
 
-def check_loss(said):
-    (loss,) = re.findall(r"\bloss (\d\S*)$", said, flags=re.MULTILINE)
-    assert math.isfinite(float(loss))
+def check_losses(said, count):
+    losses = re.findall(r"\bloss (\d\S*)$", said, flags=re.MULTILINE)
+    assert len(losses) == count
+    assert all(math.isfinite(float(loss)) for loss in losses)
+    assert count == 1 or float(losses[1]) < float(losses[0])  # EGOP's, and AdamW's at its best rate
 
 
 @pytest.mark.usefixtures("_no_traces")
@@ -67,7 +82,7 @@ def test_a_recipe_runs(path, capsys):
     if missing := [name for name in NEEDS[path.stem] if importlib.util.find_spec(name) is None]:
         pytest.skip(f"no {missing[0]} here: {runs.MISSING}")
     runpy.run_path(str(path), run_name="__main__")
-    check_loss(capsys.readouterr().out)
+    check_losses(capsys.readouterr().out, 2 if path.stem in COMPARED else 1)
 
 
 def run_sharded(rank, world, folder):

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import egop
-from egop.optimizer import binding
+from egop.optimizer import binding, stacks
 from processes import run
 from training import batch, loss_of, network, optimizer_of, sharded, steps, weights
 
@@ -16,9 +16,12 @@ STRUCTURES = {"Shared": egop.Shared(), "Kronecker": egop.Kronecker()}
 
 def written(rank, world):
     """Return the weights after a write before the first step and between two steps, and the number of comparisons."""
-    binding.compares_values = lambda device: False  # in this process alone
+    stacks.compares_values = lambda device: False  # in this process alone
     follow, looks = binding.BoundBlock.follow_parameters, []
-    binding.BoundBlock.follow_parameters = lambda self, decoded: (looks.append(self.name), follow(self, decoded))[1]
+    binding.BoundBlock.follow_parameters = lambda self, decoded, **how: (
+        looks.append(self.name),
+        follow(self, decoded, **how),
+    )[1]
     found = {}
     for name, structure in STRUCTURES.items():
         model = sharded(network())

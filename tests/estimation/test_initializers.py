@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -21,8 +19,9 @@ def drawn(model, count=40, **options):
     before = cases.state_of(model)
     rho = egop.Initialization(**options)
     rho.check(objective)
-    sampler = rho.sampler(objective)
-    points = [sampler(torch.Generator().manual_seed(seed), many) for seed, many in ((1, 1), (2, count))]
+    points = [
+        rho.draw_many(objective, torch.Generator().manual_seed(seed), many) for seed, many in ((1, 1), (2, count))
+    ]
     assert cases.state_of(model) == before
     return {name: torch.cat([point[name] for point in points]) for name in points[0]}
 
@@ -107,56 +106,6 @@ def test_estimate_for_a_transformers_model(caplog):
     basis = egop.estimate(egop.Objective(model, words, batches), samples=6, rho=rho, progress=False, sampling="loop")
     assert "bert.encoder.layer.0.attention.self.query.weight" in basis
     assert logged(caplog) == []
-
-
-# --- peft ---
-
-
-def lora(start=True, model=bert, **options):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=3, target_modules=["query", "value"], task_type="SEQ_CLS", init_lora_weights=start, **options
-    )
-    return peft.get_peft_model(model(), config)
-
-
-@pytest.mark.parametrize("start", [True, "gaussian", False])
-def test_lora_adapters_are_drawn_as_built(start, caplog):
-    model = lora(start)
-    names = [name for name, each in model.named_parameters() if each.requires_grad]
-    zeros = [name for name in names if "lora_B" in name]
-    assert any("lora_A" in name for name in names)
-    assert all((model.get_parameter(name) == 0).all() == (start is not False) for name in zeros)
-    assert_drawn_as_built(lambda: lora(start))
-    assert logged(caplog) == []
-
-
-def test_adapters_initialized_from_weights_stay_and_are_logged(caplog):
-    model = lora("pissa")
-    found = drawn(model)
-    (line,) = logged(caplog)
-    for name, value in found.items():
-        if "lora" in name:
-            assert torch.equal(value, model.get_parameter(name).expand_as(value))
-            assert name in line or "more" in line
-
-
-def test_base_weights_of_adapters_stay_fixed_while_sampling():
-    model = lora().eval()
-    frozen = {name: each.detach().clone() for name, each in model.named_parameters() if not each.requires_grad}
-    seen = []
-
-    def loss(model, batch):
-        named = dict(model.named_parameters())
-        seen.append(all(torch.equal(named[name], value) for name, value in frozen.items()))
-        return words(model, batch)
-
-    ids = torch.randint(TOKENS, (8, 5), generator=torch.Generator().manual_seed(0))
-    objective = egop.Objective(model, loss, [{"input_ids": ids, "labels": torch.arange(8) % 3}])
-    basis = egop.estimate(objective, samples=4, progress=False, sampling="loop", structure=egop.Shared())
-    assert len(basis) > 0
-    assert seen
-    assert all(seen)
 
 
 # --- other authors ---
@@ -265,22 +214,3 @@ def test_models_as_built_by_torch_log_nothing(case, caplog):
 def test_given_init_fn_logs_nothing(caplog):
     drawn(scaled(10), init_fn=lambda model: [nn.init.normal_(each) for each in model.parameters()])
     assert logged(caplog) == []
-
-
-def constant(model):
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 1 / math.pi)
-
-
-@pytest.mark.parametrize("counts", [(2,), (1, 1), (100,)])
-def test_identical_points_raise(counts):
-    sampler = egop.Initialization(init_fn=constant).sampler(cases.MLP.objective())
-    with pytest.raises(ValueError, match=r"draws the same point every time.*init_fn=.*Recentered\(scale\)"):
-        [sampler(torch.Generator().manual_seed(1), count) for count in counts]
-
-
-def test_constant_init_fn_is_allowed_for_one_sample():
-    objective = cases.MLP.objective()
-    cases.estimate(objective, rho=egop.Initialization(init_fn=constant), samples=1)
-    with pytest.raises(ValueError, match="draws the same point every time"):
-        cases.estimate(objective, rho=egop.Initialization(init_fn=constant), samples=2)

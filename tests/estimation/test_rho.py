@@ -76,15 +76,6 @@ def test_ball_is_uniform_and_isotropic():
 # --- Recentered ---
 
 
-def test_recentered_without_scale_is_the_current_point():
-    objective = cases.MLP.objective()
-    drawn = egop.Recentered().draw(objective, torch.Generator())
-    assert list(drawn) == list(objective.parameters)
-    for name, value in drawn.items():
-        assert torch.equal(value, objective.parameters[name])
-        assert value.data_ptr() != objective.parameters[name].data_ptr()
-
-
 def test_recentered_follows_training():
     objective = function_objective()
     for value in (0.5, 20.0):
@@ -216,7 +207,7 @@ def test_many_initializations_are_distinct(kind, frozen):
     objective = egop.Objective(model, cases.cross_entropy, [])
     rho = egop.Initialization(init_fn=INITIALIZERS[kind](model))
     before = cases.state_of(model)
-    points = rho.sampler(objective)(torch.Generator().manual_seed(3), 300)
+    points = rho.draw_many(objective, torch.Generator().manual_seed(3), 300)
     assert cases.state_of(model) == before
     assert {name: value.shape[1:] for name, value in points.items()} == {
         name: parameter.shape for name, parameter in objective.parameters.items()
@@ -232,9 +223,8 @@ def test_errors_of_init_fn_are_raised():
     def init(model):
         raise ZeroDivisionError
 
-    sampler = egop.Initialization(init_fn=init).sampler(cases.MLP.objective())
     with pytest.raises(ZeroDivisionError):
-        sampler(torch.Generator(), 100)
+        egop.Initialization(init_fn=init).draw_many(cases.MLP.objective(), torch.Generator(), 100)
 
 
 def test_init_fn_may_use_any_global_random_numbers():
@@ -355,7 +345,7 @@ def test_noise_for_half_precision_is_drawn_in_float32():
 @pytest.mark.parametrize("rho", [egop.Gaussian(2.0, CENTER), egop.Ball(3.0, CENTER), egop.Recentered(0.5)])
 def test_many_points_have_the_distribution_of_single_ones(rho):
     objective = function_objective()
-    points = rho.sampler(objective)(torch.Generator().manual_seed(1), DRAWS)
+    points = rho.draw_many(objective, torch.Generator().manual_seed(1), DRAWS)
     many = torch.cat([value.flatten(1) for value in points.values()], 1)
     one = draw(rho, objective)
     spread = one.std(0)
@@ -368,7 +358,7 @@ def test_many_points_have_the_distribution_of_single_ones(rho):
 
 def test_many_points_of_recentered_without_scale_are_the_current_one():
     objective = cases.MLP.objective()
-    points = egop.Recentered().sampler(objective)(torch.Generator(), 3)
+    points = egop.Recentered().draw_many(objective, torch.Generator(), 3)
     for name, parameter in objective.parameters.items():
         assert torch.equal(points[name], parameter.detach().expand(3, *parameter.shape))
         assert points[name].data_ptr() != parameter.data_ptr()

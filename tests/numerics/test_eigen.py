@@ -91,7 +91,7 @@ def failing(times, function):
     return solver
 
 
-@pytest.mark.parametrize("times", [1, 2, 100], ids=["once", "twice", "always"])
+@pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
 def test_result_is_the_same_if_the_solver_does_not_converge(monkeypatch, times):
     matrix = outer(rows_of(20, 6))
     expected = eigenbasis(matrix)
@@ -216,13 +216,15 @@ def test_small_error_of_the_solver_in_one_entry_is_detected(monkeypatch, wrong, 
         eigenbasis(outer(rows)) if solver == "eigh" else eigenbasis_from_rows(rows)
 
 
-@pytest.mark.parametrize("route", ["eigh", "svd", "auto"])
-def test_outer_products_do_not_depend_on_chunks_and_slices(monkeypatch, route):
-    rows = rows_of(30, 6, dtype=torch.float32)
-    monkeypatch.setattr(outer_products, "_SLICE_BYTES", 4 * 8 * 6)
-    products = OuterProducts(6, route)
-    for part in rows.split([1, 17, 2, 10]):
+@pytest.mark.parametrize("dimension", [6, 40], ids=["as a matrix", "as rows"])
+def test_outer_products_do_not_depend_on_chunks_and_slices(monkeypatch, dimension):
+    rows = rows_of(30, dimension, dtype=torch.float32)
+    monkeypatch.setattr(outer_products, "_SLICE_BYTES", 4 * 8 * dimension)
+    products, other = OuterProducts(dimension), OuterProducts(dimension)
+    for part in rows[:20].split([1, 17, 2]):
         products.add(part)
+    other.add(rows[20:])
+    products.merge(other)
     assert_is_eigenbasis(*products.eigenbasis(), outer(rows))
 
 

@@ -107,7 +107,7 @@ REFUSED = {
     "a basis that is a matrix": (
         in_basis(torch.eye(3)),
         TypeError,
-        "basis must be an egop.Basis, got Tensor",
+        "basis must be an egop.Basis, .* got Tensor",
     ),
     "a basis that is a refresh": (
         in_basis(egop.Online()),
@@ -121,10 +121,7 @@ REFUSED = {
     "a basis that is a structure": (
         in_basis(egop.Shared()),
         TypeError,
-        (
-            r"got Shared, which says how a basis is built\. Estimate one: basis = egop\.estimate\(objective, "
-            r"structure=egop\.Shared\(\.\.\.\)\)\."
-        ),
+        r"basis must be an egop\.Basis, as egop\.estimate\(objective\) returns, got Shared",
     ),
     "a block across groups": (
         lambda m: egop.ReparameterizedOptimizer(split(m, 2), AdamW, basis_of(MLP, partition="global")),
@@ -216,12 +213,12 @@ REFUSED_GROUPS = {
     "a block name that is taken": (
         lambda m: group(m, basis=egop.Basis([block("0.weight", parameters={"extra": torch.zeros(3, 5).double()})])),
         ValueError,
-        r"Two blocks have the same name among \['0\.weight', '0\.weight'\]",
+        r"Two blocks are named '0\.weight'\.",
     ),
     "a basis that is none": (
         lambda m: group(m, basis={}),
         TypeError,
-        "basis must be an egop.Basis, got dict",
+        "basis must be an egop.Basis, .* got dict",
     ),
 }
 

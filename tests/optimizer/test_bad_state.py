@@ -79,113 +79,101 @@ def in_groups():
     return trained(MLP, groups=groups).optimizer.state_dict()
 
 
-DAMAGED = "The state dict is incomplete or damaged"
+DAMAGED = "The state dict does not fit this optimizer, or is damaged"
 
 # A state dict that is loaded into an AdamW over the small network, and what the error says.
 REFUSED = {
     "of other names": (
         lambda: state_of_module(renamed),
         (
-            r"The state dict is of another model: only it has \['1\.bias', '1\.weight', '3\.bias', '3\.weight'\], "
+            r"It is of another model: only it has \['1\.bias', '1\.weight', '3\.bias', '3\.weight'\], "
             r"only the optimizer has \['0\.bias', '0\.weight', '2\.bias', '2\.weight'\]"
         ),
     ),
     "of other shapes": (
         lambda: state_of_module(wider),
-        r"Block '0\.weight' has shape \(7, 6\) in the state dict, but \(5, 6\) here",
+        r"Its '0\.weight' has shape \(7, 6\), but here it has \(5, 6\)",
     ),
     "of another order": (reordered, r"parameters in another order: \['2\.weight', .*\], but here \['0\.weight', .*\]"),
-    "of more groups": (in_groups, r"The state dict has 2 parameter group\(s\), the optimizer 1"),
+    "of more groups": (in_groups, r"It has groups of \[2, 2\] parameters .*, the optimizer of \[4\]"),
     "of a plain optimizer": (
         plain,
-        (
-            "This is not a state dict of egop.ReparameterizedOptimizer, but of a plain optimizer. Moments of another "
-            "coordinate system cannot be loaded: load the model's weights alone"
-        ),
+        "It is of a plain optimizer. Moments of another coordinate system cannot be loaded: load the model's weights",
     ),
     "of another optimizer": (
         lambda: trained(MLP, OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1})).optimizer.state_dict(),
-        "The state dict is of SGD, this optimizer runs AdamW",
+        "It is of SGD, this optimizer runs AdamW",
     ),
     "of a later version": (lambda: told(version=99), "has version 99; this egop reads 2"),
-    "of an earlier version": (lambda: own() | {"egop": {"version": 1}}, "has version 1; this egop reads 2"),
     "of an unknown structure": (
         lambda: told(block=read_about(own()["state"][0])["block"] | {"structure": "Fancy"}),
         "Unknown structure 'Fancy'. This version of egop knows .*Identity",
     ),
     "not a dict": (lambda: [1, 2], r"must be a dict as optimizer\.state_dict\(\) gives it, got \[1, 2\]"),
-    "empty": (dict, rf"{DAMAGED} \(KeyError: 'param_groups'\)\. Load one as optimizer\.state_dict"),
-    "without state": (lambda: without("state"), "not a state dict of egop.ReparameterizedOptimizer"),
-    "without groups": (lambda: without("param_groups"), rf"{DAMAGED} \(KeyError: 'param_groups'\)"),
+    "empty": (dict, rf"{DAMAGED}\. KeyError: 'state'"),
+    "without state": (lambda: without("state"), rf"{DAMAGED}\. KeyError: 'state'"),
+    "without groups": (lambda: without("param_groups"), rf"{DAMAGED}\. KeyError: 'param_groups'"),
     "without version": (lambda: told(version=None), "has version None; this egop reads 2"),
     "without a word of what it is of": (
         lambda: without("state", 0, "egop/about"),
-        rf"{DAMAGED}: the 'egop/about' of '0\.weight' cannot be read \(KeyError",
+        r"An 'egop/about' cannot be read \(KeyError",
     ),
     "with words that are none": (
         lambda: changed(torch.ones(3), "state", 0, "egop/about"),
-        rf"{DAMAGED}: the 'egop/about' of '0\.weight' cannot be read",
+        "An 'egop/about' cannot be read",
     ),
-    "without state of a parameter": (lambda: without("state", 2), rf"{DAMAGED}: it has no state of '2\.weight'"),
+    "without state of a parameter": (lambda: without("state", 2), r"It has no state of '2\.weight'"),
     "without coordinates": (
         lambda: without("state", 2, "egop/coordinates/0"),
-        rf"{DAMAGED}: it has no 'egop/coordinates/0' of block '2\.weight'",
+        r"It has no 'egop/coordinates/0' of block '2\.weight'",
     ),
     "without a basis": (
         lambda: without("state", 0, "egop/basis/basis"),
-        rf"{DAMAGED}: the basis of '0\.weight' cannot be built \(KeyError: 'basis'\)",
+        rf"{DAMAGED}\. KeyError: 'basis'",
     ),
     "with counts that are none": (
         lambda: changed(torch.ones(2, dtype=torch.int64), "state", 1, "egop/clock"),
-        rf"{DAMAGED}: 'egop/clock' of '0\.bias' does not hold four counts",
-    ),
-    "with digests cut short": (
-        lambda: changed(torch.ones(1, 3, dtype=torch.uint8), "state", 0, "egop/stands_for"),
-        rf"{DAMAGED}: 'egop/stands_for' of block '0\.weight' does not hold digests",
+        DAMAGED,
     ),
     "without a second moment": (
         lambda: without("state", 0, "exp_avg_sq"),
-        r"The state of block '0\.weight' in the state dict has no 'exp_avg_sq', which AdamW keeps",
-    ),
-    "without moments of a parameter outside": (
-        lambda: changed({key: own()["state"][1][key] for key in ("egop/about", "egop/clock")}, "state", 1),
-        r"The state of parameter '0\.bias' in the state dict has no '.*', which AdamW keeps",
+        r"It has no 'exp_avg_sq' of block '0\.weight', which AdamW keeps",
     ),
     "with a moment of another shape": (
         lambda: changed(torch.ones(5, 6).double(), "state", 0, "exp_avg"),
-        r"'exp_avg' of block '0\.weight' has shape \(5, 6\) in the state dict, but \(30,\) here",
+        r"'exp_avg' of block '0\.weight' is a .* of shape \(5, 6\) .*\. Must be a tensor of shape \(30,\)",
     ),
     "with a moment of another dtype": (
         lambda: changed(torch.ones(30), "state", 0, "exp_avg"),
-        r"'exp_avg' of block '0\.weight' has torch\.float32 in the state dict, but torch\.float64 here",
+        r"'exp_avg' of block '0\.weight' is .* torch\.float32\. Must be of torch\.float64",
     ),
     "with a moment that is text": (
         lambda: changed("abc", "state", 1, "exp_avg"),
-        r"'exp_avg' of parameter '0\.bias' is 'abc' in the state dict\. Must be a tensor of shape \(5,\)",
+        r"'exp_avg' of parameter '0\.bias' is 'abc'\. Must be a tensor of shape \(5,\)",
     ),
     "with a moment that is not AdamW's": (
         lambda: changed(torch.ones(30).double(), "state", 0, "velocity"),
-        r"The state of block '0\.weight' in the state dict has a 'velocity', which AdamW does not keep",
+        r"It has 'velocity' of block '0\.weight', which AdamW does not keep",
     ),
     "with a negative count of steps": (
         lambda: changed(torch.tensor(-1.0), "state", 0, "step"),
-        r"'step' of block '0\.weight' is -1\.0 in the state dict\. Must be zero or a positive number",
+        r"'step' of block '0\.weight' is tensor\(-1\.\)\. Must be a count",
     ),
     "with lr as text": (
         lambda: changed("abc", "param_groups", 0, "lr"),
-        r"Parameter group 0 of the state dict has lr='abc'\. Must be a finite number",
+        r"Its parameter group 0 has lr='abc'\. Must be a number",
     ),
     "with lr that is no number": (
         lambda: changed(float("nan"), "param_groups", 0, "lr"),
-        r"Parameter group 0 of the state dict has lr=nan\. Must be a finite number",
+        "Its parameter group 0 has hyper-parameters that AdamW refuses: Invalid learning rate: nan",
     ),
     "with a negative lr": (
         lambda: changed(-1.0, "param_groups", 0, "lr"),
-        "Parameter group 0 of the state dict has hyper-parameters that AdamW refuses: Invalid learning rate: -1.0",
+        "Its parameter group 0 has hyper-parameters that AdamW refuses: Invalid learning rate: -1.0",
     ),
     "with one beta": (
         lambda: changed((0.9,), "param_groups", 0, "betas"),
-        r"Parameter group 0 of the state dict has betas=\(0\.9,\)\. Must be 2 finite numbers",
+        "Its parameter group 0 has hyper-parameters that AdamW refuses",
     ),
     "with a beta above one": (
         lambda: changed((0.9, 1.5), "param_groups", 0, "betas"),
@@ -197,15 +185,15 @@ REFUSED = {
     ),
     "with a basis that is none": (
         lambda: changed(torch.ones(30, 30).double(), "state", 0, "egop/basis/basis"),
-        rf"{DAMAGED}: the basis of '0\.weight' cannot be built .*not orthonormal",
+        "not orthonormal",
     ),
     "with state of nothing": (
         lambda: changed({"step": torch.tensor(1.0)}, "state", 99),
-        rf"{DAMAGED}: it has state of \[99\], which are not parameters",
+        r"It has state of \[99\], which are not parameters",
     ),
     "with coordinates cut short": (
         lambda: changed(torch.ones(7), "state", 0, "egop/coordinates/0"),
-        r"Block '0\.weight' has coordinates of shape \(7,\) in the state dict, but \(30,\) here",
+        r"Block '0\.weight' has coordinates of shape \(7,\), but \(30,\) here",
     ),
     "with state that is none": (lambda: changed(None, "state"), DAMAGED),
 }

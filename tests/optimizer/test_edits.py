@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cases import OptimizerCase
-from egop.optimizer import binding
+from egop.optimizer import stacks
 from explicit import (
     LAYOUTS,
     Explicit,
@@ -38,7 +38,7 @@ EDITS = {
 @pytest.fixture
 def on_another_device(monkeypatch):
     """As on devices where looking at the values would be costly: writes are noticed by torch's counter alone."""
-    monkeypatch.setattr(binding, "compares_values", lambda device: False)
+    monkeypatch.setattr(stacks, "compares_values", lambda device: False)
 
 
 @pytest.mark.parametrize("edit", EDITS)

@@ -171,14 +171,3 @@ def test_a_step_that_was_replaced_on_the_class_is_called(monkeypatch):
     compute_gradients(model)
     optimizer.step()
     assert calls == [optimizer.inner]
-
-
-def test_the_profiler_sees_the_inner_step():
-    model = build()
-    optimizer = wrap_and_step(model, outside=torch.optim.Adagrad)
-    compute_gradients(model)
-    with torch.profiler.profile() as profile:
-        optimizer.step()
-    names = [event.key for event in profile.key_averages()]
-    for name in ("ReparameterizedOptimizer", "AdamW", "Adagrad"):
-        assert f"Optimizer.step#{name}.step" in names

@@ -29,6 +29,7 @@ def test_a_step_takes_two_products_a_block_and_one_call_for_blocks_of_one_shape(
         monkeypatch.setattr(FullChange, name, counted(name, getattr(FullChange, name)))
     case, basis = case_and_basis(layout)
     side = Wrapped(case.build(), basis, ADAMW)
+    train(side, case.batches(), 1)  # which also compares coordinates and parameters
     for batch in case.batches():
         side.loss(batch).backward()
         calls.update(encode=0, decode=0)

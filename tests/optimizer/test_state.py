@@ -286,9 +286,9 @@ def test_copies_of_the_entries_of_a_block_of_several_parameters_change_nothing()
 
 
 WRITES = {
-    "coordinates of another shape": ("egop/coordinates/0", lambda: torch.zeros(1), r"of \(1,\) where \(30,\) was"),
-    "a moment of another shape": ("exp_avg", lambda: torch.zeros(2, 2), r"'exp_avg' of \(2, 2\) where \(30,\) was"),
-    "a moment that is none": ("exp_avg", lambda: "x", "'exp_avg' of str where"),
+    "other coordinates": ("egop/coordinates/0", lambda: torch.zeros(30), "another 'egop/coordinates/0' than before"),
+    "a moment of another shape": ("exp_avg", lambda: torch.zeros(2, 2), r"'exp_avg' of .* of shape \(2, 2\)"),
+    "a moment that is none": ("exp_avg", lambda: "x", r"'exp_avg' of block '0\.weight' is 'x'"),
 }
 
 
@@ -300,7 +300,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_else_is_taken(what):
     steps(model, optimizer, 2)
     optimizer.state[model[2].weight]["exp_avg"] = torch.zeros(15).double()
     optimizer.state[model[0].weight][key] = value()
-    with pytest.raises(ValueError, match=f"{message}.*Nothing of what was written"):
+    with pytest.raises(ValueError, match=f"{message}.*Nothing"):
         optimizer.step()
     assert identical(steps(model, optimizer, 3, first=2), straight)
 
@@ -317,15 +317,15 @@ def test_other_writes_that_cannot_be_kept_are_refused():
     model = MLP.build()
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis_of(MLP), lr=0.01)
     optimizer.state[model[0].weight]["egop/basis/basis"].mul_(2)
-    with pytest.raises(ValueError, match=r"'egop/basis/basis' in optimizer\.state was written to in place"):
+    with pytest.raises(ValueError, match="another 'egop/basis/basis' than before"):
         steps(model, optimizer, 1)
 
 
 def test_what_is_of_no_parameter_is_kept_saved_and_loaded():
     model, optimizer = started()
-    optimizer.state["mine"] = {"count": 3}
+    optimizer.state["mine"], optimizer.state["number"] = {"count": 3}, 7
     steps(model, optimizer, 2)
-    assert optimizer.state["mine"] == {"count": 3}
+    assert (optimizer.state["mine"], optimizer.state["number"]) == ({"count": 3}, 7)
     other, loaded = started()
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert loaded.state["mine"] == {"count": 3}

@@ -1,8 +1,6 @@
-"""First bases: a progress bar if they take long, and a fast path for wide layers."""
+"""First bases: a fast path for wide layers."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,34 +19,6 @@ def one_step(model, refresh):
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     optimizer.step()
     return optimizer
-
-
-@pytest.mark.parametrize("refresh", [egop.Online(), egop.Online(tolerance=0.1)], ids=["in turn", "drifted"])
-def test_slow_first_bases_show_a_progress_bar_before_the_work_starts(refresh, capsys, monkeypatch):
-    def shown_before(matrix):
-        assert "First bases: 4 up to 9 wide, about 0 s:   0%" in capsys.readouterr().err
-        monkeypatch.setattr(eigenbases, "eigenbasis", eigenbasis)
-        return eigenbasis(matrix)
-
-    monkeypatch.setattr(eigenbases, "_PROGRESS_AFTER", 0.0)
-    monkeypatch.setattr(eigenbases, "eigenbasis", shown_before)
-    one_step(nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2)), refresh)
-    assert "4/4" in capsys.readouterr().err
-
-
-def test_fast_first_bases_show_no_progress_bar(capsys):
-    one_step(nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 2)), egop.Online())
-    assert capsys.readouterr().err == ""
-
-
-def test_the_time_estimate_grows_with_the_work():
-    def matrix(kind):
-        return SimpleNamespace(shape=(6000, 6000), device=torch.device(kind))
-
-    full = eigenbases.estimate_seconds([matrix("cpu")], is_leading=False)
-    assert 10 < full < 100
-    assert eigenbases.estimate_seconds([matrix("cpu")], is_leading=True) < 5
-    assert eigenbases.estimate_seconds([matrix("cuda")], is_leading=False) < full
 
 
 def test_a_wide_layer_with_few_rows_gets_all_its_eigenvectors(monkeypatch):

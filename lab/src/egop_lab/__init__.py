@@ -1,4 +1,4 @@
-"""The paper's experiments, what they are kept and shown with, and benchmarks, on top of ``egop``'s public names."""
+"""The paper's experiments with their records and report, a race between optimizers, and benchmarks of ``egop``."""
 
 from importlib import metadata
 

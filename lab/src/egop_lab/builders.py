@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import egop
@@ -35,7 +34,7 @@ class MissingPackageError(MissingDataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Everything that optimizers are built from; each method uses what it needs.
+    """Everything that optimizers are built from; each builder uses what it needs.
 
     Attributes:
         model: the model to train.
@@ -47,9 +46,7 @@ class Setup:
         init_fn: initialises the model, for bases from gradients at fresh initialisations.
         samples: the number of gradients for such a basis.
         seed: the seed of the sampling.
-        inside: one or several name patterns of the weights that get a basis; by default all that can.
         memory: limit for all bases together.
-        bases: a cache of estimated bases by structure, for trainings that share them.
     """
 
     model: nn.Module
@@ -61,38 +58,20 @@ class Setup:
     init_fn: Callable[[nn.Module], Any] | None = None
     samples: int | None = None
     seed: int = 0
-    inside: str | Sequence[str] | None = None
     memory: str = "2GiB"
-    bases: MutableMapping[egop.Structure, egop.Basis] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the model."""
         return list(self.model.parameters())
 
-    @property
-    def hidden(self) -> list[nn.Parameter]:
-        """Weights for matrix optimizers: those that match ``inside``, else all but embeddings and the last layer."""
-        ends = set(_ends(self.model))
-        if self.inside is None:
-            return [weight for weight in self.parameters if weight.dim() > 1 and weight not in ends]
-        named = self.model.named_parameters()
-        return [weight for name, weight in named if weight.dim() > 1 and any(map(_matching(name), self._patterns))]
-
-    def upfront(self, structure: egop.Structure) -> egop.Basis:
-        """Return a basis from gradients at fresh initialisations (a random one needs none)."""
-        if self.bases is None:
-            return self._estimate(structure)
-        if structure not in self.bases:
-            self.bases[structure] = self._estimate(structure)
-        return self.bases[structure]
-
-    def _estimate(self, structure: egop.Structure) -> egop.Basis:
+    def estimate(self, structure: egop.Structure) -> egop.Basis:
+        """Estimate a basis from gradients at fresh initialisations."""
         assert self.objective is not None
         return egop.estimate(
             self.objective,
             rho=egop.Initialization(init_fn=self.init_fn),
-            structure=self._select(structure),
+            structure=structure,
             samples=self.samples,
             generator=torch.Generator().manual_seed(self.seed),
             sampling="loop",
@@ -104,17 +83,6 @@ class Setup:
         assert self.period is not None
         rho = egop.Recentered(scale)
         return egop.Every(self.period, self.objective, rho, samples=self.samples, seed=self.seed)
-
-    def online(self, structure: egop.Structure) -> egop.Refresh:
-        """Return a schedule for a basis that follows the gradients of the training."""
-        return egop.Online(every=self.every, structure=self._select(structure), memory=self.memory)
-
-    @property
-    def _patterns(self) -> Sequence[str]:
-        return [self.inside] if isinstance(self.inside, str) else self.inside or []
-
-    def _select(self, structure: egop.Structure) -> Any:
-        return structure if self.inside is None else dict.fromkeys(self._patterns, structure)
 
 
 @dataclass(frozen=True)
@@ -191,24 +159,38 @@ def build_adamw(setup: Setup) -> Optimizer:
 def build_rotated(
     setup: Setup,
     *,
+    base: type[Optimizer] = torch.optim.AdamW,
     upfront: egop.Structure | None = None,
     renewed: bool = False,
     scale: float = 0.0,
     online: egop.Structure | None = None,
-    compile: bool = False,
+    aligned: bool = False,
 ) -> Optimizer:
-    """Build AdamW in a basis: estimated before the training, and maybe again later, or following the gradients."""
-    basis = None if upfront is None else setup.upfront(upfront)
-    refresh = setup.online(online) if online is not None else setup.resample(scale) if renewed else None
-    return egop.ReparameterizedOptimizer(
-        setup.model, torch.optim.AdamW, basis, refresh=refresh, compile=compile, **setup.options, **setup.adam
-    )
+    """Build an optimizer in rotated coordinates; a base other than AdamW has AdamW for the other parameters.
+
+    Args:
+        setup: what it is built from.
+        base: the optimizer in these coordinates.
+        upfront: the structure of a basis that is estimated before the training.
+        renewed: estimate it again after every period, at the current point.
+        scale: the standard deviation around that point.
+        online: the structure of a basis that follows the gradients.
+        aligned: align the basis to the base optimizer.
+    """
+    refresh: egop.Refresh | None = setup.resample(scale) if renewed else None
+    if online is not None:
+        refresh = egop.Online(every=setup.every, structure=online, memory=setup.memory)
+    if aligned:
+        refresh = egop.Aligned(memory=setup.memory)
+    adam = {"outside": (torch.optim.AdamW, dict(setup.adam))} if base is not torch.optim.AdamW else setup.adam
+    basis = None if upfront is None else setup.estimate(upfront)
+    return egop.ReparameterizedOptimizer(setup.model, base, basis, refresh=refresh, **setup.options, **adam)
 
 
 def build_soap(setup: Setup, *, every: int) -> Optimizer:
     """Build SOAP from this library, which steps all weights of one shape at once: a faster step.
 
-    Of a kernel it has two bases, of the outputs and of inputs and kernel together, where SOAP has four (docs/soap.md).
+    Of a kernel it has two bases, of outputs and of inputs with the kernel, where SOAP has four (lab/notes/soap.md).
     """
     return egop.ReparameterizedOptimizer(
         setup.model,
@@ -225,9 +207,7 @@ def build_muon(setup: Setup) -> Optimizer:
     torch's Muon takes no kernels, so networks with convolutions have another one, which sees them as matrices.
     """
     kernels = [part.weight for part in setup.model.modules() if isinstance(part, nn.Conv2d)]
-    ends = set(_ends(setup.model))
-    inside = set(kernels or [tensor for tensor in setup.parameters if tensor.dim() == 2 and tensor not in ends])
-    hidden, others = ([each for each in setup.parameters if (each in inside) is wanted] for wanted in (True, False))
+    hidden, others = _split(setup, kernels or [weight for weight in _find_hidden(setup.model) if weight.dim() == 2])
     if not kernels:
         muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **setup.options)
         return CombinedOptimizer(muon, torch.optim.AdamW(others, **setup.options, **setup.adam))
@@ -242,49 +222,8 @@ def build_muon(setup: Setup) -> Optimizer:
 
 def build_stacked(setup: Setup, *, kind: type[Optimizer]) -> Optimizer:
     """Build a matrix optimizer for hidden matrices and kernels, and AdamW for everything else."""
-    hidden = set(setup.hidden)
-    others = [parameter for parameter in setup.parameters if parameter not in hidden]
-    return CombinedOptimizer(
-        kind(setup.hidden, **setup.options), torch.optim.AdamW(others, **setup.options, **setup.adam)
-    )
-
-
-def build_in_coordinates(
-    setup: Setup,
-    *,
-    base: type[Optimizer],
-    upfront: egop.Structure | None = None,
-    random: egop.Structure | None = None,
-    online: egop.Structure | None = None,
-    aligned: bool = False,
-) -> Optimizer:
-    """Build a base optimizer in at most one kind of coordinates, with AdamW for the other parameters.
-
-    Args:
-        setup: what it is built from.
-        base: AdamW, or an optimizer for matrices.
-        upfront: the structure of a basis that is estimated before the training.
-        random: the structure of a random basis.
-        online: the structure of a basis that follows the gradients.
-        aligned: whether to align the basis to the base optimizer.
-    """
-    own = setup.adam if base is torch.optim.AdamW else {}
-    if not (upfront or random or online or aligned):
-        return build_adamw(setup) if own is setup.adam else build_stacked(setup, kind=base)
-    before = egop.extras.RandomRotation(seed=setup.seed, like=random) if random else upfront
-    return egop.ReparameterizedOptimizer(
-        setup.model,
-        base,
-        None if before is None else setup.upfront(before),
-        refresh=setup.online(online) if online else egop.Aligned(memory=setup.memory) if aligned else None,
-        outside=(torch.optim.AdamW, dict(setup.adam)),
-        **setup.options,
-        **own,
-    )
-
-
-def _matching(name: str) -> Callable[[str], bool]:
-    return lambda pattern: fnmatch.fnmatchcase(name, pattern)
+    hidden, others = _split(setup, _find_hidden(setup.model))
+    return CombinedOptimizer(kind(hidden, **setup.options), torch.optim.AdamW(others, **setup.options, **setup.adam))
 
 
 def build_egop(setup: Setup) -> Optimizer:
@@ -292,8 +231,16 @@ def build_egop(setup: Setup) -> Optimizer:
     return egop.EGOP(setup.model, **setup.options, fused=setup.adam.get("fused"))
 
 
-def _ends(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights that Muon is not meant for: embeddings and the last layer."""
+def _split(setup: Setup, chosen: Iterable[Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split the parameters into the chosen ones and the others, in their own order."""
+    inside = set(chosen)
+    hidden, others = ([each for each in setup.parameters if (each in inside) is wanted] for wanted in (True, False))
+    return hidden, others
+
+
+def _find_hidden(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights for matrix optimizers: all matrices and kernels but embeddings and the last layer."""
     layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    for part in [*layers[-1:], *(part for part in model.modules() if isinstance(part, nn.Embedding))]:
-        yield from part.parameters()
+    ends = [*layers[-1:], *(part for part in model.modules() if isinstance(part, nn.Embedding))]
+    outside = {parameter for part in ends for parameter in part.parameters()}
+    return [weight for weight in model.parameters() if weight.dim() > 1 and weight not in outside]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +59,7 @@ def demo(
         closing = experiment.summary(result)
         console = Console()
         console.print()
-        console.print(_table(result))
+        console.print(_digits_table(result))
         console.print(f"The basis took {result.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
         language, words = None, ""
         if steps:
@@ -76,41 +77,38 @@ def demo(
         typer.echo(f"\nSaved {out / 'demo.svg'} (picture) and {out / 'demo.json'} (numbers).")
 
 
-def _language_table(language: Language) -> Table:
+def _make_table(title: str, caption: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Create a table without rows, with left-aligned columns of text and right-aligned ones of numbers."""
     from rich.table import Table
 
-    adamw = language.runs[0]
-    size = f"{language.parameters:,} parameters, {language.characters:,} bytes of text"
-    table = Table(title=f"A language model: {size}", title_justify="left")
-    table.caption = "steps and seconds to the same loss: until as low as AdamW's final validation loss"
-    table.caption_justify = "left"
-    table.add_column("optimizer")
-    for heading in ("lr", "validation\nloss", "steps to\nsame loss", "seconds to\nsame loss", "seconds"):
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for heading in texts:
+        table.add_column(heading)
+    for heading in numbers:
         table.add_column(heading, justify="right")
-    for run in language.runs:
-        reached = run.reached(adamw.loss[-1])
-        table.add_row(
-            run.optimizer,
-            f"{run.lr:g}",
-            f"{run.loss[-1]:.3f}",
-            *(["never", "never"] if reached is None else [str(reached[0]), f"{reached[1]:.1f}"]),
-            f"{run.seconds[-1]:.1f}",
-        )
     return table
 
 
-def _table(result: Demo) -> Table:
-    from rich.table import Table
+def _language_table(language: Language) -> Table:
+    adamw = language.runs[0]
+    size = f"{language.parameters:,} parameters, {language.characters:,} bytes of text"
+    caption = "steps and seconds to the same loss: until as low as AdamW's final validation loss"
+    numbers = ("lr", "validation\nloss", "steps to\nsame loss", "seconds to\nsame loss", "seconds")
+    table = _make_table(f"A language model: {size}", caption, ["optimizer"], numbers)
+    for run in language.runs:
+        reached = run.reached(adamw.loss[-1])
+        to_loss = ["never", "never"] if reached is None else [str(reached[0]), f"{reached[1]:.1f}"]
+        table.add_row(run.optimizer, f"{run.lr:g}", f"{run.loss[-1]:.3f}", *to_loss, f"{run.seconds[-1]:.1f}")
+    return table
 
+
+def _digits_table(result: Demo) -> Table:
     from egop_lab.formatting import pluralize
 
-    table = Table(title=f"After {pluralize(result.epochs, 'epoch')}, from equivalent starts", title_justify="left")
-    table.caption = "epochs to same loss: until as low as the final loss in original coordinates"
-    table.caption_justify = "left"
-    table.add_column("optimizer")
-    table.add_column("coordinates")
-    for heading in ("lr", "final loss", "test\naccuracy", "epochs to\nsame loss", "seconds"):
-        table.add_column(heading, justify="right")
+    title = f"After {pluralize(result.epochs, 'epoch')}, from equivalent starts"
+    caption = "epochs to same loss: until as low as the final loss in original coordinates"
+    numbers = ("lr", "final loss", "test\naccuracy", "epochs to\nsame loss", "seconds")
+    table = _make_table(title, caption, ["optimizer", "coordinates"], numbers)
     for original, reparameterized in result.pairs():
         for run in (original, reparameterized):
             curve = run.curve
@@ -195,7 +193,7 @@ def report(
 ) -> None:
     """Write a page with everything that has been reproduced: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
-        from egop_lab.report import index, reproduction, results
+        from egop_lab.report import index, reproduction
 
         if not any(records.glob("*.jsonl")):
             fail(f"There are no records in {records}. Create some with: egop-lab reproduce --all", status=2)
@@ -207,8 +205,6 @@ def report(
             f"{reproduction.format_counts(sections)}\nSaved {out / 'reproduction.html'} and {out / 'reproduction.md'}."
         )
         typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
-        if results.write_markdown(records, out / "results.md"):
-            typer.echo(f"The table of results: {out / 'results.md'}.")
 
 
 @app.command()
@@ -217,7 +213,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="sampling, bases, steps, host, epoch, growth or sweep; may be repeated (default: all).",
+            help="bases, steps or host; may be repeated (default: all).",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if available).")] = None,

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["replace_atomically", "replace_nonfinite", "write_json"]
-
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 import egop
 
-__all__ = ["Muon", "NorMuon"]
-
 
 class Muon(egop.optim.MatrixOptimizer):
     """The momentum with all singular values close to one, scaled to updates of AdamW's size as in torch's Muon.

@@ -1,4 +1,4 @@
-"""Image folders: found and read, cropped at random and ten times, the same held on the device as read by workers."""
+"""Image folders: found and read, cropped at random and ten times."""
 
 from __future__ import annotations
 
@@ -162,9 +162,8 @@ def test_normalised_pixels_have_imagenets_scale():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("hold", [10**9, 0], ids=["held", "read"])
-def test_training_batches_repeat_by_seed_and_change_from_pass_to_pass(folder, hold):
-    data = load(folder, hold_bytes=hold, workers=0)
+def test_training_batches_repeat_by_seed_and_change_from_pass_to_pass(folder):
+    data = load(folder)
     one, same, other = (data.training(5, seed) for seed in (3, 3, 4))
     first, again = list(one), list(one)
     assert len(one) == len(first) == 2  # of 12 images; the two that are left over wait for another pass
@@ -175,22 +174,13 @@ def test_training_batches_repeat_by_seed_and_change_from_pass_to_pass(folder, ho
     assert not torch.equal(first[0][0], next(iter(other))[0])
 
 
-@pytest.mark.parametrize("hold", [10**9, 0], ids=["held", "read"])
-def test_crops_keep_their_labels(folder, hold):
-    for crops, labels in load(folder, hold_bytes=hold, workers=0).training(4, 0):
+def test_crops_keep_their_labels(folder):
+    for crops, labels in load(folder).training(4, 0):
         assert torch.equal(crops.mean((2, 3))[:, :2].argmax(1), labels)  # the class's colour
 
 
 @pytest.mark.parametrize("ten", [False, True])
-def test_held_and_read_images_are_evaluated_alike(tmp_path, ten):
-    folder = write_folder(tmp_path, size=(16, 16))
-    held, read = (list(load(folder, hold_bytes=limit, workers=0).validation(ten=ten)) for limit in (10**9, 0))
-    views = [torch.cat([batch[0] for batch in batches]) for batches in (held, read)]
-    assert views[0].shape == (8, 10 if ten else 1, 3, 8, 8)
-    assert torch.equal(*views)
-
-
-def test_workers_read_what_this_process_reads(folder):
-    here, there = (next(iter(load(folder, hold_bytes=0, workers=count).training(6, 0))) for count in (0, 1))
-    assert torch.equal(here[0], there[0])
-    assert torch.equal(here[1], there[1])
+def test_every_image_is_evaluated_once(tmp_path, ten):
+    batches = list(load(write_folder(tmp_path)).validation(ten=ten))
+    assert torch.cat([views for views, _ in batches]).shape == (8, 10 if ten else 1, 3, 8, 8)
+    assert torch.cat([labels for _, labels in batches]).tolist() == [0] * 4 + [1] * 4

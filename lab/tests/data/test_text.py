@@ -47,9 +47,3 @@ def test_damaged_text_is_said_in_one_line(tmp_path):
     (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"text" * 100)[:20])
     with pytest.raises(MissingDataError, match=r"text\.txt\.gz cannot be read .* with --data PATH"):
         load(str(tmp_path), CPU, smallest=1)
-
-
-def test_another_text_has_another_summary():
-    one, two = (Text(torch.tensor([1, 2, last], dtype=torch.uint8), torch.zeros(2)).summary for last in (3, 4))
-    assert one["train"] == two["train"] == 3
-    assert one["sha256"] != two["sha256"]

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from egop_lab.experiments.curves import (
-    best_rate,
     check_same_in_both,
     first_below,
     median,
@@ -15,6 +14,7 @@ from egop_lab.experiments.curves import (
 )
 from egop_lab.training.records import Record
 from egop_lab.training.sweeps import EGOP
+from egop_lab.training.tuning import best_rate
 
 
 def test_medians_and_quartiles_count_what_is_not_finite_as_worst():

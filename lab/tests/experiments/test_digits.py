@@ -5,13 +5,15 @@ import pytest
 import torch
 
 import egop
+from egop_lab.builders import build_torch_optimizer
 from egop_lab.data.digits import digits
 from egop_lab.experiments.digits import DigitsExperiment
-from egop_lab.models.small import cross_entropy, xavier_
+from egop_lab.models.small import cross_entropy, scores, xavier_
 from egop_lab.training import batched
 from egop_lab.training import digits as digits_problem
 from egop_lab.training.context import Context, map_in_processes
-from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, train_single
+from egop_lab.training.digits import BATCH, STEPS_PER_EPOCH, DigitsProblem, make_generator
+from egop_lab.training.loop import train
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
 from fakes import verdicts
@@ -128,6 +130,18 @@ def test_a_toy_run_has_curves_of_all_methods_in_both_coordinates(tmp_path, monke
     assert all(series.egop == (EGOP in series.label) for series in picture.panels[0].series)
 
 
+class Epochs:
+    """Batches of a trial; each pass is its next epoch."""
+
+    def __init__(self, tensors, seed):
+        self.tensors, self.seed, self.epoch = tensors, seed, 0
+
+    def __iter__(self):
+        order = torch.randperm(len(self.tensors[0]), generator=make_generator(self.seed, self.epoch))
+        self.epoch += 1
+        return (tuple(tensor[rows] for tensor in self.tensors) for rows in order.split(BATCH))
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD+momentum"])
 def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
@@ -147,7 +161,16 @@ def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
     problem = DigitsProblem(seeds, torch.device("cpu"))
     basis = batched.Basis.stack(bases) if turned else None
     found, _ = batched.train(problem, optimizer, rates, 2 * STEPS_PER_EPOCH, record_every=STEPS_PER_EPOCH, basis=basis)
-    alone = train_single(seeds[1], optimizer, rates[0], 2, basis=bases[1] if turned else None)
+    model, sets = digits_problem.network(seeds[1]), digits().to("cpu")
+    alone = train(
+        model,
+        build_torch_optimizer(optimizer, model, rates[0], bases[1] if turned else None),
+        cross_entropy,
+        Epochs(sets[0], seeds[1]),
+        2,
+        evaluate=lambda model: scores(model, *sets),
+        progress=False,
+    )
     assert found["loss"][1, 0].tolist() == pytest.approx(alone.loss, rel=1e-4)
     assert found["test accuracy"][1, 0].tolist() == pytest.approx(alone.metrics["test accuracy"], abs=2e-3)
 

@@ -6,6 +6,7 @@ from egop_lab.data.batches import DataSet, Split
 from egop_lab.data.missing import MissingDataError
 from egop_lab.experiments import layer_spectra
 from egop_lab.experiments.layer_spectra import NORMAL, LayerSpectraExperiment
+from egop_lab.models.small import perceptron
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import subsample
@@ -70,11 +71,12 @@ def clothes(folder):
 
 def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
     small = torch.nn.Sequential(torch.nn.Linear(196, 2), torch.nn.ReLU(), torch.nn.Linear(2, 4))
-    problem = layer_spectra._problem
+    problem = layer_spectra._load_problem
     monkeypatch.setattr(layer_spectra, "fashion_mnist", clothes)
+    monkeypatch.setattr(layer_spectra, "digits_network", lambda: perceptron(64, 4, 10))
     monkeypatch.setattr(
         layer_spectra,
-        "_problem",
+        "_load_problem",
         lambda data, context: (small, problem(data, context)[1]) if data == "fashion" else problem(data, context),
     )
     store, said = Store(tmp_path / "records.jsonl"), []
@@ -82,7 +84,7 @@ def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
     assert {line.partition(": ")[0] for line in said} == {"images"}
     assert [record.config["data"] for record in store] == ["digits", "fashion", "fashion"]
     sizes = [[layer["dimension"] for layer in record.result.values()] for record in store]
-    assert sizes == [[2048, 320], [392, 8], [392, 8]]
+    assert sizes == [[256, 40], [392, 8], [392, 8]]
     assert [record.config.get("rho") for record in store] == [None, None, NORMAL]
     assert {claim.id for claim in Toy().judge(store, "quick")} == {
         "layer-spectra/digits",

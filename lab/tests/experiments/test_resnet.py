@@ -16,7 +16,6 @@ from egop_lab.experiments.resnet import ResnetExperiment
 from egop_lab.experiments.resnet_claims import (
     ADAMW,
     AROUND,
-    BOTH_SIDES,
     PERIODIC,
     SOAP_10,
     SOAP_100,
@@ -27,14 +26,13 @@ from egop_lab.experiments.resnet_claims import (
 )
 from egop_lab.experiments.resnet_long import FIRST, LongRuns
 from egop_lab.experiments.resnet_runs import OPTIONAL, ShortRuns
-from egop_lab.methods import RESNET, get_label, get_methods
+from egop_lab.methods import RESNET as METHODS
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import TUNING
 from fakes import image_folder
 
-METHODS = get_methods(RESNET)
-ONLINE, MUON = get_label(RESNET, "shared-online"), get_label(RESNET, "muon")
+ONLINE, MUON = "EGOP online", "Muon"
 EXPERIMENT = ResnetExperiment()
 SMALL = {"batch": 8, "trials": 1, "side": 20, "crop": 16, "depths": [1], "width": 4, "images": ["all", "all"]}
 
@@ -147,7 +145,7 @@ def test_no_time_no_new_run_and_the_next_slice_goes_on(folder, tmp_path, monkeyp
     assert len(done) == 5
     Toy().run(Store(store.path), context(folder))
     assert len(done) == len(set(done)) == 2 * len(METHODS)
-    assert done[-2:] == [(BOTH_SIDES, TUNING), (BOTH_SIDES, 0)], "what may be left out comes last"
+    assert done[-2:] == [(*OPTIONAL, TUNING), (*OPTIONAL, 0)], "what may be left out comes last"
 
 
 def test_missing_images_are_said_in_one_line(tmp_path):
@@ -292,7 +290,6 @@ def test_runs_that_are_still_to_come_are_named(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", {name: PAPER[name] for name in (ADAMW, UPFRONT)})
     with pytest.raises(LookupError, match="EGOP each epoch has no tuning run"):
         EXPERIMENT.judge(store, "full")
-    assert OPTIONAL == (BOTH_SIDES,)
 
 
 def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +19,40 @@ from egop_lab.report.statements import STATEMENTS
 
 ROOT = Path(__file__).parents[3]
 PAPER = next((paper for each in ROOT.parents if (paper := each / "shared" / "paper" / "egop.tex").exists()), None)
+KINDS = ("algorithm", "assumption", "corollary", "figure", "lemma", "table", "theorem")
+LAYOUT = ("center", "minipage", "subfigure", "tabular")  # labels inside these belong to the environment around them
+TOKEN = re.compile(r"\\(?:(begin|end)\{(\w+)\*?\}|label\{([^}]*)\})")
+COMMENT = re.compile(r"(?<!\\)%.*")
+
+
+def parse_labels(tex):
+    """Parse the labels of figures, tables, algorithms and statements from LaTeX, in order, each with its kind.
+
+    A statement without a label is named after the section that it is in. Labels of equations and sections are left out.
+    """
+    found, around = {}, []
+    section, named = "", True
+    for boundary, environment, label in TOKEN.findall(COMMENT.sub("", tex)):
+        if boundary == "begin":
+            around.append(environment)
+            named = named and environment not in KINDS
+        elif boundary == "end":
+            if not around or around.pop() != environment:
+                raise ValueError(f"Invalid LaTeX: \\end{{{environment}}} without its \\begin.")
+            if environment in KINDS:
+                if not named:
+                    found[f"{environment} in {section}"] = environment
+                named = True
+        else:
+            outside = [each for each in around if each not in LAYOUT]
+            if outside and outside[-1] in KINDS:
+                found[label] = "table" if label.startswith("tab") else outside[-1]
+                named = True
+            elif outside in ([], ["document"]):
+                section = label
+    return found
+
+
 TEX = r"""
 \begin{document}
 \section{One}\label{sec:one}
@@ -39,7 +74,7 @@ TEX = r"""
 
 
 def test_labels_are_those_of_figures_tables_algorithms_and_statements():
-    assert index.parse_labels(TEX) == {
+    assert parse_labels(TEX) == {
         "fig:part": "figure",
         "table:part": "table",
         "fig:whole": "figure",
@@ -51,12 +86,12 @@ def test_labels_are_those_of_figures_tables_algorithms_and_statements():
 
 def test_an_environment_that_was_not_begun_is_an_error():
     with pytest.raises(ValueError, match=r"Invalid LaTeX: \\end\{lemma\} without its \\begin"):
-        index.parse_labels(r"\begin{figure}\end{lemma}")
+        parse_labels(r"\begin{figure}\end{lemma}")
 
 
 @pytest.mark.skipif(PAPER is None, reason="the paper's LaTeX is not in shared/paper beside or above the repository")
 def test_every_label_of_the_paper_has_a_row_in_its_order():
-    found = index.parse_labels(PAPER.read_text(encoding="utf-8"))
+    found = parse_labels(PAPER.read_text(encoding="utf-8"))
     assert {each.label: each.kind for each in STATEMENTS} == found
     assert [each.label for each in STATEMENTS] == list(found)
 
@@ -119,8 +154,8 @@ def test_verdicts_are_those_of_the_sections(tmp_path):
     assert rows["lem:general-LB"].endswith("| Holds. |")
 
 
-def test_the_page_in_docs_has_these_rows():
-    page = (ROOT / "docs" / "paper-index.md").read_text(encoding="utf-8").splitlines()
+def test_the_page_in_the_notes_has_these_rows():
+    page = (ROOT / "lab" / "notes" / "paper-index.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in page if line.startswith("| `")]
     assert len(rows) == len(STATEMENTS)
     for row, statement in zip(rows, STATEMENTS, strict=True):

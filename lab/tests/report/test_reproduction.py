@@ -67,7 +67,7 @@ def test_a_table_is_in_both_forms_of_the_report(tmp_path):
     reproduction.write_markdown([section], tmp_path / "report.md")
     assert (
         "**Ends & more**\n\n| method | loss \\| rate |\n|---|---|\n| <fast> | 0.25 |\n| slow | 0.5 |\n"
-        in (tmp_path / "report.md").read_text()
+        in (tmp_path / "report" / "toy.md").read_text()
     )
     reproduction.write_html([section], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -107,13 +107,16 @@ def test_the_report_shows_claims_numbers_settings_device_and_figures(tmp_path, t
     found = reproduction.load_sections(tmp_path / "records")
     reproduction.write_markdown(found, tmp_path / "out" / "reproduction.md")
     reproduction.write_html(found, tmp_path / "out" / "reproduction.html")
-    text = (tmp_path / "out" / "reproduction.md").read_text()
-    assert "Of 1 claim of the paper 1 holds." in text
+    summary = (tmp_path / "out" / "reproduction.md").read_text()
+    assert "Of 1 claim of the paper 1 holds." in summary
+    assert "| [A <toy>](reproduction/toy.md) | 1 / 1 | All hold. |" in summary
+    assert "Not run: hungry.\n" in summary
+    assert not (tmp_path / "out" / "reproduction" / "hungry.md").exists()
+    text = (tmp_path / "out" / "reproduction" / "toy.md").read_text()
     assert "| Fast is lower than slow \\| really. | holds | fast: 0.25; slow: 0.5. |  |" in text
-    assert "| [A <toy>](#toy) | 1 / 1 | All hold. |" in text
     assert "Preset: **quick**. 4 runs, 2 seconds in all, on CPU" in text
     assert "| methods | [SGD; SGD, two-sided] |\n| sizes | [n 1, d 2; n 3, d 4] |" in text
-    assert "Not run: hungry.\n" in text
+    assert "](../images/reproduction/toy.svg)" in text
     assert (tmp_path / "out" / "images" / "reproduction" / "toy.svg").exists()
     page = (tmp_path / "out" / "reproduction.html").read_text()
     assert "A &lt;toy&gt;" in page
@@ -156,11 +159,11 @@ def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
 def test_readings_of_ours_are_not_claims_of_the_paper(tmp_path):
     found = section(judged("a"), judged("b", "does not hold", "reading"))
     assert reproduction.format_counts([found]) == (
-        "Of 1 claim of the paper 1 holds; of 1 reading of ours of its figures 1 does not hold."
+        "Of 1 claim of the paper 1 holds; of 1 reading of its figures by us 1 does not hold."
     )
     assert wording.count_holding(found.judged) == "1 / 1"
     reproduction.write_markdown([found], tmp_path / "r.md")
-    assert "| Our reading: So it is. | **does not hold** |" in (tmp_path / "r.md").read_text()
+    assert "| Our reading: So it is. | **does not hold** |" in (tmp_path / "r" / "toy.md").read_text()
 
 
 def flipped(name, verdict, other):
@@ -174,15 +177,15 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     found = [section(flipped("a", "holds", "does not hold"), flipped("b", "does not hold", "holds"),
                      flipped("c", "does not hold", "holds"))]  # fmt: skip
     row = (
-        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>By another rule (ours): does not hold. 3 and 4. "
-        "| 5 and 6 |"
+        "| So it is. | holds | 1 and 2.<br>Our threshold: by 7.<br>Alternative criterion (ours): does not hold. "
+        "3 and 4. | 5 and 6 |"
     )
     reproduction.write_markdown(found, tmp_path / "r.md")
     reproduction.write_html(found, tmp_path / "r.html")
+    assert row in (tmp_path / "r" / "toy.md").read_text()
     text = (tmp_path / "r.md").read_text()
-    assert row in text
-    assert "2 claims more would hold and 1 would not" in text
-    assert "Does not hold: So it is and 1 more; 3 otherwise by another rule." in text
+    assert "2 more claims would hold and 1 fewer" in text
+    assert "Does not hold: So it is and 1 more; 3 decided differently by another criterion." in text
     assert "In the paper: 5 and 6." in (tmp_path / "r.html").read_text()
 
 
@@ -232,7 +235,7 @@ def test_what_differs_from_the_paper_is_said_from_the_settings(tmp_path):
     assert wording.describe_deviations(Toy(), "quick") == ""
     assert wording.format_settings(Named(), "quick")[-2:] == [("tasks: one", "n 1"), ("tasks: two", "n 2, d 3")]
     reproduction.write_markdown([reproduction.Section(Named(), "quick")], tmp_path / "r.md")
-    text = (tmp_path / "r.md").read_text()
+    text = (tmp_path / "r" / "toy.md").read_text()
     assert "In the paper: Figure 0 (`fig:toy`, `table:toy`)." in text
     assert "| tasks: two | n 2, d 3 |" in text
 
@@ -259,7 +262,7 @@ def test_one_run_in_one_thread_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(Toy, "judge", lambda self, store, preset: [judged("a")])
     monkeypatch.setattr(reproduction, "experiment", lambda id: Toy())
     reproduction.write_markdown(reproduction.load_sections(tmp_path, ["toy"]), tmp_path / "r.md")
-    assert "1 run, 0 seconds in all, on CPU, 1 thread (" in (tmp_path / "r.md").read_text()
+    assert "1 run, 0 seconds in all, on CPU, 1 thread (" in (tmp_path / "r" / "toy.md").read_text()
 
 
 def test_the_full_preset_is_reported_where_there_is_one(tmp_path, toys):

@@ -317,15 +317,6 @@ def test_refused_group_is_not_kept():
     assert len(optimizer.param_groups) == 1
 
 
-def test_sparse_gradients_are_refused_before_any_step():
-    first, second = weight()[0], weight()[0]
-    optimizer = BallConstrainedAdagrad([first, second])
-    first.grad, second.grad = torch.ones(2), torch.ones(2).to_sparse()
-    with pytest.raises(TypeError, match="sparse"):
-        optimizer.step()
-    assert first.tolist() == [0, 0]
-
-
 def test_nonfinite_gradients_show_up_in_parameters():
     theta = torch.zeros(3, requires_grad=True)
     optimizer = BallConstrainedAdagrad([theta], lr=1.0, radius=1.0)

@@ -165,10 +165,6 @@ REFUSED = {
         "Invalid eps value: 0.0. Must be a positive number",
     ),
     "negative sides": (lambda: theory.box_extent(torch.tensor([-1.0])), "Invalid sides value"),
-    "a basis of another size": (
-        lambda: theory.box_extent(torch.ones(2), torch.eye(3)),
-        r"Invalid basis value: shape \(3, 3\)\. Must have 2 rows",
-    ),
 }
 
 

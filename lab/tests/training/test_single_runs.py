@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 pytest.importorskip("pytorch_optimizer")
 
-from egop_lab.methods import SMALL, get_methods
+from egop_lab.methods import SMALL
 from egop_lab.training import batched, single_runs
 
 
@@ -26,7 +26,7 @@ class Valley(batched.Problem):
         return {"loss": self.losses(point, 0), "size": point["W"].norm(dim=(-2, -1))}
 
 
-NAMES = list(get_methods(SMALL))
+NAMES = list(SMALL)
 
 
 @pytest.mark.parametrize("name", NAMES)

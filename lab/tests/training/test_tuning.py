@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from egop_lab.training.tuning import doublings, powers_of_ten, search_two_stage
+from egop_lab.training.records import Record
+from egop_lab.training.tuning import doublings, powers_of_ten, search_rates, search_two_stage
 
 
 def searched(function, lowest=-3, highest=2):
@@ -62,3 +63,22 @@ def test_when_every_rate_diverges_the_search_ends_after_the_decades():
     assert len(calls) == 1
     assert best == 0.001
     assert set(scores.values()) == {math.inf}
+
+
+LADDER = [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("target", "tried", "expected"),
+    [
+        (4.0, [2.0, 4.0], (None, [8.0])),
+        (4.0, [2.0, 4.0, 8.0], (4.0, [])),
+        (16.0, [2.0, 4.0, 8.0], (None, [16.0])),
+        (16.0, [2.0, 4.0, 8.0, 16.0], (16.0, [])),
+        (1.0, [2.0, 4.0, 8.0], (None, [1.0])),
+    ],
+)
+def test_a_ladder_is_searched_outward_while_the_best_rate_is_at_an_end(target, tried, expected):
+    runs = [Record({"lr": rate}, {"loss": distance(target)(rate)}) for rate in tried]
+    best, left = search_rates(LADDER, [2.0, 4.0, 8.0], runs, lambda result: result["loss"])
+    assert (None if math.isnan(best) else best, left) == expected

@@ -1,4 +1,4 @@
-"""A basis as a value: roles of parameters, blocks, structures (one file each), spectra, the plan, and the file.
+"""Bases and their parts: roles of parameters, blocks, structures (one file each), spectra, plans and files.
 
 To add a structure, write a file in ``structures/`` or subclass ``Structure`` and ``ChangeOfBasis`` in your own code.
 ``__all__`` lists the public names; those imported ``as`` themselves are for the other packages of egop only.
@@ -27,7 +27,6 @@ from egop.basis.roles import find_roles as find_roles
 from egop.basis.roles import has_norm_layers as has_norm_layers
 from egop.basis.roles import rows_and_columns as rows_and_columns
 from egop.basis.roles import strip_compile_prefix as strip_compile_prefix
-from egop.basis.spectrum import LEADING as LEADING
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import CHANGE_TYPES as CHANGE_TYPES
 from egop.basis.structures import (
@@ -44,7 +43,6 @@ from egop.basis.structures import (
     Structure,
 )
 from egop.basis.structures import Side as Side
-from egop.basis.structures import Statistic as Statistic
 from egop.basis.structures.views import as_matrix as as_matrix
 
 __all__ = [

@@ -95,7 +95,7 @@ class Basis(Mapping[str, ChangeOfBasis]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the basis to one safetensors file. An existing file is replaced only once the new one is complete."""
-        files.save(path, files.Content(list(self.values()), self.spectrum, self.unrotated))
+        files.save(path, (list(self.values()), self.spectrum, self.unrotated))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Basis:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from egop.basis.partition import Block
@@ -58,8 +58,8 @@ class BlockInfo:
     @classmethod
     def from_plan(cls, block: Block, structure: Structure, why: str = "") -> BlockInfo:
         """Describe a block that is about to get a basis."""
-        cost, kind = structure.cost(block), type(structure).__name__
-        return cls(block.name, kind, block.shapes, block.size, cost.bytes, cost.flops, why=why)
+        info = cls.from_change(structure.empty_change(block))
+        return replace(info, structure=type(structure).__name__, why=why)
 
 
 def format_blocks(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> str:
@@ -99,7 +99,7 @@ def _group(blocks: Sequence[BlockInfo]) -> list[tuple[str, list[BlockInfo]]]:
         key = mask_layer_numbers(block.name), block.structure, tuple(map(tuple, block.shapes)), block.why
         groups.setdefault(key, []).append(block)
     return [
-        (f"{mask_layer_numbers(group[0].name)} ({len(group)} alike)" if len(group) > 1 else group[0].name, group)
+        (f"{mask_layer_numbers(group[0].name)} ({len(group)} similar)" if len(group) > 1 else group[0].name, group)
         for group in groups.values()
     ]
 

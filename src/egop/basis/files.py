@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,40 +21,34 @@ from egop.basis.spectrum import Spectrum
 from egop.basis.structures import CHANGE_TYPES, ChangeOfBasis
 
 _VERSION = 3
-# A block takes about a kilobyte of the header. Parsing takes up to twelve times the header's size in memory.
+# A block takes about a kilobyte of the header. Parsing takes up to twenty times the header's size in memory.
 _MAX_HEADER_BYTES = 32 * 2**20
-_MAX_DIMENSIONS, _MAX_ENTRIES = 64, 2**60
+_MAX_ENTRIES = 2**60
 _DTYPES = {"F32": torch.float32, "F64": torch.float64}  # as safetensors calls them
 _EIGENVALUES, _DENSITY = "spectrum/eigenvalues", "spectrum/density"
 
-
-class Content(NamedTuple):
-    """Changes of basis, spectra by block name, and reasons why weights are not rotated, by name."""
-
-    changes: Sequence[ChangeOfBasis]
-    spectra: Mapping[str, Spectrum]
-    unrotated: Mapping[str, str]
+# Changes of basis, spectra by block name, and reasons why weights are not rotated, by name.
+Content = tuple[Sequence[ChangeOfBasis], Mapping[str, Spectrum], Mapping[str, str]]
 
 
 def save(path: str | os.PathLike[str], content: Content) -> None:
     """Write a basis to a temporary file, then rename it. If the path is a symbolic link, replace its target."""
+    changes, spectra, unrotated = content
     tensors: dict[str, Tensor] = {}
     blocks = []
-    for change in content.changes:
+    for change in changes:
         entry, entries = change.describe(), dict(change.tensors)
-        if (spectrum := content.spectra.get(change.block.name)) is not None:
+        if (spectrum := spectra.get(change.block.name)) is not None:
             entry["spectrum"] = {"samples": spectrum.samples, "reliability": spectrum.reliability}
             entries |= {_EIGENVALUES: spectrum.eigenvalues, _DENSITY: spectrum.density}
         blocks.append(entry | {"tensors": list(entries)})
-        tensors |= {f"{change.block.name}/{key}": tensor.detach().cpu() for key, tensor in entries.items()}
-    tensors = _unshare(tensors)
-    text = json.dumps({"version": _VERSION, "blocks": blocks, "unrotated": dict(content.unrotated)})
+        for key, tensor in entries.items():  # copies, because safetensors refuses tensors that share memory
+            tensors[f"{change.block.name}/{key}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    text = json.dumps({"version": _VERSION, "blocks": blocks, "unrotated": dict(unrotated)})
     target = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         partial = Path(folder) / "partial"
         save_file(tensors, partial, metadata={"egop": text, "crc32": str(_checksum(text, tensors))})
-        if problem := _find_header_problem(partial):
-            raise ValueError(f"The basis cannot be saved: {problem}")
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         partial.replace(target)
@@ -67,60 +61,44 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Co
         FileNotFoundError: if there is no such file.
         ValueError: if it is damaged, has another version, or does not hold a basis.
     """
-    name = f"'{os.fspath(path)}'"
-    if not Path(path).is_file():
+    name, path = f"'{os.fspath(path)}'", Path(path)
+    if not path.is_file():
         raise FileNotFoundError(f"There is no file {name}.")
-    if problem := _find_header_problem(Path(path)):
-        raise ValueError(f"{name} cannot be loaded: {problem}")
     try:
+        _check_header_size(path)
         # safetensors refuses sizes that do not add up to that of the file. It returns slices on the default device.
         with torch.device("cpu"), safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if "egop" not in metadata:
-                raise ValueError(f"{name} is a safetensors file, but not one that egop saved.")
-            try:
-                content = _read(file, metadata)
-            except ValueError as error:
-                raise ValueError(f"{name} cannot be loaded: {error}") from error
-            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
-                problem = f"its header is invalid ({type(error).__name__}: {error!s:.80})."
-                raise ValueError(f"{name} cannot be loaded: {problem}") from error
+            changes, spectra, unrotated = _read(file)
     except SafetensorError as error:
         raise ValueError(f"{name} is not a complete safetensors file: {error}") from error
-    return content._replace(changes=[change.to(device) for change in content.changes])
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be loaded: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        problem = f"its header is invalid ({type(error).__name__}: {error!s:.80})."
+        raise ValueError(f"{name} cannot be loaded: {problem}") from error
+    return [change.to(device) for change in changes], spectra, unrotated
 
 
-def _find_header_problem(path: Path) -> str:
+def _check_header_size(path: Path) -> None:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if _MAX_HEADER_BYTES < size < path.stat().st_size:  # if it exceeds the file, this is no safetensors file at all
-        return f"its header has {size:,} bytes. Must be at most {_MAX_HEADER_BYTES:,}."
-    return ""
+        raise ValueError(f"its header has {size:,} bytes. Must be at most {_MAX_HEADER_BYTES:,}.")
 
 
-def _read(file: Any, metadata: Mapping[str, str]) -> Content:
-    text = metadata["egop"]
-    if text.count("[") + text.count("{") > text.count('"'):  # empty lists take twenty times their text in memory
-        raise ValueError("its header has more lists than names.")
-    header = json.loads(text)
-    names = list(file.keys())
-    empty = _parse(header, {name: _read_size(file, name) for name in names})  # rejects most bad files by their sizes
-    for change in empty.changes:
-        for key, tensor in change.tensors.items():  # rejects large files without content
-            row = file.get_slice(f"{change.block.name}/{key}")[(slice(0, 1),) * (tensor.dim() - 1)]
-            length = float(torch.linalg.vector_norm(row.double()))
-            if not length < 1.01 or (length < 0.99 and tensor.shape[-2] == tensor.shape[-1]):
-                raise ValueError(f"The {key} of block '{change.block.name}' is not orthonormal.")
-    tensors = {name: file.get_tensor(name) for name in names}
-    if metadata.get("crc32") != str(_checksum(text, tensors)):
+def _read(file: Any) -> Content:
+    metadata, sizes = file.metadata() or {}, {}
+    if "egop" not in metadata:
+        raise ValueError("it is a safetensors file, but not one that egop saved.")
+    header = json.loads(metadata["egop"])
+    for name in file.keys():  # noqa: SIM118 - the file is not a mapping
+        entry = file.get_slice(name)
+        sizes[name] = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
+    _parse(header, sizes)
+    tensors = {name: file.get_tensor(name) for name in sizes}
+    if metadata.get("crc32") != str(_checksum(metadata["egop"], tensors)):
         raise ValueError("its checksum is wrong: it was damaged after it was saved.")
     return _parse(header, tensors)
-
-
-def _read_size(file: Any, name: str) -> Tensor:
-    """Return a tensor of the file without values, on the meta device."""
-    entry = file.get_slice(name)
-    return torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
 
 
 def _parse(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
@@ -136,29 +114,33 @@ def _parse(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
     changes, spectra = [], {}
     for entry in header["blocks"]:
         entries = {key: tensors[f"{entry['name']}/{key}"] for key in entry["tensors"]}
-        values, density = entries.pop(_EIGENVALUES, None), entries.pop(_DENSITY, None)
-        changes.append(build_change(entry, entries))
         if "spectrum" in entry:
-            spectra[entry["name"]] = _parse_spectrum(changes[-1].block, entry["spectrum"], values, density)
-        elif values is not None or density is not None:
-            raise ValueError(f"Block '{entry['name']}' does not describe its spectrum.")
+            spectrum = Spectrum(entries.pop(_EIGENVALUES), entries.pop(_DENSITY), **entry["spectrum"])
+            if not _is_valid(spectrum, sum(map(prod, entry["shapes"]))):
+                raise ValueError(f"Block '{entry['name']}' has an invalid spectrum.")
+            spectra[entry["name"]] = spectrum
+        changes.append(build_change(entry, entries))
     check_disjoint([change.block for change in changes])
-    return Content(changes, spectra, unrotated)
+    return changes, spectra, unrotated
 
 
 def build_change(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ChangeOfBasis:
     """Build a change of basis from what :meth:`ChangeOfBasis.describe` returned and its tensors, checking both."""
-    block = _parse_block(entry)
     if entry["structure"] not in CHANGE_TYPES:
         raise ValueError(
             f"Unknown structure {entry['structure']!r:.80}. This version of egop knows {', '.join(CHANGE_TYPES)}. "
             "Import your own structures before loading a basis."
         )
-    change = CHANGE_TYPES[entry["structure"]](block, tensors, entry["settings"])
-    structure = change.structure()
+    sizes = tuple(map(torch.Size, entry["shapes"]))
+    dtype = {"float32": torch.float32, "float64": torch.float64}[entry["dtype"]]
+    parameters, transposed, stacked = (tuple(entry[key]) for key in ("parameters", "transposed", "stacked"))
+    block = Block(entry["name"], parameters, sizes, dtype, transposed, stacked)
+    _check_block(block)
+    structure = CHANGE_TYPES[entry["structure"]](block, tensors, entry["settings"]).structure()
     structure.check(block)
-    shapes = structure.basis_shapes(block)
-    if structure.change(block, tensors).settings != entry["settings"] or shapes.keys() != tensors.keys():
+    change, shapes = structure.change(block, tensors), structure.basis_shapes(block)
+    described = change.describe()
+    if described != {key: entry[key] for key in described} or shapes.keys() != tensors.keys():
         raise ValueError(f"Block '{block.name}' does not have the settings and tensors of {change.kind}.")
     for key, tensor in tensors.items():
         if tensor.shape != shapes[key] or not _is_orthonormal(tensor):
@@ -166,26 +148,19 @@ def build_change(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Cha
     return change.to(dtype=block.dtype)
 
 
-def _parse_block(entry: Mapping[str, Any]) -> Block:
-    name, *lists = (entry[key] for key in ("name", "parameters", "shapes", "transposed", "stacked"))
-    parameters, shapes, transposed, stacked = lists
-    if not all(isinstance(text, str) for text in (name, *parameters)) or entry["dtype"] not in ("float32", "float64"):
-        raise ValueError(f"Block {name!r:.80} has an invalid name or dtype.")
-    if not len(parameters) == len(shapes) == len(transposed) == len(stacked) > 0:
-        raise ValueError(f"Block '{name}' does not have one shape per parameter.")
-    for shape, groups, stack in zip(shapes, transposed, stacked, strict=True):
-        if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 < n < _MAX_ENTRIES for n in shape):
-            raise ValueError(f"Block '{name}' has an invalid shape.")
-        is_stack = type(stack) is int and 0 <= stack <= max(0, len(shape) - 2)
-        is_grouped = is_stack and type(groups) is int and groups > 0 and len(shape) - stack >= 2
-        if (
-            not is_stack
-            or prod(shape) >= _MAX_ENTRIES
-            or not (groups == 0 or (is_grouped and shape[stack] % groups == 0))
-        ):
-            raise ValueError(f"Block '{name}' of shape {shape} cannot have stacked={stack!r}, transposed={groups!r}.")
-    sizes = tuple(torch.Size(shape) for shape in shapes)
-    return Block(name, tuple(parameters), sizes, getattr(torch, entry["dtype"]), tuple(transposed), tuple(stacked))
+def _check_block(block: Block) -> None:
+    if not all(isinstance(name, str) for name in (block.name, *block.parameters)):
+        raise ValueError(f"Block {block.name!r:.80} has a name that is not a string.")
+    if not len(block.parameters) == len(block.shapes) == len(block.transposed) == len(block.stacked) > 0:
+        raise ValueError(f"Block '{block.name}' does not have one shape per parameter.")
+    for shape, groups, stack in zip(block.shapes, block.transposed, block.stacked, strict=True):
+        has_entries = all(size > 0 for size in shape) and prod(shape) < _MAX_ENTRIES
+        is_stack = 0 <= stack <= max(0, len(shape) - 2)
+        is_grouped = groups > 0 and len(shape[stack:]) >= 2 and shape[stack] % groups == 0
+        if not has_entries or not is_stack or not (groups == 0 or is_grouped):
+            raise ValueError(
+                f"Block '{block.name}' cannot have shape {tuple(shape)}, stacked={stack!r}, transposed={groups!r}."
+            )
 
 
 def _is_orthonormal(basis: Tensor) -> bool:
@@ -198,26 +173,11 @@ def _is_orthonormal(basis: Tensor) -> bool:
     return bool(torch.linalg.vector_norm(basis.mT @ (basis @ vector) - vector, dim=(-2, -1)).max() < 1e-3)
 
 
-def _parse_spectrum(block: Block, entry: Mapping[str, Any], values: Any, density: Any) -> Spectrum:
-    samples, reliability = entry["samples"], entry["reliability"]
-    is_valid = values.shape == density.shape and values.dim() == 1 and 0 < len(values) <= block.size
-    is_valid = is_valid and all(part.is_meta or part.isfinite().all() for part in (values, density))
-    is_valid = is_valid and type(samples) is int and samples >= 0
-    if not is_valid or not (reliability is None or type(reliability) is float):
-        raise ValueError(f"Block '{block.name}' has an invalid spectrum.")
-    return Spectrum(values, density, samples, reliability)
-
-
-def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make tensors contiguous, and copy those that share memory with an earlier one: safetensors refuses them."""
-    result: dict[str, Tensor] = {}
-    seen = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    return result
+def _is_valid(spectrum: Spectrum, limit: int) -> bool:
+    values, density = spectrum.eigenvalues, spectrum.density
+    is_finite = all(part.is_meta or bool(part.isfinite().all()) for part in (values, density))
+    is_known = type(spectrum.samples) is int and isinstance(spectrum.reliability, float | None)
+    return is_finite and is_known and values.shape == density.shape == (len(values),) and len(values) <= limit
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:

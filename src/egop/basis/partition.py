@@ -130,11 +130,7 @@ def partition_parameters(
         )
         for name, members in groups.items()
     ]
-    if repeated := [name for name, count in Counter(block.name for block in blocks).items() if count > 1]:
-        raise ValueError(
-            f"Two blocks are named {', '.join(map(repr, sorted(repeated)))}: a block of one tensor has the tensor's "
-            "name. Give the other block another name."
-        )
+    check_disjoint(blocks)
     return blocks
 
 
@@ -149,19 +145,11 @@ def match(patterns: Sequence[str], names: Sequence[str], noun: str) -> list[str]
 def _group_by_pattern(partition: Mapping[str, str | Sequence[str]], names: list[str]) -> dict[str, list[str]]:
     if not partition:
         raise ValueError("The partition is empty: name at least one block, such as {'all': ['*']}.")
-    block_of: dict[str, str] = {}
     groups: dict[str, list[str]] = {}
     for block, patterns in partition.items():
         groups[block] = match([patterns] if isinstance(patterns, str) else list(patterns), names, "parameter")
         if not groups[block]:
             raise ValueError(f"Block '{block}' has no patterns.")
-        for name in groups[block]:
-            if name in block_of:
-                raise ValueError(
-                    f"Parameter '{name}' is in two blocks, '{block_of[name]}' and '{block}'. "
-                    "Make their patterns disjoint."
-                )
-            block_of[name] = block
     return groups
 
 
@@ -180,13 +168,14 @@ def _group_weights(partition: str, weights: Mapping[str, Role]) -> dict[str, lis
 def check_disjoint(blocks: Sequence[Block]) -> None:
     """Raise ValueError if two blocks have the same name or share a parameter."""
     names = [block.name for block in blocks]
-    if len(set(names)) < len(names):
-        raise ValueError(f"Two blocks have the same name among {names}.")
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"Two blocks are named {', '.join(map(repr, repeated))}. Give one of them another name.")
     block_of: dict[str, str] = {}
     for block in blocks:
         for parameter in block.parameters:
             if parameter in block_of:
                 raise ValueError(
-                    f"Parameter '{parameter}' is in two blocks, '{block_of[parameter]}' and '{block.name}'."
+                    f"Parameter '{parameter}' is in two blocks, '{block_of[parameter]}' and '{block.name}'. Each "
+                    "parameter may be in one block only."
                 )
             block_of[parameter] = block.name

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from egop.basis.display import BlockInfo, format_blocks, format_blocks_html
 from egop.basis.partition import Block, match
 from egop.basis.roles import Role
-from egop.basis.structures import Auxiliary, Full, Kronecker, Shared, Structure
+from egop.basis.structures import Full, Kronecker, Shared, Structure
 from egop.basis.structures.views import matrix_shape
 from egop.formatting import format_bytes, pluralize
 
@@ -147,11 +147,11 @@ def _split_block(block: Block, structure: Structure, padded: Collection[str]) ->
     """
     pieces: dict[Block, Structure] = {}
     for piece in [block] if structure.joint or len(block.shapes) == 1 else block.per_tensor():
-        apart = [name for name in piece.parameters if name in padded]
-        if not apart or not structure.mixes_rows(piece):
+        with_padding = [name for name in piece.parameters if name in padded]
+        if not with_padding or not structure.mixes_rows(piece):
             pieces[piece] = structure
             continue
-        rest, embeddings = piece.split_off(apart)
+        rest, embeddings = piece.split_off(with_padding)
         pieces |= dict.fromkeys(rest, structure) | dict.fromkeys(embeddings, Shared())
     return pieces
 
@@ -232,7 +232,7 @@ def _drop_full(options: list[_Option]) -> list[_Option]:
     return options
 
 
-def _make_option(structure: Structure, block: Block, padded: Collection[str] = ()) -> _Option | None:
+def _make_option(structure: Structure, block: Block, padded: Collection[str]) -> _Option | None:
     """Return what a structure costs for a block, or None if it does not apply or exceeds a limit."""
     try:
         pieces = _split_block(block, structure, padded)
@@ -278,11 +278,5 @@ def _check_memory(chosen: Mapping[Block, Structure], memory: int) -> None:
     problem = f"Block '{block.name}' needs a {shapes} basis ({format_bytes(costs[block])})"
     if costs[block] <= memory:
         problem = f"All bases together need {format_bytes(sum(costs.values()))}; the largest is: {problem}"
-    leaner = []
-    rank = min(1000, max(1, block.size // 10))
-    for structure, call in ((Auxiliary(rank=rank), f"egop.Auxiliary(rank={rank})"), (Shared(), "egop.Shared()")):
-        option = _make_option(structure, block)
-        if option and option.bytes < costs[block] and option.bytes <= memory:
-            leaner.append(f"{call} ({format_bytes(option.bytes)})")
-    advice = f"Use structure={' or '.join(leaner)}." if leaner else "Raise memory=, or leave the block out."
-    raise MemoryError(f"{problem}, more than memory={format_bytes(memory)}. {advice}")
+    advice = "Raise memory=, choose a smaller structure such as egop.Shared() or egop.Auxiliary(rank=...)"
+    raise MemoryError(f"{problem}, more than memory={format_bytes(memory)}. {advice}, or leave the block out.")

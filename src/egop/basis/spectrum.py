@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # By default, the leading directions are those that hold this fraction of the trace.
-LEADING = 0.9
+_LEADING = 0.9
 # A spectrum is supported by its draws if at least this fraction of it is not chance.
 _SUPPORTED = 0.5
 
@@ -64,31 +64,28 @@ class Spectrum:
         roots = self.eigenvalues.sqrt()
         return float(roots.sum() / roots[0]) if roots[0] > 0 else 0.0
 
-    def effective_dimension(self, fraction: float = LEADING) -> int:
+    def effective_dimension(self, fraction: float = _LEADING) -> int:
         """Return the smallest k whose leading eigenvalues hold this fraction of the trace (0 without gradients).
 
         If only leading eigenvalues are known, their sum counts as the trace.
         """
-        return effective_dimension(self.eigenvalues, fraction)
+        if not 0 < fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction!r}. Must be above 0 and at most 1.")
+        held = self.eigenvalues.double().cumsum(0)
+        if not held[-1] > 0:
+            return 0
+        # The tolerance keeps rounding in the sums from adding a direction.
+        return int((held < fraction * held[-1] * (1 - 1e-12)).sum()) + 1
 
     def __repr__(self) -> str:
         few = "" if self.is_supported else ": too few, the stable rank is a lower bound"
         return (
             f"Spectrum({pluralize(len(self.eigenvalues), 'eigenvalue')}, stable rank {self.stable_rank:.1f}, "
-            f"{LEADING:.0%} in {self.effective_dimension()}, {pluralize(self.samples, 'draw')}{few})".replace("%", " %")
+            f"{_LEADING:.0%} in {self.effective_dimension()}, {pluralize(self.samples, 'draw')}{few})".replace(
+                "%", " %"
+            )
         )
 
     def plot(self) -> Figure:
         """Plot the eigenvalues relative to the largest one."""
         return plot_spectra({"spectrum": self.eigenvalues.tolist()})
-
-
-def effective_dimension(eigenvalues: Tensor, fraction: float) -> int:
-    """Return the smallest k such that the first k of these descending eigenvalues hold a fraction of their sum."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"Invalid fraction value: {fraction!r}. Must be above 0 and at most 1.")
-    held = eigenvalues.double().cumsum(0)
-    if not held[-1] > 0:
-        return 0
-    # The tolerance keeps rounding in the sums from adding a direction.
-    return int((held < fraction * held[-1] * (1 - 1e-12)).sum()) + 1

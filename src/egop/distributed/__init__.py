@@ -4,7 +4,6 @@ This package uses nothing else from egop. In a single process it does nothing.
 """
 
 from egop.distributed import processes
-from egop.distributed.processes import Holding, gather_rows, sum_to_owner
 from egop.distributed.sharding import (
     LocalShards,
     has_first_shard,
@@ -21,9 +20,7 @@ from egop.distributed.sharding import (
 )
 
 __all__ = [
-    "Holding",
     "LocalShards",
-    "gather_rows",
     "has_first_shard",
     "is_sharded",
     "is_sharded_by_rows",
@@ -31,7 +28,6 @@ __all__ = [
     "shard_like",
     "sharding_layout",
     "sum_over_shards",
-    "sum_to_owner",
     "take_shard",
     "to_full",
     "to_local",

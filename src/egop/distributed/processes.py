@@ -5,8 +5,9 @@ Without a process group, or with a single process, everything here works without
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,34 +17,6 @@ T = TypeVar("T")
 
 # Another process's error is raised as one of these where possible, so that callers catch the same type everywhere.
 _ERRORS = (FloatingPointError, torch.linalg.LinAlgError, torch.OutOfMemoryError, MemoryError, TypeError, ValueError)
-
-
-class Holding(NamedTuple):
-    """Description of the rows that one process holds, for the others.
-
-    Attributes:
-        seen: number of rows it has seen.
-        pieces: shapes of the tensors in which it keeps them.
-        dtype: dtype of these tensors.
-        folded: whether it keeps the sum of their outer products instead.
-        draws: number of gradients from which the rows were taken.
-        fourth: sum of the squared norms of these gradients' own matrices, see :class:`egop.numerics.OuterProducts`.
-    """
-
-    seen: int
-    pieces: list[tuple[int, ...]]
-    dtype: torch.dtype | None
-    folded: bool = False
-    draws: int = 0
-    fourth: float = 0.0
-
-    @classmethod
-    def describe(
-        cls, seen: int, rows: Sequence[Tensor], folded: bool = False, draws: int = 0, fourth: float = 0.0
-    ) -> Holding:
-        """Describe a process that keeps these rows."""
-        pieces, dtype = [tuple(tensor.shape) for tensor in rows], rows[0].dtype if rows else None
-        return cls(seen, pieces, dtype, folded, draws, fourth)
 
 
 def world_size() -> int:
@@ -116,49 +89,35 @@ def broadcast(tensor: Tensor, owner: int) -> None:
         _copy_from_wire(tensor, wire)
 
 
-def sum_to_owner(owner: int, tensor: Tensor) -> None:
-    """Sum a tensor over all processes into the owner's. In the others its values are undefined afterwards."""
-    if world_size() > 1:
-        wire = _to_wire(tensor)
-        dist.reduce(wire, owner)
-        _copy_from_wire(tensor, wire)
-
-
-def gather_rows(
-    owner: int,
-    rows: Sequence[Tensor],
-    holdings: Sequence[Holding],
-    device: torch.device,
-    take: Callable[[Tensor], object],
-) -> None:
-    """Send the rows of all processes to the owner, in order of rank.
+def broadcast_object(value: T, sender: int, device: torch.device) -> T:
+    """Return the sender's value in all processes. All processes must call this.
 
     Args:
-        owner: rank of the process that receives them.
-        rows: rows of this process.
-        holdings: description of what each process holds.
-        device: device on which the owner wants them.
-        take: called in the owner's process with each tensor in turn. An error in it is raised after the other processes
-            have sent everything.
+        value: this process's value; the sender's is pickled.
+        sender: rank of the process whose value is returned.
+        device: where the other processes put tensors that the sender has on a GPU.
     """
-    error: Exception | None = None
-    for sender, holding in enumerate(holdings):
-        for index, shape in enumerate(holding.pieces):
-            if rank() == owner:
-                piece = rows[index] if sender == owner else torch.empty(shape, dtype=holding.dtype, device=device)
-                if sender != owner:
-                    wire = _to_wire(piece)
-                    dist.recv(_as_bytes(wire), sender)
-                    _copy_from_wire(piece, wire)
-                if error is None:
-                    try:
-                        take(piece)
-                    except Exception as raised:  # raised again below
-                        error = raised
-            elif rank() == sender:
-                dist.send(_as_bytes(_to_wire(rows[index])), owner)
-    if error is not None:
-        raise error
+    if world_size() == 1:
+        return value
+    packed = run_collectively(lambda: _pack(value) if rank() == sender else torch.empty(0, device="cpu"))
+    size = gather_results(packed.numel)[sender]
+    if rank() != sender:
+        packed = packed.new_empty(size, dtype=torch.uint8)
+    broadcast(packed, sender)
+    return run_collectively(lambda: value if rank() == sender else _unpack(packed, device))
+
+
+def _pack(value: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, device: torch.device) -> Any:
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    return torch.load(io.BytesIO(packed.numpy().data), map_location=place, weights_only=False)
 
 
 def _to_wire(tensor: Tensor) -> Tensor:

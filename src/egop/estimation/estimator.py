@@ -28,8 +28,9 @@ from egop.distributed import processes
 from egop.estimation import parallel
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
-from egop.estimation.sampling import SamplingMethod, check_samples, sample_gradients
+from egop.estimation.sampling import SamplingMethod, sample_gradients
 from egop.formatting import parse_bytes
+from egop.numerics import check_positive_int
 
 logger = logging.getLogger("egop")
 
@@ -115,7 +116,7 @@ def resolve_arguments(
             "Use egop.Objective(model, loss_fn, batches)."
         )
     if samples is not None:
-        check_samples(samples)
+        check_positive_int("samples", samples)
     rho = Initialization() if rho is None else rho
     if not isinstance(rho, Distribution):
         raise TypeError(f"rho must be a distribution such as egop.Gaussian(), got {rho!r}.")
@@ -159,12 +160,10 @@ def estimate_plan(
     require_gradient(plan, draws, any(processes.gather_results(lambda: has_gradient)))
     owners = parallel.assign_blocks(plan)
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
-    parallel.combine(accumulators, owners, devices)
-    own = {block: accumulators[block] for block in plan.chosen if owners[block] == processes.rank()}
-    accumulators.clear()
+    own = parallel.merge_accumulators(accumulators, plan, owners, devices)
     # Each accumulator is dropped once it is finished, to free its memory.
     results = processes.run_collectively(lambda: {block: own.pop(block).finish() for block in list(own)})
-    results = parallel.share_results(results, owners)
+    results = parallel.share_results(results, owners, devices)
     spectra = {block.name: spectrum for block, (spectrum, _) in results.items() if spectrum is not None}
     return Basis([change for _, change in results.values()], spectra, plan.unrotated)
 
@@ -237,8 +236,8 @@ def _warn_if_too_few_samples(spectra: Mapping[str, Spectrum]) -> None:
         return
     samples = max(spectrum.samples for spectrum in unsupported.values())
     logger.warning(
-        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Ask for samples=%d, or "
-        "if that does not help leave the weight in original coordinates (egop.diagnose tells).",
+        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Use samples=%d. If that "
+        "does not help, leave the weight in original coordinates.",
         "1 draw is" if samples == 1 else f"{samples} draws are",
         _join(list(unsupported)),
         _MORE_SAMPLES * samples,

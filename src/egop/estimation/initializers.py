@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,85 +32,65 @@ _MODULE_ARGUMENTS = ("m", "mod", "module", "submodule", "layer", "child")
 # transformers sets this on weights that it has loaded or initialized, and then does not initialize them again.
 _INITIALIZED_MARK = "_is_hf_initialized"
 
-_logged: weakref.WeakKeyDictionary[Objective, set[str]] = weakref.WeakKeyDictionary()
 
+@torch.no_grad()
+def draw_initializations(
+    objective: Objective, initializer: Initializer, generator: torch.Generator, count: int
+) -> dict[str, Tensor]:
+    """Initialize an objective's module several times; return the values, stacked along a new first dimension.
 
-class InitializationSampler:
-    """A sampler of initializations of an objective's module.
-
-    Initializers use the global random state, so each draw seeds it from the given generator.
+    Initializers use the global random state, so each draw seeds it from the generator.
     """
+    seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
+    with objective.preserve():
+        return stack_points([_initialize(objective, initializer, seed, objective.current) for seed in seeds])
 
-    def __init__(self, objective: Objective, initializer: Initializer) -> None:
-        self.objective, self.initializer = objective, initializer
-        self._draws = 0
-        self._first: dict[str, Tensor] | None = None  # the first point, until a different one has been drawn
 
-    @torch.no_grad()
-    def __call__(self, generator: torch.Generator, count: int) -> dict[str, Tensor]:
-        """Draw points, stacked along a new first dimension."""
-        seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
-        with self.objective.preserve():
-            points = stack_points([self._draw(seed, self.objective.current) for seed in seeds])
-        self._check_distinct(points)
-        return points
+@torch.no_grad()
+def log_mismatches(objective: Objective, initializer: Initializer) -> None:
+    """Log which parameters the initializer leaves unchanged, and which it draws at another scale."""
+    with objective.preserve():
+        current = objective.current
+        # Initialize from two starting points: a parameter that keeps both values is not written, while one that was
+        # built with constants (zeros, ones) is.
+        other = {name: 2 * value + 1 for name, value in current.items()}
+        drawn, drawn_from_other = (_initialize(objective, initializer, 0, start) for start in (current, other))
+    unchanged = [
+        repr(name)
+        for name in current
+        if torch.equal(drawn[name], current[name]) and torch.equal(drawn_from_other[name], other[name])
+    ]
+    rescaled = _find_scale_changes(drawn, current)
+    if unchanged:
+        _log_once(
+            objective,
+            f"egop.Initialization() leaves {_join(unchanged)} unchanged: nothing in the model initializes them. "
+            "Pass init_fn=... to draw them too.",
+        )
+    if rescaled:
+        _log_once(
+            objective,
+            f"egop.Initialization() draws weights at another scale than the model has: {_join(rescaled)} (root "
+            "mean squares). If they are pretrained or trained, sample around them: rho=egop.Recentered(scale). If "
+            "the model was initialized in another way, pass it: rho=egop.Initialization(init_fn=...).",
+        )
 
-    @torch.no_grad()
-    def log_mismatches(self) -> None:
-        """Log which parameters the initializer leaves unchanged, and which it draws at another scale."""
-        with self.objective.preserve():
-            current = self.objective.current
-            # Initialize from two starting points: a parameter that keeps both values is not written, while one that
-            # was built with constants (zeros, ones) is.
-            other = {name: 2 * value + 1 for name, value in current.items()}
-            drawn, drawn_from_other = self._draw(0, current), self._draw(0, other)
-            unchanged = [
-                name
-                for name in current
-                if torch.equal(drawn[name], current[name]) and torch.equal(drawn_from_other[name], other[name])
-            ]
-            rescaled = _find_scale_changes(drawn, current)
-        if unchanged:
-            names = _join([repr(name) for name in unchanged])
-            self._log_once(
-                f"egop.Initialization() leaves {names} unchanged: nothing in the model initializes them. "
-                "Pass init_fn=... to draw them too."
-            )
-        if rescaled:
-            self._log_once(
-                f"egop.Initialization() draws weights at another scale than the model has: {_join(rescaled)} (root "
-                "mean squares). If they are pretrained or trained, sample around them: rho=egop.Recentered(scale). If "
-                "the model was initialized in another way, pass it: rho=egop.Initialization(init_fn=...)."
-            )
 
-    def _draw(self, seed: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert self.objective.module is not None, "check() was not called"
-        self.objective.write(start)  # parameters without an initializer keep their current values
-        seed_everything(seed)
-        self.initializer(self.objective.module)
-        return {name: parameter.detach().clone() for name, parameter in self.objective.parameters.items()}
+def _initialize(
+    objective: Objective, initializer: Initializer, seed: int, start: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    assert objective.module is not None, "check() was not called"
+    objective.write(start)  # parameters without an initializer keep their current values
+    seed_everything(seed)
+    initializer(objective.module)
+    return {name: parameter.detach().clone() for name, parameter in objective.parameters.items()}
 
-    def _check_distinct(self, points: dict[str, Tensor]) -> None:
-        """Raise ValueError if the second point, and all others drawn with it, equal the first."""
-        if self._draws == 0:
-            self._first = {name: value[0].clone() for name, value in points.items()}
-        self._draws += len(next(iter(points.values())))
-        if self._first is None or self._draws == 1:
-            return
-        if all(torch.equal(value, self._first[name].expand_as(value)) for name, value in points.items()):
-            raise ValueError(
-                "egop.Initialization() draws the same point every time: nothing that it initializes is random. "
-                "Pass an initializer that uses torch's random numbers, egop.Initialization(init_fn=...), or sample "
-                "around the current weights: rho=egop.Recentered(scale)."
-            )
-        self._first = None
 
-    def _log_once(self, message: str) -> None:
-        """Log a message once per objective, which may be sampled many times."""
-        logged = _logged.setdefault(self.objective, set())
-        if message not in logged and processes.rank() == 0:
-            logger.warning("%s", message)
-        logged.add(message)
+def _log_once(objective: Objective, message: str) -> None:
+    """Log a message once per objective, which may be sampled many times."""
+    if message not in objective.logged and processes.rank() == 0:
+        logger.warning("%s", message)
+    objective.logged.add(message)
 
 
 def find_initializer(module: nn.Module) -> Initializer | None:
@@ -120,10 +98,10 @@ def find_initializer(module: nn.Module) -> Initializer | None:
 
     First it calls every layer's ``reset_parameters()``, inner layers first. Then it calls what the author of the model,
     or of a part of it, wrote: either a function for the whole, called once, or one for each module, such as
-    ``_init_weights(module)`` in transformers, called for every module inside that has no initializer of its own. The
-    layers of a LoRA adapter (peft) are initialized as its configuration says. Frozen parts are left alone.
+    ``_init_weights(module)`` in transformers, called for every module inside that has no initializer of its own. Frozen
+    parts are left alone.
     """
-    steps = [*_find_resets(module, {}), *_find_author_initializers(module, None, {})]
+    steps = [*_find_resets(module), *_find_author_initializers(module, None)]
     if not steps:
         return None
     marked = [
@@ -143,39 +121,28 @@ def stack_points(points: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([point[name] for point in points]) for name in points[0]}
 
 
-def _find_resets(module: nn.Module, adapters: Mapping[str, Any]) -> Iterator[_Step]:
+def _find_resets(module: nn.Module) -> Iterator[_Step]:
     if not _is_trainable(module):
         return
-    adapters = _find_adapters(module, adapters)
-    # LoRA layers are initialized by their configuration, unless it leaves that to torch's layers.
-    is_lora = _is_lora(module) and not all(_get_lora_init(config) is False for config in adapters.values())
-    for name, child in module.named_children():
-        if not is_lora or name == "base_layer":
-            yield from _find_resets(child, adapters)
+    for child in module.children():
+        yield from _find_resets(child)
     # MultiheadAttention and Transformer have a leading underscore; a test fails if torch renames it.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         yield reset
 
 
-def _find_author_initializers(
-    module: nn.Module, outer: Initializer | None, adapters: Mapping[str, Any]
-) -> Iterator[_Step]:
+def _find_author_initializers(module: nn.Module, outer: Initializer | None) -> Iterator[_Step]:
     """Yield the author's initializers in the order in which a model is built.
 
     ``outer`` is the per-module initializer of a model that contains this module.
     """
     if not _is_trainable(module):
         return
-    adapters = _find_adapters(module, adapters)
     whole, per_module = _get_author_functions(module)
     per_module = per_module or outer
-    for name, child in module.named_children():
-        if not _is_lora(module) or name == "base_layer":
-            yield from _find_author_initializers(child, per_module, adapters)
-    if _is_lora(module):
-        yield from _initialize_lora(module, adapters)
-        return
+    for child in module.children():
+        yield from _find_author_initializers(child, per_module)
     if per_module is not None:
         yield partial(per_module, module)
     if whole is not None:
@@ -213,31 +180,6 @@ def _takes_module(parameter: inspect.Parameter) -> bool:
 
 def _is_trainable(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _is_lora(module: nn.Module) -> bool:
-    return callable(getattr(type(module), "reset_lora_parameters", None))
-
-
-def _find_adapters(module: nn.Module, outer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return peft's adapter configurations by name; they belong to a model around the LoRA layers."""
-    configs = vars(module).get("peft_config")
-    return configs if isinstance(configs, Mapping) else outer
-
-
-def _initialize_lora(module: Any, adapters: Mapping[str, Any]) -> Iterator[_Step]:
-    for name in module.active_adapters:
-        init = _get_lora_init(adapters.get(name))
-        if "init_lora_weights" not in inspect.signature(module.reset_lora_parameters).parameters:  # AdaLoRA
-            if init is not False:
-                yield partial(module.reset_lora_parameters, name)
-        elif init in (True, "gaussian"):  # the other methods depend on the layer's weight or on data
-            yield partial(module.reset_lora_parameters, name, init)
-
-
-def _get_lora_init(config: Any) -> Any:
-    """Return how an adapter is initialized; False leaves that to torch's own layers."""
-    return getattr(config, "init_lora_weights", True)
 
 
 @contextlib.contextmanager

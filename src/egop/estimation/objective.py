@@ -51,6 +51,7 @@ class Objective:
         self._model = _unwrap(model)
         self._loss_fn, self._batches = loss_fn, batches
         self._caller = _Caller(self._model)
+        self.logged: set[str] = set()  # messages that are not logged again
         self._tensors: dict[str, Tensor] | None = None  # the tensors of a function, which are never written
         # While sampling: the module's own parameters, and their values before sampling.
         self._sampled: dict[str, Tensor] | None = None
@@ -210,29 +211,13 @@ class Objective:
 
         The processes of ``DistributedDataParallel`` differ at least in their buffers. All processes must call this.
         """
-        if processes.world_size() == 1:
+        with contextlib.ExitStack() as stack:
+            if processes.world_size() > 1:
+                processes.run_collectively(lambda: stack.enter_context(self.preserve()))
+                for tensor in [*self._model.parameters(), *self._model.buffers()]:
+                    processes.broadcast(tensor.detach(), 0)
+                self._current = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
             yield
-            return
-        tensors = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
-        sampled = {id(parameter) for parameter in self.parameters.values()}
-        others = [tensor for tensor in tensors if id(tensor) not in sampled]
-        outer = self._current
-        current, saved = processes.run_collectively(
-            lambda: (
-                {name: value.clone() for name, value in self.current.items()},
-                [tensor.detach().clone() for tensor in others],
-            )
-        )
-        for tensor in [*current.values(), *others]:
-            processes.broadcast(tensor, 0)
-        self._current = current
-        try:
-            yield
-        finally:
-            self._current = outer
-            with torch.no_grad():
-                for tensor, value in zip(others, saved, strict=True):
-                    tensor.copy_(value)
 
     def _trainable_parameters(self) -> dict[str, Tensor]:
         with sampling_lock:  # while another thread samples, torch.func may have swapped the parameters

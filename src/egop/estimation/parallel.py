@@ -1,15 +1,14 @@
 """Estimation in several processes: check that they agree, combine their samples and share the results.
 
-Each block is decomposed by one process. Before tensors are exchanged, the processes tell each other whether they can
-continue. Anything that may fail is done before that, so that no process is left waiting.
+Each block is decomposed by one process. An error in one process is raised in all, so that none is left waiting.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,69 +59,35 @@ def assign_blocks(plan: Plan) -> dict[Block, int]:
     return dict(zip(plan.chosen, owners, strict=True))
 
 
-def combine(
-    accumulators: Mapping[Block, Accumulator], owners: Mapping[Block, int], devices: Mapping[Block, torch.device]
-) -> None:
-    """Combine what all processes have accumulated for each block in the process that owns it."""
+def merge_accumulators(
+    accumulators: dict[Block, Accumulator],
+    plan: Plan,
+    owners: Mapping[Block, int],
+    devices: Mapping[Block, torch.device],
+) -> dict[Block, Accumulator]:
+    """Merge what all processes have accumulated; return the accumulators of the blocks that this process owns."""
     if processes.world_size() == 1:
-        return
-    statistics = [(block, statistic) for block, each in accumulators.items() for statistic in each.statistics()]
-    answers = processes.gather_results(lambda: [statistic.holding() for _, statistic in statistics])
-    work = [(block, statistic, [answer[i] for answer in answers]) for i, (block, statistic) in enumerate(statistics)]
-
-    def prepare() -> None:
-        for block, statistic, holdings in work:
-            statistic.prepare(holdings, devices[block])
-
-    def collect() -> None:
-        error = None
-        for block, statistic, holdings in work:
-            try:
-                statistic.collect(owners[block], holdings, devices[block])
-            except Exception as raised:  # the other processes still need this one for the other blocks
-                error = error or raised
-        if error is not None:
-            raise error
-
-    processes.run_collectively(prepare)
-    processes.run_collectively(collect)
+        return accumulators
+    own = {}
+    for block, structure in plan.chosen.items():
+        accumulator, merged = accumulators.pop(block), structure.accumulator(block)
+        is_owner = owners[block] == processes.rank()
+        if is_owner:
+            own[block] = merged
+        for sender in range(processes.world_size()):
+            part = processes.broadcast_object(accumulator, sender, devices[block])
+            processes.run_collectively(partial(merged.merge, part) if is_owner else lambda: None)
+    return own
 
 
-def share_results(results: Mapping[Block, Result], owners: Mapping[Block, int]) -> dict[Block, Result]:
+def share_results(
+    results: Mapping[Block, Result], owners: Mapping[Block, int], devices: Mapping[Block, torch.device]
+) -> dict[Block, Result]:
     """Give every process the same results for all blocks, bit for bit."""
-    if processes.world_size() == 1:
-        return dict(results)
-    outlines = processes.gather_results(lambda: {block.name: _outline(*result) for block, result in results.items()})
-    shared = processes.run_collectively(
-        lambda: {
-            block: results[block] if block in results else _allocate(*outlines[owner][block.name])
-            for block, owner in owners.items()
-        }
-    )
-    for block, owner in owners.items():
-        spectrum, change = shared[block]
-        described = [spectrum.eigenvalues, spectrum.density] if spectrum is not None else []
-        for tensor in [*change.tensors.values(), *described]:
-            processes.broadcast(tensor, owner)
-    return shared
-
-
-def _outline(spectrum: Spectrum | None, change: ChangeOfBasis) -> tuple[Spectrum | None, ChangeOfBasis, str]:
-    """Describe a result without its values, together with its kind of device."""
-    if spectrum is not None:
-        spectrum = replace(spectrum, eigenvalues=spectrum.eigenvalues.to("meta"), density=spectrum.density.to("meta"))
-    return spectrum, change.to("meta"), change.device.type
-
-
-def _allocate(spectrum: Spectrum | None, change: ChangeOfBasis, device: str) -> Result:
-    """Allocate memory for a result that another process has described."""
-    if spectrum is not None:
-        eigenvalues, density = (
-            torch.empty_like(tensor, device=device) for tensor in (spectrum.eigenvalues, spectrum.density)
-        )
-        spectrum = replace(spectrum, eigenvalues=eigenvalues, density=density)
-    tensors = {name: torch.empty_like(tensor, device=device) for name, tensor in change.tensors.items()}
-    return spectrum, change.with_tensors(tensors)
+    return {
+        block: cast(Result, processes.broadcast_object(results.get(block), owner, devices[block]))
+        for block, owner in owners.items()
+    }
 
 
 def _shorten(text: str) -> str:

@@ -6,23 +6,20 @@ import abc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from egop.estimation.initializers import InitializationSampler, find_initializer
+from egop.estimation.initializers import draw_initializations, find_initializer, log_mismatches, stack_points
 from egop.estimation.objective import Objective
 from egop.estimation.snapshot import sampling_lock
-
-# Draws ``count`` points: each parameter's values, stacked along a new first dimension.
-Sampler = Callable[[torch.Generator, int], dict[str, Tensor]]
+from egop.numerics import check_nonnegative
 
 
 class Distribution(abc.ABC):
     """A distribution over points in parameter space.
 
-    A subclass implements :meth:`draw`, and :meth:`sampler` if that is faster.
+    A subclass implements :meth:`draw`, and :meth:`draw_many` if that is faster.
 
     Example:
         >>> class Corners(egop.Distribution):  # of a cube
@@ -37,9 +34,9 @@ class Distribution(abc.ABC):
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw one point: a value for each of the objective's parameters, using only ``generator``."""
 
-    def sampler(self, objective: Objective) -> Sampler | None:
-        """Return a function that draws many points at once, or None to draw them one by one."""
-        return None
+    def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        """Draw points, stacked along a new first dimension."""
+        return stack_points([self.draw(objective, generator) for _ in range(count)])
 
     def check(self, objective: Objective) -> None:  # noqa: B027 - most distributions fit every objective
         """Raise an error if this distribution does not fit the objective."""
@@ -49,13 +46,10 @@ class _BatchedDistribution(Distribution):
     """A distribution that draws many points at once."""
 
     def draw(self, objective: Objective, generator: torch.Generator) -> dict[str, Tensor]:
-        return {name: value[0] for name, value in self.sampler(objective)(generator, 1).items()}
+        return {name: value[0] for name, value in self.draw_many(objective, generator, 1).items()}
 
-    def sampler(self, objective: Objective) -> Sampler:
-        return partial(self._draw_many, objective)
-
-    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class Gaussian(_BatchedDistribution):
     def check(self, objective: Objective) -> None:
         _check_center(self.center, objective)
 
-    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+    def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         noise = _draw_normal(objective, generator, count)
         return _add_center(self.center, {name: value.mul_(self.scale) for name, value in noise.items()})
 
@@ -114,7 +108,7 @@ class Ball(_BatchedDistribution):
     def check(self, objective: Objective) -> None:
         _check_center(self.center, objective)
 
-    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+    def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         noise = _draw_normal(objective, generator, count)
         dimension = sum(value[0].numel() for value in noise.values())
         squares = torch.stack([value.double().square().reshape(count, -1).sum(1) for value in noise.values()])
@@ -153,9 +147,12 @@ class Initialization(_BatchedDistribution):
                 "Use rho=egop.Gaussian(scale) or egop.Ball(radius)."
             )
         if self.init_fn is None:
-            self.sampler(objective).log_mismatches()
+            log_mismatches(objective, self._find_initializer(objective))
 
-    def sampler(self, objective: Objective) -> InitializationSampler:
+    def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+        return draw_initializations(objective, self._find_initializer(objective), generator, count)
+
+    def _find_initializer(self, objective: Objective) -> Callable[[nn.Module], object]:
         assert objective.module is not None, "check() was not called"
         with sampling_lock:  # while another thread samples, torch.func may have swapped the parameters
             initializer = self.init_fn or find_initializer(objective.module)
@@ -165,7 +162,7 @@ class Initialization(_BatchedDistribution):
                 "_init_weights(), to draw an initialization with. Pass one: egop.Initialization(init_fn=...), or use "
                 "egop.Gaussian(scale)."
             )
-        return InitializationSampler(objective, initializer)
+        return initializer
 
 
 @dataclass(frozen=True)
@@ -184,10 +181,9 @@ class Recentered(_BatchedDistribution):
     scale: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.scale < math.inf:
-            raise ValueError(f"Invalid scale value: {self.scale}. Must be zero or a positive number.")
+        check_nonnegative("scale", self.scale)
 
-    def _draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
+    def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         if self.scale == 0:
             return {name: value.expand(count, *value.shape).clone() for name, value in objective.current.items()}
         noise = _draw_normal(objective, generator, count)

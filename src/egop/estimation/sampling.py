@@ -7,8 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Generator, Sequence
-from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,9 @@ from egop.estimation.gradients import (
     matches_loop,
     vmap_gradients,
 )
-from egop.estimation.initializers import stack_points
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution
-from egop.numerics import RandomStream, full_precision, has_drawn_outside_torch
+from egop.numerics import RandomStream, check_positive_int, full_precision, has_drawn_outside_torch
 
 logger = logging.getLogger("egop")
 
@@ -80,7 +78,7 @@ def sample_gradients(
     Yields:
         The gradients of each parameter, stacked along a new first dimension and checked to be finite.
     """
-    check_samples(samples)
+    check_positive_int("samples", samples)
     if method not in ("auto", "loop", "vmap"):
         raise ValueError(f"Invalid sampling method: {method!r}. Must be 'auto', 'loop' or 'vmap'.")
     rho.check(objective)
@@ -93,110 +91,87 @@ def sample_gradients(
         source = _PointSource(objective, rho, base, samples)
         # Every process looks at the very first draw, so all make the same choice.
         use_vmap, size = _choose_chunks(
-            objective, wanted, source.peek(), method, chunk_bytes or _get_chunk_bytes(objective)
+            objective, wanted, source.take(0, 1), method, chunk_bytes or _get_chunk_bytes(objective)
         )
         size -= size % BLOCK_POINTS if size > BLOCK_POINTS else 0  # taking whole blocks needs no copy
         # Open the bar only now, so that log lines about the choice do not interrupt it.
         bar = stack.enter_context(tqdm(total=len(share), desc="Sampling gradients", disable=not progress))
-        source.skip(done := share.start)
+        done = share.start
         while done < share.stop:
-            points = source.take(min(size, share.stop - done))
+            points = source.take(done, min(size, share.stop - done))
             try:
                 losses, gradients = (vmap_gradients if use_vmap else loop_gradients)(objective, wanted, points)
             except torch.OutOfMemoryError:
                 if not use_vmap or len(points) == 1:
                     raise
-                source.put_back(points)
                 size = len(points) // 2
                 continue
             except Exception as error:  # a later batch may need something that vmap cannot do
                 if not use_vmap or method == "vmap":
                     raise
                 _log_fallback(_summarize(error))
-                source.put_back(points)
                 use_vmap = False
                 continue
             check_finite(wanted, losses, gradients, first_draw=done)
             yield dict(zip(wanted, gradients, strict=True))
             done += len(points)
             bar.update(len(points))
-        source.skip(samples - done)
-
-
-def check_samples(samples: int) -> None:
-    """Raise ValueError if this is not a positive whole number."""
-    if not isinstance(samples, Integral) or isinstance(samples, bool) or samples < 1:
-        raise ValueError(f"Invalid samples value: {samples!r}. Must be a whole number of at least 1.")
+        source.skip_batches(samples)
 
 
 class _PointSource:
-    """The points of one run in order. Values are drawn in blocks; batches are fetched when their points are taken."""
+    """The points of one run. Their values are drawn in blocks with seeds of their own; batches come in order."""
 
     def __init__(self, objective: Objective, rho: Distribution, base: int, samples: int) -> None:
         device = next(iter(objective.parameters.values())).device
         dimension = sum(parameter.numel() for parameter in objective.parameters.values())
+        self.objective, self.rho, self.base, self.samples = objective, rho, base, samples
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
-        self.base, self.undrawn, self.blocks = base, samples, 0
         self.block_size = max(1, min(BLOCK_POINTS, BLOCK_VALUES // dimension))
-        sampler = rho.sampler(objective)
-        if sampler is None:
-            self.block_size, sampler = 1, lambda generator, _: stack_points([rho.draw(objective, generator)])
-        self.sampler = sampler
-        self.pending: list[tuple[list[int], dict[str, Tensor]]] = []  # drawn but not taken yet
-        self.objective, self.batches = objective, objective.batches()
+        if type(rho).draw_many is Distribution.draw_many:  # it draws point by point
+            self.block_size = 1
+        self.last_block: tuple[int, list[int], dict[str, Tensor]] | None = None
+        self.batches = objective.batches()
+        self.position = 0  # of the first point whose batch is in `fetched`
+        self.fetched: list[Any] = []
         # Shuffling and augmentation have their own random stream, which neither rho nor the loss affects.
         self.batch_stream = RandomStream(self._draw_seeds(base, 1)[0])
 
-    def peek(self) -> Points:
-        """Return the first point without taking it."""
-        points = self.take(1)
-        self.put_back(points)
-        return points
-
-    def take(self, count: int) -> Points:
-        """Return the next points."""
-        with self.batch_stream:
-            batches = self.objective.move_batches(itertools.islice(self.batches, count))
-        taken = []
+    def take(self, start: int, count: int) -> Points:
+        """Return points, which may be taken again until later ones are taken: then their batches are gone."""
+        batches = self._fetch_batches(start, count)
+        parts = []
         while count:
-            taken.append(self._take_from_block(count))
-            count -= len(taken[-1][0])
-        if len(taken) == 1:
-            return Points(*taken[0], batches)
-        values = {name: torch.cat([part[name] for _, part in taken]) for name in taken[0][1]}
-        return Points([seed for seeds, _ in taken for seed in seeds], values, batches)
+            block, offset = divmod(start, self.block_size)
+            seeds, values = self._draw_block(block)
+            part = slice(offset, offset + count)
+            parts.append((seeds[part], {name: value[part] for name, value in values.items()}))
+            start, count = start + len(parts[-1][0]), count - len(parts[-1][0])
+        if len(parts) == 1:
+            return Points(*parts[0], batches)
+        values = {name: torch.cat([values[name] for _, values in parts]) for name in self.objective.parameters}
+        return Points([seed for seeds, _ in parts for seed in seeds], values, batches)
 
-    def skip(self, count: int) -> None:
-        """Skip the next points: consume their batches, and draw values only in a block that is needed in part."""
+    def skip_batches(self, stop: int) -> None:
+        """Consume the batches of all points before this one, so that the loader ends up the same in every process."""
+        self._fetch_batches(stop, 0)
+
+    def _fetch_batches(self, start: int, count: int) -> list[Any]:
         with self.batch_stream:
-            collections.deque(itertools.islice(self.batches, count), maxlen=0)
-        while count:
-            size = min(self.block_size, self.undrawn)
-            if self.pending or size > count:
-                count -= len(self._take_from_block(count)[0])
-            else:
-                count -= size
-                self.undrawn -= size
-                self.blocks += 1
+            skipped = start - self.position - len(self.fetched)
+            collections.deque(itertools.islice(self.batches, max(0, skipped)), maxlen=0)
+            self.fetched, self.position = self.fetched[start - self.position :], start
+            missing = max(0, count - len(self.fetched))
+            self.fetched += self.objective.move_batches(itertools.islice(self.batches, missing))
+        return self.fetched[:count]
 
-    def put_back(self, points: Points) -> None:
-        """Undo :meth:`take`."""
-        self.batches = itertools.chain(points.batches, self.batches)
-        self.pending.insert(0, (points.seeds, points.values))
-
-    def _take_from_block(self, count: int) -> tuple[list[int], dict[str, Tensor]]:
-        seeds, values = self.pending.pop(0) if self.pending else self._draw_block()
-        if len(seeds) > count:
-            self.pending.insert(0, (seeds[count:], {name: value[count:] for name, value in values.items()}))
-        return seeds[:count], {name: value[:count] for name, value in values.items()}
-
-    def _draw_block(self) -> tuple[list[int], dict[str, Tensor]]:
-        count = min(self.block_size, self.undrawn)
-        self.undrawn -= count
-        self.blocks += 1
-        # With a common seed, dropout masks would be made of the same random numbers as the points.
-        seeds = self._draw_seeds(self.base + self.blocks, count)
-        return seeds, self.sampler(self.generator, count)
+    def _draw_block(self, block: int) -> tuple[list[int], dict[str, Tensor]]:
+        if self.last_block is None or self.last_block[0] != block:
+            count = min(self.block_size, self.samples - block * self.block_size)
+            # With a common seed, dropout masks would be made of the same random numbers as the points.
+            seeds = self._draw_seeds(self.base + block + 1, count)
+            self.last_block = block, seeds, self.rho.draw_many(self.objective, self.generator, count)
+        return self.last_block[1:]
 
     def _draw_seeds(self, seed: int, count: int) -> list[int]:
         self.generator.manual_seed(seed)

@@ -1,7 +1,6 @@
 """Numerical tools: decompositions in float64, sketches, precision of products, random states, CUDA graphs.
 
-All decompositions and orthonormalizations are here. This package uses ``distributed`` to sum outer products over
-processes.
+All decompositions and orthonormalizations are here.
 """
 
 from egop.numerics.checks import check_fraction, check_nonnegative, check_number, check_positive_int

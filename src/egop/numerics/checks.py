@@ -16,7 +16,7 @@ def check_number(name: str, value: Any) -> None:
 
 def check_positive_int(name: str, value: Any) -> None:
     """Raise ValueError unless the value is an integer of at least 1."""
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"Invalid {name} value: {value!r}. Must be a whole number of at least 1.")
 
 

@@ -103,19 +103,13 @@ def noise_floor(dtype: torch.dtype) -> float:
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Decompose a positive semidefinite matrix, largest eigenvalue first.
 
-    If the solver does not converge, try a shifted diagonal, then an SVD. Both have the same eigenvectors.
+    If the solver does not converge, use an SVD, which has the same eigenvectors.
     """
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:
-        shift = matrix.diagonal().mean()
-        try:
-            shifted = matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-            values, vectors = torch.linalg.eigh(shifted)
-            values = values - shift
-        except torch.linalg.LinAlgError:
-            vectors, values, _ = torch.linalg.svd(matrix)
-            return values, vectors
+        vectors, values, _ = torch.linalg.svd(matrix)
+        return values, vectors
     return values.flip(-1), vectors.flip(-1)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Widths above which the method that is faster for narrow matrices becomes slower, measured on an H200
-# (docs/performance-history.md).
+# (lab/notes/performance-history.md).
 _WIDE = 1024  # for a batched Cholesky decomposition
 _VERY_WIDE = 3072  # for the inverse of a triangle
 

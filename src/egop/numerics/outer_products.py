@@ -1,4 +1,4 @@
-"""The mean outer product of many rows, which may be spread over processes."""
+"""The mean outer product of many rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from egop.distributed import Holding, gather_rows, sum_to_owner
 from egop.numerics.eigen import eigenbasis, eigenbasis_from_rows, row_noise
 
 # float64 copies of rows are made in slices of at most this size.
@@ -15,20 +14,17 @@ _SLICE_BYTES = 256 * 2**20
 
 
 class OuterProducts:
-    """The mean outer product of rows that arrive in chunks: kept as rows while there are few, then as a matrix.
+    """The mean outer product of rows that arrive in chunks, kept as a matrix once there are as many rows as dimensions.
 
     All rows of one gradient count as one draw, because they may be correlated. The differences between draws show how
     much of the result is chance, so the squared norms of the draws' own matrices are summed as well.
 
     Args:
         dimension: length of a row.
-        route: ``"eigh"`` sums the matrix and decomposes it; ``"svd"`` keeps all rows and decomposes those; ``"auto"``
-            uses ``"svd"`` while there are fewer rows than dimensions.
     """
 
-    def __init__(self, dimension: int, route: str = "auto") -> None:
+    def __init__(self, dimension: int) -> None:
         self.dimension = dimension
-        self.route = route
         self.rows: list[Tensor] = []
         self.total: Tensor | None = None
         self.count = 0
@@ -42,40 +38,25 @@ class OuterProducts:
         if draws:
             self.draws += draws
             self.fourth = self.fourth + _sum_squared_norms(rows.unflatten(0, (draws, -1)))
-        self._keep(rows)
+        self.rows.append(rows)
+        self.count += len(rows)
+        self.noise = row_noise(rows.dtype)
+        if self.total is not None or self.count >= self.dimension:
+            self._fold()
 
     def merge(self, other: OuterProducts) -> None:
         """Add everything that another instance has seen."""
-        count, draws, fourth = self.count + other.count, self.draws + other.draws, self.fourth + other.fourth
-        for rows in other.rows:
-            self._keep(rows)
-        if other.total is not None:
-            self._fold()
-            self.total = other.total.clone() if self.total is None else self.total + other.total
-        self.count, self.draws, self.fourth = count, draws, fourth
-
-    def holding(self) -> Holding:
-        """Describe the rows that this process holds."""
-        return Holding.describe(self.count, self.rows, self.total is not None, self.draws, float(self.fourth))
-
-    def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Do in advance what may fail in :meth:`collect`, given what each process holds and the target device."""
-        if any(holding.folded for holding in holdings) or self._should_fold(sum(holding.seen for holding in holdings)):
-            self._fold()
-            if self.total is None:
-                self.total = torch.zeros(self.dimension, self.dimension, dtype=torch.float64, device=device)
-
-    def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Combine what all processes have seen in the owner's process."""
-        if self.total is not None:
-            sum_to_owner(owner, self.total)
-        else:
-            rows: list[Tensor] = []
-            gather_rows(owner, self.rows, holdings, device, rows.append)
-            self.rows = rows
-        self.count = sum(holding.seen for holding in holdings)
-        self.draws = sum(holding.draws for holding in holdings)
-        self.fourth = sum(holding.fourth for holding in holdings)
+        self.count += other.count
+        self.draws += other.draws
+        self.noise = max(self.noise, other.noise)
+        self.fourth = self.fourth + other.fourth
+        if self.total is None and other.total is None and self.count < self.dimension:
+            self.rows += other.rows
+            return
+        self._fold()
+        addition = _sum_outer_products(other.rows) if other.total is None else other.total
+        if addition is not None:
+            self.total = addition.clone() if self.total is None else self.total + addition
 
     def anisotropy(self, values: Tensor) -> tuple[float, float] | None:
         """Measure how far the eigenvalues are from being equal, and how much of that is not chance.
@@ -106,25 +87,21 @@ class OuterProducts:
             return eigenbasis_from_rows(torch.cat(self.rows))
         return eigenbasis(self.total / self.count, self.noise)
 
-    def _should_fold(self, count: int) -> bool:
-        return self.route == "eigh" or (self.route == "auto" and count >= self.dimension)
-
-    def _keep(self, rows: Tensor) -> None:
-        self.rows.append(rows)
-        self.count += len(rows)
-        self.noise = row_noise(rows.dtype)
-        if self._should_fold(self.count) or self.total is not None:
-            self._fold()
-
     def _fold(self) -> None:
         """Replace the rows by the sum of their outer products."""
-        for rows in self.rows:
-            if self.total is None:
-                self.total = rows.new_zeros(self.dimension, self.dimension, dtype=torch.float64)
-            # In float64: a float32 product loses eigenvalues below about 1e-8 of the largest.
-            for part in rows.split(max(1, _SLICE_BYTES // (8 * self.dimension))):
-                self.total.addmm_(part.double().mT, part.double())
-        self.rows.clear()
+        self.total = _sum_outer_products(self.rows, self.total)
+        self.rows = []
+
+
+def _sum_outer_products(rows: Sequence[Tensor], total: Tensor | None = None) -> Tensor | None:
+    """Add the outer products of rows to a matrix, in place, and return it; without a matrix, create one if needed."""
+    for part in rows:
+        dimension = part.shape[1]
+        total = part.new_zeros(dimension, dimension, dtype=torch.float64) if total is None else total
+        # In float64: a float32 product loses eigenvalues below about 1e-8 of the largest.
+        for piece in part.split(max(1, _SLICE_BYTES // (8 * dimension))):
+            total.addmm_(piece.double().mT, piece.double())
+    return total
 
 
 def _sum_squared_norms(draws: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from egop.distributed import Holding, gather_rows
 from egop.numerics.eigen import fix_signs
 from egop.numerics.orthonormal import householder_qr
 
@@ -53,20 +52,6 @@ class RowSketch:
         for rows in other.rows:
             self.add(rows)
         self.count = seen
-
-    def holding(self) -> Holding:
-        """Describe the rows that this process holds."""
-        return Holding.describe(self.count, self.rows)
-
-    def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Do nothing: nothing can fail before :meth:`collect`."""
-
-    def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Merge the sketches of all processes in the owner's process, in order of rank."""
-        merged = RowSketch(self.rank, self.capacity)
-        gather_rows(owner, self.rows, holdings, device, merged.add)
-        self.rows = merged.rows
-        self.count = sum(holding.seen for holding in holdings)
 
     def leading(self, power_iterations: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the leading eigenvalues and eigenvectors (orthonormal columns) of the mean outer product."""

@@ -7,6 +7,7 @@ defines ``transform``.
 from egop.optim.matrix_optimizer import MatrixOptimizer, rms_scales
 from egop.optim.polar_adam import PolarAdam, polar
 from egop.optim.rotated import RotatedPolarAdam
+from egop.optim.rotated import measure_rotation as measure_rotation
 from egop.optim.sign import Sign
 from egop.optim.sinkhorn import Sinkhorn
 

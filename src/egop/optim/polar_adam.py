@@ -29,7 +29,7 @@ class PolarAdam(MatrixOptimizer):
 
     Args:
         params: weights of two or more dimensions, or parameter groups of them.
-        lr: learning rate; four to eight times AdamW's best rate worked best.
+        lr: learning rate; about twice AdamW's best rate works in networks with normalization layers.
         betas: decay of the running means of the gradients and of their squares.
         eps: added to the root of the mean square.
         nesterov: use Nesterov momentum.

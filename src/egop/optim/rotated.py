@@ -18,6 +18,7 @@ from egop.numerics import (
     copy_all,
     exact_products,
     is_sound,
+    orthonormality_error,
     power_iteration,
 )
 from egop.optim.matrix_optimizer import Part
@@ -204,6 +205,26 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
         fresh = bases @ turns
         # One Newton step towards the nearest orthonormal matrix, so that errors of products do not add up.
         return turns, 1.5 * fresh - 0.5 * fresh @ (fresh.mT @ fresh)
+
+
+def measure_rotation(momentum: Tensor, basis: Tensor | None) -> dict[str, float]:
+    """Return how far the momentum of a weight is from equal strength in all directions, and its basis from perfect.
+
+    Args:
+        momentum: the momentum in the basis, with any leading dimensions.
+        basis: the basis; None if there is none.
+    """
+    if not momentum.isfinite().all():
+        return {"nonfinite": 1.0}
+    gram = momentum.mT @ momentum if is_tall(momentum) else momentum @ momentum.mT
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(torch.finfo(gram.dtype).tiny)
+    found = {"stable_rank": float((diagonal.mean(-1) / largest).mean()), "nonfinite": 0.0}
+    if basis is not None:
+        norm = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
+        found["off_diagonal"] = float((torch.linalg.matrix_norm(gram - diagonal.diag_embed()) / norm).mean())
+        found["orthogonality_error"] = orthonormality_error(basis.double())
+    return found
 
 
 def _find_due(group: Mapping[str, Any], weights: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@
 
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.checks import find_user_level
-from egop.optimizer.groups import name_groups
+from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
@@ -25,4 +25,5 @@ __all__ = [
     "check_state_dict",
     "find_user_level",
     "name_groups",
+    "named_parameters",
 ]

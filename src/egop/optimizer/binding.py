@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, Structure, strip_compile_prefix
+from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, strip_compile_prefix
 from egop.distributed import (
     is_sharded,
     is_sharded_by_rows,
@@ -25,13 +24,11 @@ from egop.distributed import (
     write_shard,
 )
 from egop.numerics import exact_products
+from egop.optimizer.groups import named_parameters
 
 Groups = Sequence[Mapping[str, Any]]
 
-# What is remembered of a parameter: its values, its version counter and address, or a digest of its values.
-Snapshot = Tensor | tuple[int, int] | str
-UNKNOWN = "0" * 32  # the digest of unknown parameters
-_LOADED = "f" * 32  # the same for loaded coordinates, whose decoding may have rounded differently
+_PRODUCT_ERROR = 64  # of decoding, as a multiple of the precision of the largest entry
 
 
 class BoundBlock:
@@ -65,10 +62,7 @@ class BoundBlock:
         ]
         # The part of the parameters outside an incomplete basis, if the optimizer keeps it.
         self.rest: list[Tensor] | None = None
-        self.compares_values = compares_values(self.device)
-        self.seen: list[Snapshot] = []  # the parameters that the coordinates represent
         self.encode(self.parameters)
-        self.mark_synced()
         for coordinate in self.coordinates:
             coordinate.requires_grad_()
 
@@ -108,11 +102,6 @@ class BoundBlock:
         """Return a tensor like one of the coordinates, sharded as its parameter is, for a state dict."""
         return shard_like(tensor, self.originals[place]) if self.by_rows and tensor.dim() > 0 else tensor
 
-    def find_temporaries(self) -> list[Tensor]:
-        """Return the tensors that have gradients only during a step: coordinates, and views or copies of shards."""
-        pairs = zip(self.parameters, self.originals, strict=True)
-        return self.coordinates + [parameter for parameter, original in pairs if parameter is not original]
-
     def gather(self) -> None:
         """Read sharded parameters and their gradients."""
         view = to_local if self.by_rows else to_full
@@ -120,6 +109,12 @@ class BoundBlock:
             self.parameters[index] = view(original)
             self.parameters[index].requires_grad_(original.requires_grad)
             self.parameters[index].grad = None if original.grad is None else view(original.grad)
+
+    def release(self) -> None:
+        """Drop the gradients that :meth:`gather` has read."""
+        for original, parameter in zip(self.originals, self.parameters, strict=True):
+            if parameter is not original:
+                parameter.grad = None
 
     def scatter(self) -> None:
         """Write gathered parameters back to the sharded ones."""
@@ -182,74 +177,44 @@ class BoundBlock:
             parameter.copy_(tensor)
         if self.sharded:
             self.scatter()
-        self.mark_synced()
 
-    def follow_parameters(self, decoded: Sequence[Tensor]) -> None:
+    def follow_parameters(self, decoded: Sequence[Tensor], *, exactly: bool) -> None:
         """Encode the parameters again if the coordinates no longer represent them.
 
         A write may have left the values unchanged. The coordinates hold more than the parameters (rounding, and the
         bits below half precision), so they are kept as long as they still decode to the parameters.
 
         Args:
-            decoded: the decoded coordinates, computed as in a step, since rounding matters here.
+            decoded: the decoded coordinates, computed as in a step.
+            exactly: whether they must be equal; otherwise decoding may have rounded differently when they were written.
         """
-        if any(parameter.device != value.device for parameter, value in zip(self.parameters, decoded, strict=True)):
-            return  # moved to another device: the next step binds it again
-        found = zip(self.parameters, self.add_rest(decoded), self.seen, strict=True)
-        if not all((_rounds_to if seen == _LOADED else _equals)(value, parameter) for parameter, value, seen in found):
-            self.encode(self.parameters)
-        self.mark_synced()
+        for value, parameter in zip(self.add_rest(decoded), self.parameters, strict=True):
+            if not (torch.equal(value.to(parameter.dtype), parameter) if exactly else _rounds_to(value, parameter)):
+                self.encode(self.parameters)
+                break
 
-    def mark_synced(self, written: Sequence[Tensor] | None = None) -> None:
-        """Record that coordinates and parameters agree.
-
-        Args:
-            written: new tensors that have just been copied to the parameters, which nobody else uses or writes to.
-        """
-        if not self.compares_values:
-            self.seen = [_read_version(original) for original in self.originals]
-        elif written is not None and all(map(_has_dtype, written, self.parameters)):
-            self.seen = list(written)
-        else:
-            self.seen = [parameter.detach().clone() for parameter in self.parameters]
-
-    def mark_saved(self) -> None:
-        """Compare coordinates and parameters at the next step, as a resumed run does after loading."""
-        self.seen = [_LOADED] * len(self.parameters)
-
-    def invalidate(self) -> None:
-        """Mark the coordinates as stale; the next step recomputes them from the parameters."""
-        self.seen = [UNKNOWN] * len(self.parameters)
-
-    def compute_digests(self) -> list[str]:
-        """Return digests of the parameters that the coordinates represent, to check them when restored."""
-        return list(map(_compute_digest, self.parameters, self.originals, self.seen))
-
-    def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor], digests: Sequence[str] | None) -> None:
-        """Take saved coordinates (and rest), which represent the parameters with these digests, if known."""
+    def restore(self, coordinates: Sequence[Tensor], rest: Sequence[Tensor]) -> None:
+        """Take saved coordinates (and rest). If they belong to other weights, the next step encodes those."""
         for place, (coordinate, saved) in enumerate(zip(self.coordinates, coordinates, strict=True)):
             here = take_shard(saved, self.originals[place]) if self.by_rows else to_full(saved)
-            if coordinate.shape != here.shape:
-                raise ValueError(
-                    f"Block '{self.name}' has coordinates of shape {tuple(saved.shape)} in the state dict, but "
-                    f"{tuple(coordinate.shape)} here."
-                )
+            self._check_shape("coordinates", here, coordinate)
             with torch.no_grad():
                 coordinate.copy_(here)
-        if self.rest is not None and rest:
+        if self.rest is not None:
             for tensor, saved in zip(self.rest, rest, strict=True):
-                if tensor.shape != saved.shape:
-                    raise ValueError(
-                        f"Block '{self.name}' has a rest of shape {tuple(saved.shape)} in the state dict, but "
-                        f"{tuple(tensor.shape)} here."
-                    )
+                self._check_shape("a rest", saved, tensor)
             self.rest = [saved.to(tensor, copy=True) for tensor, saved in zip(self.rest, rest, strict=True)]
-        self.seen = [_LOADED if digest == UNKNOWN else digest for digest in digests or [UNKNOWN] * len(self.originals)]
+
+    def _check_shape(self, what: str, saved: Tensor, here: Tensor) -> None:
+        if saved.shape != here.shape:
+            raise ValueError(
+                f"Block '{self.name}' has {what} of shape {tuple(saved.shape)}, but {tuple(here.shape)} here."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: digests instead of addresses, and bases without the stack they are views of."""
+        """Return what a copy needs: bases without the stack they are views of."""
         copies = {name: tensor.clone() for name, tensor in self.change.tensors.items()}
-        return self.__dict__ | {"seen": self.compute_digests(), "change": self.change.with_tensors(copies)}
+        return self.__dict__ | {"change": self.change.with_tensors(copies)}
 
 
 def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
@@ -257,74 +222,11 @@ def map_to_blocks(blocks: Iterable[BoundBlock]) -> dict[int, BoundBlock]:
     return {id(original): block for block in blocks for original in block.originals}
 
 
-def compares_values(device: torch.device) -> bool:
-    """Return True if writes to parameters are noticed by their values, not by torch's version counter.
-
-    The counter ``_version`` (a private name; a test notices when it changes) misses writes through ``.data``. On the
-    CPU a copy of the values costs little and shows those too.
-    """
-    return device.type == "cpu"
-
-
-def find_written(blocks: Sequence[BoundBlock]) -> list[BoundBlock]:
-    """Return the blocks whose parameters someone else may have written to."""
-    written = []
-    for block in blocks:
-        for parameter, original, seen in zip(block.parameters, block.originals, block.seen, strict=True):
-            if isinstance(seen, Tensor) and seen.dtype is parameter.dtype:
-                same = torch.equal(parameter, seen)
-            else:
-                same = _matches_snapshot(parameter, original, seen)
-            if not same:
-                written.append(block)
-                break
-    return written
-
-
-def _read_version(original: Tensor) -> tuple[int, int]:
-    return original._version, to_local(original).data_ptr()
-
-
-def _matches_snapshot(parameter: Tensor, original: Tensor, seen: Snapshot) -> bool:
-    if isinstance(seen, tuple):
-        return _read_version(original) == seen
-    if isinstance(seen, str):
-        return _hash(parameter) == seen
-    return parameter.dtype == seen.dtype and torch.equal(parameter, seen)
-
-
-def _compute_digest(parameter: Tensor, original: Tensor, seen: Snapshot) -> str:
-    if isinstance(seen, str):
-        return seen
-    if isinstance(seen, Tensor):
-        return _hash(seen)
-    return _hash(parameter) if _matches_snapshot(parameter, original, seen) else UNKNOWN
-
-
-def _has_dtype(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.dtype is other.dtype
-
-
-def _equals(value: Tensor, parameter: Tensor) -> bool:
-    return torch.equal(parameter, value.to(parameter.dtype))
-
-
 def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
-    """Return True if a half-precision parameter is the decoded value up to rounding.
-
-    Its coordinates are master weights with more bits than the parameter. A float32 parameter has as many bits as its
-    coordinates, so it must be equal.
-    """
-    epsilon = torch.finfo(parameter.dtype).eps
-    if epsilon <= torch.finfo(torch.float32).eps:
-        return _equals(value, parameter)
-    exact = parameter.to(value.dtype)
-    return bool(((value - exact).abs() <= 0.51 * epsilon * torch.maximum(value.abs(), exact.abs())).all())
-
-
-def _hash(tensor: Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(values.numpy().tobytes(), digest_size=16).hexdigest()
+    """Return True if a parameter is the decoded value, up to the rounding of the product, in its own precision."""
+    error = _PRODUCT_ERROR * torch.finfo(value.dtype).eps * value.abs().amax() if value.numel() else 0.0
+    low, high = (value - error).to(parameter.dtype), (value + error).to(parameter.dtype)
+    return bool(((low <= parameter) & (parameter <= high)).all())
 
 
 @dataclass
@@ -340,18 +242,15 @@ class BoundParameters:
         """Record the parameters that the groups have now."""
         tensors = _list_parameters(groups)
         names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
-        return cls(names, tensors, [(tensor.dtype, tensor.device) for tensor in tensors])
+        return cls(names, tensors, list(map(_get_kind, tensors)))
 
     def matches(self, groups: Groups) -> bool:
         """Return True if the groups still hold the same tensors, with the same dtype and device."""
-        tensors: list[Tensor] = []
-        for group in groups:
-            tensors += group["params"]
-            if len(group["params"]) != len(group.get("param_names", ())):
-                return False
+        tensors = _list_parameters(groups)
         if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
             return False
-        return [(tensor.dtype, tensor.device) for tensor in tensors] == self.kinds
+        named = sum(len(group.get("param_names", ())) for group in groups)
+        return named == len(tensors) and list(map(_get_kind, tensors)) == self.kinds
 
     def find_names(self, groups: Groups) -> list[str]:
         """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""
@@ -380,6 +279,9 @@ class BoundParameters:
         return {old: new for old, new in pairs if old is not new and id(new) not in known}
 
 
+_get_kind = operator.attrgetter("dtype", "device")
+
+
 def _list_parameters(groups: Groups) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
@@ -391,7 +293,8 @@ def bind_blocks(
     if basis is None:
         return []
     if not isinstance(basis, Basis):
-        raise TypeError(f"basis must be an egop.Basis, got {_describe_wrong_basis(basis)}")
+        name = getattr(basis, "__name__", type(basis).__name__)
+        raise TypeError(f"basis must be an egop.Basis, as egop.estimate(objective) returns, got {name}.")
     given = {
         strip_compile_prefix(name): (index, parameter)
         for index, group in enumerate(groups, first_group)
@@ -432,12 +335,8 @@ def bind_blocks(
 
 def check_padding(blocks: Sequence[BoundBlock], groups: Groups, layers: Mapping[str, Role]) -> None:
     """Raise ValueError if a block mixes the padding row of an embedding with others, which would move it."""
-    padded = {
-        id(parameter)
-        for group in groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        if strip_compile_prefix(name) in layers and layers[strip_compile_prefix(name)].has_padding_row
-    }
+    named = named_parameters(groups)
+    padded = {id(named[name]) for name, role in layers.items() if role.has_padding_row and name in named}
     for block in blocks:
         if not block.change.is_rowwise and any(id(original) in padded for original in block.originals):
             raise ValueError(
@@ -453,13 +352,3 @@ def _suggest_names(name: str, names: Sequence[str]) -> str:
         return f"It has '{near[0]}': was the basis estimated for a part of the model, or for something it is a part of?"
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return f"It has: {listed}. Was the basis estimated for another model?"
-
-
-def _describe_wrong_basis(basis: object) -> str:
-    kind = basis if isinstance(basis, type) else type(basis)
-    if issubclass(kind, Structure):
-        return (
-            f"{kind.__name__}, which says how a basis is built. Estimate one: "
-            f"basis = egop.estimate(objective, structure=egop.{kind.__name__}(...))."
-        )
-    return f"{kind.__name__}."

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from egop.basis import Structure
 from egop.optimizer.binding import BoundBlock
-from egop.optimizer.trial import Trial, try_optimizer
+from egop.optimizer.trial import try_optimizer
 
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
 _warned: set[type[Optimizer]] = set()  # classes that have been warned about
@@ -36,7 +36,7 @@ def is_own_or_torch(optimizer_class: type[Optimizer]) -> bool:
 
 def check_class(
     optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any]
-) -> bool:
+) -> tuple[bool, bool]:
     """Raise TypeError for a class that does not work coordinate by coordinate.
 
     Args:
@@ -45,7 +45,8 @@ def check_class(
         hyperparameters: the arguments of the class.
 
     Returns:
-        True if the class treats matrices and vectors differently, see :func:`check_blocks`.
+        Whether the class treats matrices and vectors differently (see :func:`check_blocks`), and whether a rotation
+        changes its steps in at least one group.
     """
     name = optimizer_class.__name__
     if next(iter(inspect.signature(optimizer_class).parameters), "params") in ("optimizer", "base_optimizer"):
@@ -54,7 +55,7 @@ def check_class(
             f"{name}(egop.ReparameterizedOptimizer(...))."
         )
     works_on_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
-    differs_on_vectors = False
+    differs_on_vectors = benefits = False
     for settings in map(get_settings, groups):
         if settings.get("maximize") and "maximize" not in complete_hyperparameters(
             optimizer_class, settings, hyperparameters
@@ -73,15 +74,8 @@ def check_class(
                 "coordinates that are matrices, set works_on_matrices = True on the class."
             )
         differs_on_vectors |= trial.differs_on_vectors
-    return works_on_matrices or differs_on_vectors
-
-
-def benefits_from_rotation(
-    optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any]
-) -> bool:
-    """Return True if a rotation changes the steps of the optimizer in at least one group."""
-    trials: list[Trial] = [try_optimizer(optimizer_class, get_settings(group), hyperparameters) for group in groups]
-    return not all(trial.is_rotation_invariant for trial in trials)
+        benefits |= not trial.is_rotation_invariant
+    return works_on_matrices or differs_on_vectors, benefits
 
 
 def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
-from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding, map_to_blocks
-from egop.optimizer.checks import benefits_from_rotation, check_blocks, check_class, warn_no_basis
+from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
+from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_no_basis
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
 from egop.optimizer.refreshing import Refresher
@@ -44,7 +44,8 @@ class Engine:
         self._inner: InnerOptimizers | None = None
         self._stacks: Stacks | None = None
         self.bound = BoundParameters()
-        self._block_of: tuple[list[BoundBlock], dict[int, BoundBlock]] | None = None  # for find_block
+        self.exported: Any = None  # the state that was read since the last step, see `state.ExportedState`
+        self.loading: Any = None  # parts built from a state dict that is being loaded, see `state.RestoredParts`
 
     @property
     def is_built(self) -> bool:
@@ -66,7 +67,8 @@ class Engine:
     def stacks(self) -> Stacks:
         """The blocks, stacked by kind and shape; built when needed, not after each of many added groups."""
         if self._stacks is None:
-            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=not self.base.may_keep_gradients)
+            reused = is_own_or_torch(self.base.optimizer_class)  # others may keep a gradient until their next step
+            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=reused)
         return self._stacks
 
     @property
@@ -88,9 +90,9 @@ class Engine:
 
     def check_class(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise TypeError if the optimizer class does not work in coordinates with the settings of these groups."""
-        arguments = self.base.optimizer_class, groups, self.base.hyperparameters
-        self.benefits_from_rotation |= benefits_from_rotation(*arguments)
-        self.is_for_matrices |= check_class(*arguments)
+        for_matrices, benefits = check_class(self.base.optimizer_class, groups, self.base.hyperparameters)
+        self.is_for_matrices |= for_matrices
+        self.benefits_from_rotation |= benefits
 
     def bind(
         self,
@@ -113,33 +115,25 @@ class Engine:
             check_blocks(self.base.optimizer_class, blocks)
         return blocks
 
-    def build(self, blocks: list[BoundBlock], pieces: LocalShards, inner: InnerOptimizers | None = None) -> None:
+    def build(
+        self, blocks: list[BoundBlock], pieces: LocalShards | None = None, inner: InnerOptimizers | None = None
+    ) -> None:
         """Use these blocks from now on.
 
         Args:
             blocks: the blocks.
-            pieces: the local parts of sharded parameters outside the blocks.
-            inner: optimizers over their coordinates; new ones by default.
+            pieces: the local parts of sharded parameters outside the blocks, if they change.
+            inner: optimizers over their coordinates; by default new ones, which keep the state of all tensors that
+                continue to be stepped.
         """
-        inner = inner or InnerOptimizers(self.base, self.param_groups, blocks, pieces)
+        pieces = pieces or self.pieces
+        if inner is None:
+            inner = InnerOptimizers(self.base, self.param_groups, blocks, pieces)
+            if self._inner is not None:
+                inner.take_over(self._inner)
         self.blocks, self.pieces, self._inner, self._stacks = blocks, pieces, inner, None
         inner.expose_outside_settings(self.param_groups)
         self.bound = BoundParameters.from_groups(self.param_groups)
-
-    def add_group(self, blocks: list[BoundBlock]) -> None:
-        """Add the last parameter group, which has these blocks."""
-        tensors = self.inner.add_group(self.param_groups[-1], blocks, self.pieces)
-        self.inner.expose_outside_settings(self.param_groups)
-        # Some optimizers create states in their constructor only.
-        self.inner.reset([tensor for tensor in tensors if not self.inner.state.get(tensor)])
-        self.blocks, self._stacks = self.blocks + blocks, None
-        self.bound = BoundParameters.from_groups(self.param_groups)
-
-    def find_block(self, parameter: Tensor) -> BoundBlock | None:
-        """Return the block of a parameter."""
-        if self._block_of is None or self._block_of[0] is not self.blocks:
-            self._block_of = self.blocks, map_to_blocks(self.blocks)
-        return self._block_of[1].get(id(parameter))
 
     # --- a step ---
 
@@ -168,7 +162,8 @@ class Engine:
         finally:
             stacks.drop_gradients()
             self.pieces.clear_gradients()
-        self.inner.store_settings(self.param_groups)
+        if self.base.is_foreign:
+            self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
 
@@ -177,7 +172,7 @@ class Engine:
             self.inner.step()
             stacks.decode_coordinates()
         except BaseException:  # some coordinates may have been stepped already
-            self._invalidate_blocks()
+            stacks.invalidate()
             raise
 
     def switch_mode(self, name: str) -> None:
@@ -188,15 +183,11 @@ class Engine:
         try:
             self.stacks.rewrite(lambda: [switch() for switch in self.inner.find_mode(name)])
         except BaseException:  # some coordinates may have been written already
-            self._invalidate_blocks()
+            self.stacks.invalidate()
             raise
         finally:
             self.pieces.clear_gradients()
         self.inner.store_settings(self.param_groups)
-
-    def _invalidate_blocks(self) -> None:
-        for block in self.blocks:
-            block.invalidate()
 
     # --- for a refresh, during a step ---
 
@@ -267,11 +258,7 @@ class Engine:
         check_disjoint([block.change.block for block in self.blocks + new])
         for block in new:
             block.drop_rest()
-            for original in block.originals:
-                self.inner.state.pop(self.pieces.get(original), None)
-        self.blocks, self._stacks = self.blocks + new, None
-        self.inner.replace_parameters(self.param_groups, self.blocks, self.pieces)
-        self.reset_moments(new)
+        self.build(self.blocks + new)
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Continue in other bases for some blocks of one stack, without the checks of :meth:`rebase`.
@@ -286,11 +273,7 @@ class Engine:
         for block in stack.blocks[members]:
             block.spectrum = None  # it belongs to the old basis
         if moments == "reset":
-            self.reset_moments(stack.blocks[members])
-
-    def reset_moments(self, blocks: Sequence[BoundBlock]) -> None:
-        """Reset the inner optimizer's state of some blocks."""
-        self.inner.reset([coordinate for block in blocks for coordinate in block.coordinates])
+            self.inner.reset([coordinate for block in stack.blocks[members] for coordinate in block.coordinates])
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
         if moments != "reset" and any(self.inner.state.values()):
@@ -298,17 +281,14 @@ class Engine:
                 "The new basis has other blocks, or blocks of another kind, than the one in use, so moments cannot be "
                 "carried over. Use rebase(basis, moments='reset')."
             )
-        kept = dict(self.inner.state)
         for block in blocks:
             block.drop_rest()
-        self.build(blocks, self.pieces)
-        inside = set(self.inner.tensors)
-        self.inner.state.update({tensor: state for tensor, state in kept.items() if tensor in inside})
+        self.build(blocks)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the model, nor the stacks, whose memory its blocks do not share."""
         self.wait_for_refresh()
-        return self.__dict__ | {"_stacks": None, "_block_of": None, "bound": BoundParameters(), "known": None}
+        return self.__dict__ | {"_stacks": None, "exported": None, "bound": BoundParameters(), "known": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -10,6 +10,15 @@ from torch import Tensor, nn
 from egop.basis import DDP_PREFIX, ModuleIndex, strip_compile_prefix
 
 
+def named_parameters(groups: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return the parameters of these groups by their plain names."""
+    return {
+        strip_compile_prefix(name): parameter
+        for group in groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
 def name_groups(
     params: Any, taken: Iterable[str] = (), model: nn.Module | ModuleIndex | None = None
 ) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 # torch replaces the ``step`` of each optimizer class with a function that calls the hooks and has the original as its
@@ -17,9 +16,9 @@ _WRAPPER = object() if _wrap is None else _wrap(lambda self: None).__code__
 def step_inner(optimizer: Optimizer, *args: Any) -> Any:
     """Step an inner optimizer without running torch's global step hooks.
 
-    The optimizer's own hooks run, and the profiler sees the step. If ``step`` has been replaced, on the class or on the
-    optimizer, the replacement is called unchanged. If a class calls ``super().step()`` in its step, torch runs the
-    global hooks there, as it does outside egop.
+    The optimizer's own hooks run. If ``step`` has been replaced, on the class or on the optimizer, the replacement is
+    called unchanged. If a class calls ``super().step()`` in its step, torch runs the global hooks there, as it does
+    outside egop.
 
     Args:
         optimizer: the inner optimizer.
@@ -30,11 +29,9 @@ def step_inner(optimizer: Optimizer, *args: Any) -> Any:
         return optimizer.step(*args)
     arguments: tuple[Any, ...] = (optimizer, *args)
     keywords: dict[str, Any] = {}
-    with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        for before in optimizer._optimizer_step_pre_hooks.values():
-            arguments, keywords = before(optimizer, arguments, keywords) or (arguments, keywords)
-        result = function.__wrapped__(*arguments, **keywords)
-        optimizer._optimizer_step_code()  # where the profiler reads the state
-        for after in optimizer._optimizer_step_post_hooks.values():
-            after(optimizer, arguments, keywords)
+    for before in optimizer._optimizer_step_pre_hooks.values():
+        arguments, keywords = before(optimizer, arguments, keywords) or (arguments, keywords)
+    result = function.__wrapped__(*arguments, **keywords)
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, arguments, keywords)
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ _LAST = "matrices_last"
 _OWN = ("params", "param_names", _LAST)  # not passed between groups
 # Settings that the outside optimizer takes from the user's groups. Its other settings are there with a prefix, so that
 # they are saved and can be changed; the same name may mean something else to another class.
-SHARED = ("lr", "weight_decay", "maximize")
+_SHARED = ("lr", "weight_decay", "maximize")
 _PREFIX = "outside/"
 
 Group = dict[str, Any]
@@ -37,19 +36,13 @@ class BaseOptimizer:
         optimizer_class: steps the coordinates.
         hyperparameters: its arguments.
         outside: another class, or a class and its options, for the parameters outside every block.
-        shared: settings that mean the same to both.
     """
 
-    def __init__(
-        self,
-        optimizer_class: type[Optimizer],
-        hyperparameters: Mapping[str, Any],
-        outside: Any,
-        shared: Sequence[str] = SHARED,
-    ) -> None:
+    def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], outside: Any) -> None:
         self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
         self.outside_class, self.outside_options = _parse_outside(outside)
-        self._shared = tuple(shared)
+        # Classes of other packages may keep estimates or counters in their groups.
+        self.is_foreign = not all(is_own_or_torch(kind) for kind in (optimizer_class, self.outside_class) if kind)
         self.needs_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
         # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.
         self.groups_per_group = 2 if self.outside_class is None and self.needs_matrices else 1
@@ -59,17 +52,6 @@ class BaseOptimizer:
         """A description that state dicts carry."""
         name = self.optimizer_class.__name__
         return name if self.outside_class is None else f"{name} with {self.outside_class.__name__} outside"
-
-    @property
-    def may_keep_gradients(self) -> bool:
-        """True if the optimizer may keep a gradient until its next step, as third-party classes might."""
-        return not is_own_or_torch(self.optimizer_class)
-
-    def find_setting(self, key: str) -> tuple[type[Optimizer], str]:
-        """Return the class to which a key of a user's group belongs, and the name of the setting in that class."""
-        if self.outside_class is not None and key.startswith(_PREFIX):
-            return self.outside_class, key.removeprefix(_PREFIX)
-        return self.optimizer_class, key
 
     def make(self, groups: list[Group], *, outside: bool = False) -> Optimizer:
         """Build one of the two optimizers."""
@@ -113,14 +95,14 @@ class BaseOptimizer:
     def outside_settings(self, group: Mapping[str, Any], target: Mapping[str, Any]) -> Group:
         """Return the settings of a user's group that the outside optimizer's group takes."""
         own = {key.removeprefix(_PREFIX): value for key, value in group.items() if key.startswith(_PREFIX)}
-        return {key: group[key] for key in self._shared if key in group and self._takes_shared(key, target)} | own
+        return {key: group[key] for key in _SHARED if key in group and self._takes_shared(key, target)} | own
 
     def exposed_settings(self, target: Mapping[str, Any]) -> Group:
         """Return the outside optimizer's own settings under the names that they have in the user's groups."""
         return {
             f"{_PREFIX}{key}": value
             for key, value in target.items()
-            if key not in _OWN and not (key in self._shared and self._takes_shared(key, target))
+            if key not in _OWN and not (key in _SHARED and self._takes_shared(key, target))
         }
 
     def _takes_shared(self, key: str, target: Mapping[str, Any]) -> bool:
@@ -148,8 +130,6 @@ class InnerOptimizers:
         self.coordinates = base.make([each for inside, _ in splits for each in inside])
         outside = [each for _, each in splits if each is not None]
         self.outside = base.make(outside, outside=True) if outside else None
-        # The groups as they were when settings were last copied, with their keys and values; the user's come first.
-        self._synced: list[tuple[Group, list[str], list[Any]]] = []
         self._share_state()
 
     @property
@@ -161,11 +141,6 @@ class InnerOptimizers:
     def state(self) -> dict[Any, Any]:
         """The state of both."""
         return self.coordinates.state
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that are stepped."""
-        return [tensor for each in self.optimizers for group in each.param_groups for tensor in group["params"]]
 
     def step(self) -> None:
         """Step both."""
@@ -194,58 +169,23 @@ class InnerOptimizers:
             for tensor in group["params"]
         }
 
-    def add_group(self, group: Group, blocks: Sequence[BoundBlock], pieces: LocalShards) -> list[Tensor]:
-        """Add inner groups for one of the user's groups; return their tensors."""
-        self._synced = []
-        inside, outside = self.base.split_group(group, map_to_blocks(blocks), pieces)
-        for each in inside:
-            self.coordinates.add_param_group(each)
-        if self.outside is not None and outside is not None:
-            self.outside.add_param_group(outside)
-        return [tensor for each in (*inside, *([outside] if outside else [])) for tensor in each["params"]]
-
-    def drop_groups_from(self, index: int) -> None:
-        """Remove the inner groups from this user's group on."""
-        self._synced = []
-        del self.coordinates.param_groups[self.base.groups_per_group * index :]
-        if self.outside is not None:
-            del self.outside.param_groups[index:]
-
-    def replace_parameters(self, groups: Sequence[Group], blocks: Sequence[BoundBlock], pieces: LocalShards) -> None:
-        """Step the coordinates of these blocks from now on, in the same optimizers: they may keep more than state."""
-        self._synced = []
-        block_of = map_to_blocks(blocks)
-        for index, group in enumerate(groups):
-            inside, outside = self.find_groups(index)
-            wanted, wanted_outside = self.base.split_group(group, block_of, pieces)
-            for target, source in zip(inside, wanted, strict=True):
-                target["params"] = source["params"]
-            if outside is not None and wanted_outside is not None:
-                outside["params"] = wanted_outside["params"]
-
     def load_settings(self, groups: Sequence[Group]) -> None:
         """Copy the hyper-parameters of the user's groups to the inner groups."""
-        if self._is_synced(groups):
-            return
         for index, group in enumerate(groups):
             inside, outside = self.find_groups(index)
+            settings = self.base.inside_settings(group)
             for target in inside:
-                target.update(self.base.inside_settings(group))
+                target.update(settings)
             if outside is not None:
                 outside.update(self.base.outside_settings(group, outside))
-        self._synced = []
 
     def store_settings(self, groups: Sequence[Group]) -> None:
         """Copy the inner groups' values to the user's groups: some optimizers keep estimates or counters there."""
-        if self._is_synced(groups):
-            return
         for index, group in enumerate(groups):
             inside, outside = self.find_groups(index)
             group.update(self.base.inside_settings(inside[0]))
             if outside is not None:
                 group.update(self.base.exposed_settings(outside))
-        everyone = [*groups, *(group for each in self.optimizers for group in each.param_groups)]
-        self._synced = [(group, list(group), list(group.values())) for group in everyone]
 
     def expose_outside_settings(self, groups: Sequence[Group]) -> None:
         """Add all settings of the outside optimizer to the user's groups: torch's tools load only existing keys."""
@@ -253,20 +193,6 @@ class InnerOptimizers:
             _, outside = self.find_groups(index)
             if outside is not None:
                 group.update(self.base.exposed_settings(outside) | group)
-
-    def _is_synced(self, groups: Sequence[Group]) -> bool:
-        """Return True if no group has changed since settings were last copied both ways."""
-        count = len(groups)
-        for group, keys, values in self._synced:
-            if not all(map(operator.is_, group.values(), values)) or list(group) != keys:
-                return False
-            if count > 0 and group is not groups[len(groups) - count]:
-                return False
-            count -= 1
-        return bool(self._synced)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_synced": []}
 
     # --- state ---
 
@@ -302,16 +228,28 @@ class InnerOptimizers:
                 state["step"] = state["step"] * 0  # no step has been taken
         return states
 
-    def load_state(self, states: Mapping[Tensor, Mapping[Any, Any] | None], *, cast: bool) -> None:
-        """Take the state of each tensor.
+    def load_state(self, tensor: Tensor, state: dict[Any, Any]) -> None:
+        """Take the state of a tensor, unless it is empty: some optimizers create states in their constructor."""
+        if state:
+            self.state[tensor] = state
 
-        Args:
-            states: a state for each tensor; None before its first step.
-            cast: whether parameters have been cast since the state was saved; torch then casts the state too.
-        """
-        for optimizer in self.optimizers:
-            _load_state(optimizer, states, cast=cast)
-        self._share_state()
+    def take_over(self, previous: InnerOptimizers) -> None:
+        """Take the state of all tensors that earlier optimizers have stepped too, and what belongs to no tensor."""
+        kept = self.map_to_groups()
+        for key, state in previous.state.items():
+            if not isinstance(key, Tensor) or id(key) in kept:
+                self.state[key] = state
+
+    @property
+    def shared_state(self) -> dict[Any, Any]:
+        """The state that belongs to no tensor."""
+        return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+
+    @shared_state.setter
+    def shared_state(self, state: Mapping[Any, Any]) -> None:
+        for key in self.shared_state:
+            del self.state[key]
+        self.state.update(state)
 
     def _share_state(self) -> None:
         if self.outside is not None:
@@ -327,28 +265,6 @@ def take_zero_step(optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
         tensor.grad = torch.zeros_like(tensor)
     with torch.random.fork_rng(devices=[]):
         step_inner(optimizer)
-
-
-def _load_state(optimizer: Optimizer, states: Mapping[Tensor, Mapping[Any, Any] | None], *, cast: bool) -> None:
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    here = {index: dict(state) for index, tensor in enumerate(tensors) if (state := states.get(tensor))}
-    if not here:
-        return
-    fresh = dict(optimizer.state)  # some optimizers create states in their constructor
-    optimizer.load_state_dict({"state": here, "param_groups": optimizer.state_dict()["param_groups"]})
-    optimizer.state.update({tensor: state for tensor, state in fresh.items() if tensor not in optimizer.state})
-    for index, saved in here.items():
-        state, tensor = optimizer.state[tensors[index]], tensors[index]
-        for key, value in saved.items():
-            if not isinstance(value, Tensor):
-                state[key] = value  # torch rebuilds containers, and a deque loses its length
-                continue
-            # Torch casts everything to the parameter's dtype, even running products, which have their own dtype.
-            if state[key].dtype != value.dtype and not (cast and value.shape == tensor.shape):
-                state[key] = value.to(state[key].device)
-            # Fused kernels expect state in the memory layout of its parameter.
-            if state[key].shape == tensor.shape and state[key].stride() != tensor.stride():
-                state[key] = torch.empty_like(tensor, dtype=state[key].dtype, requires_grad=False).copy_(state[key])
 
 
 def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ChangeOfBasis, Plan, Role, call_hint
+from egop.basis import Basis, ChangeOfBasis, Plan, Role, Structure, call_hint
 from egop.formatting import pluralize
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
@@ -128,6 +128,15 @@ class Refresher(abc.ABC):
     def can_renew(self, change: ChangeOfBasis) -> bool:
         """Return True if the refresh can renew a basis of this kind."""
         return True
+
+    def has_structure(self, blocks: Sequence[BoundBlock]) -> bool:
+        """Return True if the blocks have structures that the refresh names, or if it leaves the choice open."""
+        choice = getattr(self.refresh, "structure", "auto")
+        named: list[Any] = list(choice.values()) if isinstance(choice, Mapping) else [choice]
+        if not all(isinstance(each, Structure) for each in named):
+            return True
+        changes = [block.change for block in blocks]
+        return all(any(each.empty_change(own.block).matches(own) for each in named) for own in changes)
 
     @property
     def failures(self) -> int:

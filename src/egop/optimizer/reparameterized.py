@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -12,32 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_roles, strip_compile_prefix
-from egop.distributed import LocalShards
+from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_roles
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optimizer import display
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.checks import check_optimizer, complete_hyperparameters, warn_rotation_invariant
 from egop.optimizer.engine import Engine
-from egop.optimizer.groups import name_groups
-from egop.optimizer.inner import SHARED, BaseOptimizer
-from egop.optimizer.load_warnings import warn_of_loaded_bases
+from egop.optimizer.groups import name_groups, named_parameters
+from egop.optimizer.inner import BaseOptimizer
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
 from egop.optimizer.stacks import Stacks
-from egop.optimizer.state import Entry, ExportedState, RestoredParts, export_state, parse_state_dict, rebind
+from egop.optimizer.state import (
+    ExportedState,
+    RestoredParts,
+    parse_state_dict,
+    rebuild,
+    warn_of_loaded_bases,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@dataclass
-class _StateExchange:
-    """State in transit between an optimizer and the code that reads, edits or loads it."""
-
-    exported: ExportedState | None = None  # set once the state has been read
-    complete: dict[Tensor, Entry] | None = None  # set while a state dict is being made
-    loading: RestoredParts | None = None  # set while one is being loaded
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -81,8 +75,6 @@ class ReparameterizedOptimizer(Optimizer):
     """
 
     has_own_basis = True
-    # Settings of the groups that the outside optimizer shares, because they mean the same to both.
-    _shared_settings: tuple[str, ...] = SHARED
 
     def __init__(
         self,
@@ -113,17 +105,14 @@ class ReparameterizedOptimizer(Optimizer):
                 f"it would step everything, and {optimizer_class.__name__} nothing. Give refresh=egop.Online() or "
                 f"basis=. To use {optimizer_class.__name__} without a rotation, make one optimizer of each class."
             )
-        # Frameworks copy these attributes to wrappers, so wrapper and optimizer share the same two objects.
-        self._engine = engine = Engine(
-            BaseOptimizer(optimizer_class, hyperparameters, outside, self._shared_settings), compiled=compile
-        )
-        self._exchange = _StateExchange()
+        # Frameworks copy attributes to wrappers, so everything is in one object, which wrapper and optimizer share.
+        self._engine = engine = Engine(BaseOptimizer(optimizer_class, hyperparameters, outside), compiled=compile)
         engine.warns_of_no_basis = not given
         engine.check_class(groups)
         super().__init__(groups, complete_hyperparameters(optimizer_class, groups[0], hyperparameters))
         module = params if model is None and isinstance(params, nn.Module) else model
         engine.known = None if module is None else ModuleIndex(module)
-        engine.layers = _find_roles(self.param_groups, engine.known)
+        engine.layers = find_roles(named_parameters(self.param_groups), engine.known)
         blocks = engine.bind(basis, self.param_groups)
         for index, group_basis in enumerate(bases):
             blocks += engine.bind(group_basis, self.param_groups[index : index + 1], first_group=index)
@@ -131,7 +120,7 @@ class ReparameterizedOptimizer(Optimizer):
         engine.excluded = {
             name: reason for each in (basis, *bases) if each is not None for name, reason in each.unrotated.items()
         }
-        engine.build(blocks, LocalShards())
+        engine.build(blocks)
         if refresh is not None:
             engine.refresher = refresh.start(engine)
             engine.refresher.refresh = refresh
@@ -154,19 +143,19 @@ class ReparameterizedOptimizer(Optimizer):
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The state of each parameter: inner optimizer state, refresh state, coordinates and basis.
 
-        Its tensors are the optimizer's own. New values for the inner optimizer's entries or for coordinates take effect
-        at the next step; use :meth:`rebase` to change a basis. Read the state again after a step.
+        Its tensors are the optimizer's own. New values for the inner optimizer's entries take effect at the next step.
+        Use :meth:`rebase` to change a basis, and write to the parameter itself to move it. Read the state again after a
+        step.
         """
-        engine, exchange = self._engine, self._exchange
+        engine = self._engine
         if not engine.is_built:
             return {}
-        if exchange.complete is not None:
-            return exchange.complete
-        if exchange.exported is None:
+        if engine.exported is None:
             self._sync_external_changes()
             engine.wait_for_refresh()
-            exchange.exported = ExportedState(engine)
-        return exchange.exported.states
+            engine.exported = ExportedState(engine)
+        states: dict[Tensor, dict[str, Any]] = engine.exported.states
+        return states
 
     @state.setter
     def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -253,15 +242,14 @@ class ReparameterizedOptimizer(Optimizer):
         (group,) = name_groups([param_group], taken, engine.known)
         basis = group.pop("basis", None)
         engine.check_class([group])
-        layers = _find_roles([group], engine.known)
+        layers = find_roles(named_parameters([group]), engine.known)
         blocks = engine.bind(basis, [group], first_group=len(self.param_groups), layers=layers)
         check_disjoint([block.change.block for block in engine.blocks + blocks])
         super().add_param_group(group)
         try:
-            engine.add_group(blocks)
+            engine.build(engine.blocks + blocks)
         except BaseException:
             del self.param_groups[-1]
-            engine.inner.drop_groups_from(len(self.param_groups))
             raise
         engine.layers |= layers
         for block in blocks:
@@ -340,14 +328,12 @@ class ReparameterizedOptimizer(Optimizer):
 
     def _sync_external_changes(self) -> None:
         """Apply edits of the state, and bind parameters that have been replaced in the groups."""
-        engine, exported = self._engine, self._exchange.exported
-        if exported is not None:
+        engine, exported = self._engine, self._engine.exported
+        engine.exported = None
+        edits = {} if exported is None else exported.find_edits(engine)
+        if edits or not engine.bound.matches(engine.param_groups):
             engine.wait_for_refresh()
-            self._exchange.exported = None
-            exported.apply_edits(engine)
-        if not engine.bound.matches(engine.param_groups):
-            engine.wait_for_refresh()
-            self._use(rebind(engine))
+            self._use(rebuild(engine, edits))
 
     @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
@@ -359,11 +345,11 @@ class ReparameterizedOptimizer(Optimizer):
         """
         self._sync_external_changes()
         self._engine.wait_for_refresh()
-        self._exchange.complete = export_state(self._engine, complete=True)
+        self._engine.exported = ExportedState(self._engine, complete=True)
         try:
-            return super().state_dict()
+            return super().state_dict()  # which reads self.state
         finally:
-            self._exchange.complete = None
+            self._engine.exported = None
 
     @outside_inference_mode
     @torch.no_grad()
@@ -378,7 +364,7 @@ class ReparameterizedOptimizer(Optimizer):
             super().load_state_dict(dict(state_dict))
         finally:
             handle.remove()
-            self._exchange.loading = None
+            self._engine.loading = None
 
     def __copy__(self) -> ReparameterizedOptimizer:
         twin = type(self).__new__(type(self))
@@ -393,32 +379,26 @@ class ReparameterizedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or take the parameter groups that torch has loaded."""
         if "_engine" in state:
-            super().__setstate__(state | {"_exchange": _StateExchange()})
+            super().__setstate__(state)
             return
-        parts = self._exchange.loading
+        parts = self._engine.loading
         if parts is None:
             raise TypeError("Load a state by optimizer.load_state_dict(state_dict), not by __setstate__.")
         before = self._engine.blocks
         self.param_groups = state["param_groups"]
         self._use(parts)
-        warn_of_loaded_bases(parts.with_refresh, self._engine.blocks, before, self.refresher)
+        warn_of_loaded_bases(parts, before)
 
     def _use(self, parts: RestoredParts) -> None:
         """Replace the working parts with those built from a state."""
-        self._exchange.exported = None
+        self._engine.exported = None
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
 
 
-def _find_roles(groups: Iterable[Mapping[str, Any]], known: ModuleIndex | None) -> dict[str, Role]:
-    """Return the role of each parameter of these groups, by its plain name."""
-    pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    return find_roles({strip_compile_prefix(name): parameter for name, parameter in pairs}, known)
-
-
 def _parse_before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Build everything that a state dict describes before anything is changed, and leave the groups for torch."""
     assert isinstance(optimizer, ReparameterizedOptimizer)
-    optimizer._exchange.loading, groups = parse_state_dict(optimizer._engine, state_dict)
+    optimizer._engine.loading, groups = parse_state_dict(optimizer._engine, state_dict)
     return {"state": {}, "param_groups": groups}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from egop.basis import ChangeOfBasis
-from egop.distributed import has_first_shard, sum_over_shards
+from egop.distributed import has_first_shard, sum_over_shards, to_local
 from egop.numerics import (
     SMALL_NETWORK_BYTES,
     InPlaceGraph,
@@ -20,12 +21,15 @@ from egop.numerics import (
     run_in_branches,
     stack_tensors,
 )
-from egop.optimizer.binding import BoundBlock, find_written
+from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments, StackedStates, move_states, rebase_stack, select_movable
 
 States = Mapping[Tensor, dict[str, Any]]  # an optimizer's state, by tensor
 Part = tuple[ChangeOfBasis, list[Tensor], list[Tensor]]  # the change of basis, its inputs, and the memory to use
 Products = list[Sequence[Tensor]]  # for each tensor of a block, the tensors of all blocks
+# What is remembered of a parameter that agrees with its coordinates: its values, or its version counter and address.
+# None if it is not known whether they agree, as after loading.
+Snapshot = Tensor | tuple[int, int] | None
 
 
 class Stack:
@@ -38,24 +42,30 @@ class Stack:
 
     def __init__(self, blocks: list[BoundBlock], recorder: Recorder) -> None:
         self.blocks, self._recorder = blocks, recorder
-        self.change = type(blocks[0].change).stack([block.change for block in blocks])
+        first = blocks[0].change
+        bases = {name: torch.stack([block.change.tensors[name] for block in blocks]) for name in first.tensors}
+        self.change = first.with_tensors(bases)
+        # Columns: for each tensor of a block, the tensors of all blocks.
+        self._blocks_coordinates = list(zip(*(block.coordinates for block in blocks), strict=True))
+        self._parameters = self._find_parameters()
         self.coordinates = [
-            torch.stack([coordinate.detach() for coordinate in group])
-            for group in zip(*(block.coordinates for block in blocks), strict=True)
+            torch.stack([coordinate.detach() for coordinate in column]) for column in self._blocks_coordinates
         ]
         self.active: list[int] = []  # which blocks have a gradient in this step
         self.gradients: list[Tensor] = []  # their gradients, stacked, one tensor for each parameter of a block
         self.slots: list[Tensor] = []  # where gradients are stacked, if the memory is reused
         self._everyone = list(range(len(blocks)))
         self._is_sharded = any(block.sharded for block in blocks)
-        self._parameters = self._find_parameters()
-        self._owns_basis = len(blocks) > 1
+        self._has_rest = any(block.rest is not None for block in blocks)
+        self._compares_values = compares_values(blocks[0].device)
+        self._seen: list[list[Any]] = [[None] * len(blocks) for _ in self._parameters]  # a Snapshot of each
+        self._is_known = False  # whether none of these is None
         self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if the memory is reused
         self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
         self._share_basis()
-        for index, block in enumerate(blocks):
-            for coordinate, stacked in zip(block.coordinates, self.coordinates, strict=True):
-                coordinate.data = stacked[index]
+        for column, stacked in zip(self._blocks_coordinates, self.coordinates, strict=True):
+            for coordinate, view in zip(column, stacked, strict=True):
+                coordinate.data = view
 
     @property
     def by_rows(self) -> bool:
@@ -83,10 +93,7 @@ class Stack:
             The targets and sources of copies that the caller has to make.
         """
         if self._is_sharded:
-            for block in self.blocks:
-                if block.sharded:
-                    block.gather()
-            self._parameters = self._find_parameters()
+            self._gather()
         dtype = self.change.block.dtype
         columns: list[list[Any]] = []
         for parameters in self._parameters:
@@ -109,6 +116,11 @@ class Stack:
         gradients = [self.blocks[index].read_gradients() for index in self.active]
         self.gradients = [stack_tensors(column) for column in zip(*gradients, strict=True)]
 
+    def _gather(self) -> None:
+        for block in self.blocks:
+            block.gather()
+        self._parameters = self._find_parameters()
+
     def _find_parameters(self) -> list[tuple[Tensor, ...]]:
         return list(zip(*(block.parameters for block in self.blocks), strict=True))
 
@@ -121,37 +133,101 @@ class Stack:
     def set_gradients(self, encoded: Products) -> None:
         """Give the coordinates of the active blocks their gradients."""
         self.gradients = []
-        for place, gradients in enumerate(encoded):
+        for coordinates, gradients in zip(self._blocks_coordinates, encoded, strict=True):
             for index, gradient in zip(self.active, gradients, strict=True):
-                self.blocks[index].coordinates[place].grad = gradient
+                coordinates[index].grad = gradient
 
     def drop_gradients(self) -> None:
         """Remove the gradients of coordinates: a later step without gradients would mistake them for its own."""
-        for index in self.active:
-            block = self.blocks[index]
-            for tensor in block.find_temporaries() if block.sharded else block.coordinates:
-                tensor.grad = None
+        for coordinates in self._blocks_coordinates if self.active else ():
+            for coordinate in coordinates:
+                coordinate.grad = None
+        if self._is_sharded:
+            for block in self.blocks:
+                block.release()
         self.active, self.gradients = [], []
 
-    def follow_parameters(self, blocks: Sequence[BoundBlock]) -> None:
+    def find_targets(self, decoded: Products) -> tuple[list[Tensor], Products]:
+        """Return the parameters of the active blocks, and the values to write to them in the same order."""
+        targets = [parameters[index] for parameters in self._parameters for index in self.active]
+        if not self._has_rest:
+            return targets, decoded
+        rests = zip(*(self.blocks[index].rest or () for index in self.active), strict=True)
+        pairs = zip(decoded, rests, strict=True)
+        return targets, [[part + rest for part, rest in zip(*pair, strict=True)] for pair in pairs]
+
+    def finish_write(self, values: Products | None) -> None:
+        """Record that the parameters of the active blocks have been written.
+
+        Args:
+            values: what was written, if these are new tensors that nobody else uses or writes to.
+        """
+        if self._is_sharded:
+            for index in self.active:
+                self.blocks[index].scatter()
+        self._mark_synced(self.active, values)
+
+    # --- coordinates and parameters ---
+
+    def follow_parameters(self, indices: Sequence[int]) -> None:
         """Update the coordinates of these blocks if other code has written to their parameters."""
-        written = find_written(blocks)
-        if written:
-            decoded = zip(*self.change.decode(self.coordinates), strict=True)
-            for block, tensors in zip(self.blocks, decoded, strict=True):
-                if block in written:
-                    block.follow_parameters(tensors)
+        written = self.find_written(indices)
+        if not written:
+            return
+        decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
+        for index in written:
+            if self.blocks[index].device == decoded[index][0].device:  # otherwise the next step binds it again
+                exactly = all(seen[index] is not None for seen in self._seen)
+                self.blocks[index].follow_parameters(decoded[index], exactly=exactly)
+        self._mark_synced(written)
+
+    def find_written(self, indices: Sequence[int]) -> list[int]:
+        """Return the blocks among these whose parameters someone else may have written to."""
+        is_usual = self._compares_values and self._is_known and indices is self._everyone  # so it has to be fast
+        columns = zip(self._parameters, self._seen, strict=True)
+        if is_usual and all(all(map(torch.equal, *column)) for column in columns):
+            return []
+        written = []
+        for place, parameters in enumerate(self._parameters):
+            for index in indices:
+                seen, parameter = self._seen[place][index], parameters[index]
+                if isinstance(seen, Tensor):
+                    same = seen.dtype is parameter.dtype and torch.equal(parameter, seen)
+                else:
+                    same = seen is not None and seen == _read_version(self.blocks[index].originals[place])
+                if not same:
+                    written.append(index)
+        return written if len(self._parameters) == 1 else sorted(set(written))
+
+    def invalidate(self, indices: Iterable[int] | None = None) -> None:
+        """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
+        self._is_known = False
+        for seen in self._seen:
+            for index in self._everyone if indices is None else indices:
+                seen[index] = None
+
+    def _mark_synced(self, indices: Sequence[int], values: Products | None = None) -> None:
+        """Record that coordinates and parameters agree; arguments as in :meth:`finish_write`."""
+        self._is_known |= len(indices) == len(self.blocks)
+        for place, (parameters, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
+            for position, index in enumerate(indices):
+                parameter = parameters[index]
+                if not self._compares_values:
+                    seen[index] = _read_version(self.blocks[index].originals[place])
+                elif values is not None and values[place][position].dtype is parameter.dtype:
+                    seen[index] = values[place][position]
+                else:
+                    seen[index] = parameter.detach().clone()
 
     # --- outside a step ---
 
     def read_parameters(self) -> None:
         """Bring the coordinates of all blocks up to date."""
-        for block in self.blocks:
-            if block.sharded:
-                block.gather()
-                for tensor in block.find_temporaries():
-                    tensor.grad = None
-        self.follow_parameters(self.blocks)
+        if self._is_sharded:
+            self._gather()
+            for block in self.blocks:
+                block.release()
+        self.follow_parameters(self._everyone)
 
     def write_changed(self, before: Sequence[Tensor]) -> None:
         """Write the parameters of the blocks whose coordinates differ from what they were before."""
@@ -161,6 +237,7 @@ class Stack:
             decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
             for index in changed:
                 self.blocks[index].write(decoded[index])
+            self._mark_synced(changed)
 
     def rebase(
         self, members: slice, tensors: Mapping[str, Tensor], states: States, moments: Moments, *, in_place: bool = False
@@ -174,9 +251,8 @@ class Stack:
             moments: what happens to it, see :func:`egop.optimizer.moments.select_movable`.
             in_place: work in the same memory every time.
         """
-        blocks = self.blocks[members]
-        self.follow_parameters(blocks)
-        self._own_basis()
+        blocks, indices = self.blocks[members], self._everyone[members]
+        self.follow_parameters(indices)
         old = self.change.part(members)
         new = old.with_tensors({name: tensors[name].to(tensor) for name, tensor in old.tensors.items()})
         coordinates = [stacked[members] for stacked in self.coordinates]
@@ -187,6 +263,7 @@ class Stack:
         try:
             if not old.has_rotation:
                 self._rebase_by_decoding(blocks, old, new, coordinates, moved)
+                self.invalidate(indices)
             elif in_place:
                 new = self._copy_incoming(new, members)
                 used = [*old.tensors.values(), *new.tensors.values(), *coordinates]
@@ -198,8 +275,7 @@ class Stack:
             else:
                 rebase_stack(old, new, coordinates, moved)
         except BaseException:  # coordinates and basis may not belong together
-            for block in blocks:
-                block.invalidate()
+            self.invalidate(indices)
             raise
 
     def _rebase_by_decoding(
@@ -230,15 +306,6 @@ class Stack:
         places = {name: tensor[members] for name, tensor in self._incoming.items()}
         copy_all(list(places.values()), [new.tensors[name] for name in places])
         return new.with_tensors(places)
-
-    def _own_basis(self) -> None:
-        """Copy the basis of a single block before it is written to, since others may use it."""
-        if not self._owns_basis:
-            layout = torch.contiguous_format  # always the same, so that a resumed run rounds the same way
-            copies = {name: tensor.clone(memory_format=layout) for name, tensor in self.change.tensors.items()}
-            self.change = self.change.with_tensors(copies)
-            self._share_basis()
-            self._owns_basis = True
 
     def _share_basis(self) -> None:
         for index, block in enumerate(self.blocks):  # views, so that every basis is held once
@@ -289,9 +356,9 @@ class Stacks:
         copies: list[tuple[Tensor, Tensor]] = []
         for stack in self._each:
             copies += stack.collect(in_place=self.still)
-        copy_all([target for target, _ in copies], [source for _, source in copies]) if copies else None
+        copy_all([target for target, _ in copies], [source for _, source in copies])
         for stack in self._each:
-            stack.follow_parameters([stack.blocks[index] for index in stack.active])
+            stack.follow_parameters(stack.active)
 
     def encode_gradients(self) -> None:
         """Rotate the gradients of all active blocks and give them to the coordinates."""
@@ -310,24 +377,18 @@ class Stacks:
         products = self._multiply_all("decode", parts)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        written: list[tuple[BoundBlock, Sequence[Tensor] | None]] = []
         for place, stack in enumerate(active):
-            decoded = products[place] if products else _multiply("decode", parts[place])
-            is_fresh = not self.still and bool(stack.change.tensors)  # not the memory of a recording or the coordinates
-            for index, tensors in zip(stack.active, zip(*decoded, strict=True), strict=True):
-                block = stack.blocks[index]
-                values = tensors if block.rest is None else block.add_rest(tensors)
-                targets += block.parameters
-                sources += values
-                written.append((block, values if is_fresh and block.compares_values else None))
-            if not self.still:  # not all decoded tensors need to exist at once
-                copy_all(targets, sources)
-                targets, sources = [], []
-        copy_all(targets, sources) if targets else None
-        for block, copied in written:
-            if block.sharded:
-                block.scatter()
-            block.mark_synced(copied)
+            parameters, values = stack.find_targets(products[place] if products else _multiply("decode", parts[place]))
+            if self.still:
+                targets += parameters
+                sources += itertools.chain(*values)
+            else:  # not all decoded tensors need to exist at once
+                copy_all(parameters, list(itertools.chain(*values)))
+                stack.finish_write(values if stack.change.tensors else None)  # without a basis they are the coordinates
+        if self.still:
+            copy_all(targets, sources)
+            for stack in active:
+                stack.finish_write(None)
 
     def rewrite(self, write: Callable[[], object]) -> None:
         """Let ``write`` change the coordinates outside a step, then update the parameters to match."""
@@ -337,6 +398,11 @@ class Stacks:
         write()
         for stack, coordinates in zip(self._each, before, strict=True):
             stack.write_changed(coordinates)
+
+    def invalidate(self) -> None:
+        """Compare all coordinates with their parameters at the next step."""
+        for stack in self._each:
+            stack.invalidate()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step."""
@@ -351,6 +417,19 @@ class Stacks:
             return []
         tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
         return self._recorded[method].run(tensors, method, parts)
+
+
+def compares_values(device: torch.device) -> bool:
+    """Return True if writes to parameters are noticed by their values, not by torch's version counter.
+
+    The counter ``_version`` (a private name; a test notices when it changes) misses writes through ``.data``. On the
+    CPU a copy of the values costs little and shows those too.
+    """
+    return device.type == "cpu"
+
+
+def _read_version(original: Tensor) -> tuple[int, int]:
+    return original._version, to_local(original).data_ptr()
 
 
 def _multiply(method: str, part: Part) -> Products:

@@ -1,15 +1,17 @@
-"""Check that the inner optimizers can use the state and settings in a state dict."""
+"""Check that the inner optimizers can use the state and settings in a state dict, and copy the state for them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
 from egop.optimizer.inner import BaseOptimizer, Group, InnerOptimizers
@@ -18,70 +20,50 @@ from egop.optimizer.moments import is_known_name
 _COUNT = "step"  # by convention the number of steps, in torch and elsewhere
 
 
-def check_settings(
-    base: BaseOptimizer, groups: Sequence[Group], current: Sequence[Group], inner: InnerOptimizers
-) -> None:
-    """Raise ValueError for hyper-parameters that the inner optimizers could not work with.
+def check_settings(base: BaseOptimizer, inner: InnerOptimizers) -> None:
+    """Raise ValueError for loaded hyper-parameters that the inner optimizers' classes refuse.
 
-    Args:
-        base: the classes of the inner optimizers.
-        groups: the parameter groups with the loaded hyper-parameters.
-        current: the parameter groups of the optimizer, with hyper-parameters that work.
-        inner: the optimizers built from ``groups``.
+    Classes of other packages are not asked: they may refuse a value that is valid later in training, such as a learning
+    rate of 0.
     """
-    for index, (group, target) in enumerate(zip(groups, current, strict=True)):
-        for key in group.keys() & target.keys() - {"params", "param_names"}:
-            optimizer_class, name = base.find_setting(key)
-            if not is_own_or_torch(optimizer_class) and name not in inspect.signature(optimizer_class).parameters:
-                continue  # a value that the optimizer tracks there, not a hyper-parameter
-            if expected := _describe_mismatch(group[key], target[key]):
+    for optimizer in filter(_is_known, inner.optimizers):
+        optimizer_class = type(optimizer)
+        known = inspect.signature(optimizer_class).parameters
+        options = base.outside_options if optimizer is inner.outside else base.hyperparameters
+        for index, group in enumerate(optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key in known and key != "params"}
+            for key in settings.keys() & optimizer.defaults.keys():
+                if _is_number(optimizer.defaults[key]) and not _is_number(settings[key]):
+                    raise ValueError(f"Its parameter group {index} has {key}={settings[key]!r:.80}. Must be a number.")
+            try:
+                complete_hyperparameters(optimizer_class, {}, {**options, **settings})
+            except Exception as error:
                 raise ValueError(
-                    f"Parameter group {index} of the state dict has {key}={group[key]!r:.80}. Must be {expected}."
-                )
-    for index in range(len(groups)):
-        inside, outside = inner.find_groups(index)
-        for target in inside:
-            _check_accepted(base.optimizer_class, base.hyperparameters, target, index)
-        if outside is not None and base.outside_class is not None:
-            _check_accepted(base.outside_class, base.outside_options, outside, index)
-
-
-def _check_accepted(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], group: Mapping[str, Any], index: int
-) -> None:
-    if not is_own_or_torch(optimizer_class):
-        return  # others may reject a value that is valid later in training, such as a learning rate of 0
-    known = inspect.signature(optimizer_class).parameters
-    settings = {key: value for key, value in group.items() if key in known and key != "params"}
-    try:
-        complete_hyperparameters(optimizer_class, {}, {**options, **settings})
-    except Exception as error:
-        raise ValueError(
-            f"Parameter group {index} of the state dict has hyper-parameters that {optimizer_class.__name__} "
-            f"refuses: {error}"
-        ) from error
+                    f"Its parameter group {index} has hyper-parameters that {optimizer_class.__name__} refuses: {error}"
+                ) from error
 
 
 class StateCheck:
     """A comparison of loaded states with those that fresh inner optimizers keep for small tensors of the same kind.
 
-    The small tensors have at most two entries along each dimension, so this takes little time and memory.
+    The small tensors have at most two entries along each dimension, so this takes little time and memory. Only classes
+    of torch and egop are compared: others may create state when they first need it.
 
     Args:
         inner: the optimizers, with the loaded hyper-parameters.
-        cast: whether the parameters' dtype has changed since the state was saved; torch then casts the state too.
+        cast: whether parameters have been cast since the state was saved; their state is then cast too.
     """
 
     def __init__(self, inner: InnerOptimizers, *, cast: bool) -> None:
         self._inner, self._cast = inner, cast
         self._groups = inner.map_to_groups()
-        self._templates: dict[Any, tuple[Mapping[str, Any], torch.Size] | None] = {}
+        self._templates: dict[Any, Mapping[str, Any]] = {}
 
-    def adapt(self, state: Mapping[Any, Any] | None, tensor: Tensor, label: str) -> dict[Any, Any]:
-        """Check the loaded state of one tensor and return it with step counts in the optimizer's form.
+    def adapt(self, state: Mapping[Any, Any], tensor: Tensor, label: str) -> dict[Any, Any]:
+        """Return a copy of the state of one tensor, in the precision, layout and place that its optimizer expects.
 
         Args:
-            state: what was loaded; None before the first step.
+            state: what was loaded; empty before the first step.
             tensor: the tensor that the inner optimizer steps.
             label: the block or parameter, for error messages.
 
@@ -89,65 +71,59 @@ class StateCheck:
             ValueError: if the state does not fit the tensor.
         """
         optimizer, group = self._groups[id(tensor)]
-        strict, name = is_own_or_torch(type(optimizer)), type(optimizer).__name__
-        template = self._find_template(optimizer, group, tensor, label)
-        if state is None or template is None:
-            return dict(state or {})
-        expected, shape = template
-        adapted = dict(state)
-        for key, wanted in expected.items():
-            if key not in state:
-                raise ValueError(f"The state of {label} in the state dict has no '{key}', which {name} keeps.")
-            where = f"'{key}' of {label}"
-            if isinstance(wanted, Tensor) and wanted.shape == shape and shape.numel() != 1:
-                self._check_tensor(state[key], wanted, tensor, where, strict=strict)
-            elif is_number(wanted) and (strict or is_number(state[key])):
-                adapted[key] = _adapt_number(state[key], wanted, where, is_count=key == _COUNT)
-            elif wanted is not None and _kind(state[key]) != _kind(wanted):
-                raise ValueError(f"{where} is {_show(state[key])} in the state dict. Must be {_show(wanted)}.")
-        for key in state.keys() - expected.keys() if strict else ():
-            # Kept under other settings, such as amsgrad=True or a momentum, and no longer used.
-            if not is_known_name(key) or not isinstance(state[key], Tensor) or state[key].shape != tensor.shape:
-                raise ValueError(f"The state of {label} in the state dict has a '{key}', which {name} does not keep.")
+        if not state or not _is_known(optimizer):
+            return {
+                key: tree_map_only(Tensor, functools.partial(self._copy, tensor=tensor, key=key), value)
+                for key, value in state.items()
+            }
+        shape = torch.Size(min(size, 2) for size in tensor.shape)
+        template, name = self._find_template(optimizer, group, tensor, shape), type(optimizer).__name__
+        for key in template.keys() - state.keys():
+            raise ValueError(f"It has no '{key}' of {label}, which {name} keeps.")
+        adapted = {}
+        for key, value in state.items():
+            where, wanted = f"'{key}' of {label}", template.get(key)
+            if _is_number(wanted):
+                adapted[key] = _adapt_number(value, wanted, where, is_count=key == _COUNT)
+            elif isinstance(wanted, Tensor) or (key not in template and is_known_name(key)):  # or no longer used
+                adapted[key] = self._adapt_tensor(value, tensor, wanted, where)
+            elif key not in template:
+                raise ValueError(f"It has {where}, which {name} does not keep.")
+            else:
+                adapted[key] = value
         return adapted
 
     def _find_template(
-        self, optimizer: Optimizer, group: Group, tensor: Tensor, label: str
-    ) -> tuple[Mapping[str, Any], torch.Size] | None:
-        """Return the state of a small tensor after a step, and its shape; None if the optimizer cannot be tried."""
-        shape = torch.Size(min(size, 2) for size in tensor.shape)
+        self, optimizer: Optimizer, group: Group, tensor: Tensor, shape: torch.Size
+    ) -> Mapping[str, Any]:
+        """Return the state of a small tensor after a step."""
         key = id(group), shape, tensor.dtype, tensor.device
         if key not in self._templates:
-            try:
-                (state,) = self._inner.make_fresh_states([tensor.new_zeros(shape)], optimizer, group, stepped=True)
-            except Exception as error:
-                if is_own_or_torch(type(optimizer)):
-                    raise ValueError(
-                        f"{type(optimizer).__name__} cannot step {label} with the hyper-parameters of the state dict: "
-                        f"{error}"
-                    ) from error
-                self._templates[key] = None
-            else:
-                self._templates[key] = state, shape
+            fresh = self._inner.make_fresh_states([tensor.new_zeros(shape)], optimizer, group, stepped=True)
+            self._templates[key] = fresh[0]
         return self._templates[key]
 
-    def _check_tensor(self, value: Any, wanted: Tensor, tensor: Tensor, where: str, *, strict: bool) -> None:
-        """Raise ValueError unless the value is a tensor like the stepped one."""
-        wanted_text = f"a tensor of shape {tuple(tensor.shape)} and {wanted.dtype}"
-        if not isinstance(value, Tensor) or value.layout != wanted.layout:
-            raise ValueError(f"{where} is {_show(value)} in the state dict. Must be {wanted_text}.")
-        if not strict and value.numel() == 1:
-            return  # some classes keep a single zero as long as all entries are zero
-        if value.shape != tensor.shape:
-            raise ValueError(
-                f"{where} has shape {tuple(value.shape)} in the state dict, but {tuple(tensor.shape)} here."
-            )
-        same = value.is_floating_point() == wanted.is_floating_point() if self._cast else value.dtype == wanted.dtype
-        if strict and not same:
-            raise ValueError(f"{where} has {value.dtype} in the state dict, but {wanted.dtype} here.")
+    def _adapt_tensor(self, value: Any, tensor: Tensor, wanted: Tensor | None, where: str) -> Tensor:
+        dtype = tensor.dtype if wanted is None else wanted.dtype
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.shape != tensor.shape:
+            raise ValueError(f"{where} is {_show(value)}. Must be a tensor of shape {tuple(tensor.shape)}.")
+        if value.dtype != dtype and not (self._cast and value.is_floating_point()):
+            raise ValueError(f"{where} is {_show(value)}. Must be of {dtype}.")
+        return self._copy(value, tensor, "")
+
+    def _copy(self, value: Tensor, tensor: Tensor, key: Any) -> Tensor:
+        if value.shape == tensor.shape:
+            # In the memory layout of the parameter, which fused kernels expect.
+            dtype = tensor.dtype if self._cast and value.is_floating_point() else value.dtype
+            return torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(value)
+        return value.clone() if key == _COUNT else value.to(tensor.device, copy=True)
 
 
-def is_number(value: Any) -> bool:
+def _is_known(optimizer: Optimizer) -> bool:
+    return is_own_or_torch(type(optimizer))
+
+
+def _is_number(value: Any) -> bool:
     """Return True for a real number or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
@@ -156,39 +132,16 @@ def is_number(value: Any) -> bool:
 
 def _adapt_number(value: Any, wanted: Any, where: str, *, is_count: bool) -> Any:
     """Return a number in the wanted form, since older states have counts as plain numbers."""
-    if not is_number(value):
-        raise ValueError(f"{where} is {_show(value)} in the state dict. Must be a number.")
-    if is_count and not 0 <= float(value) < math.inf:
-        raise ValueError(f"{where} is {float(value)} in the state dict. Must be zero or a positive number.")
+    if not _is_number(value) or (is_count and not 0 <= float(value) < math.inf):
+        raise ValueError(f"{where} is {_show(value)}. Must be {'a count' if is_count else 'a number'}.")
     if not isinstance(wanted, Tensor):
         return value
     if isinstance(value, Tensor):
-        return value.detach().to(wanted.dtype).reshape(wanted.shape)
+        return value.detach().to(wanted, copy=True).reshape(wanted.shape)
     return torch.full_like(wanted, value)
 
 
-def _describe_mismatch(value: Any, current: Any) -> str:
-    """Say what a hyper-parameter must be if it is of another kind than the current value; return "" if it fits."""
-    if isinstance(current, bool):
-        return "" if value is None or isinstance(value, bool) else "True or False"
-    if is_number(current):
-        fits = is_number(value) and (math.isfinite(float(value)) or not math.isfinite(float(current)))
-        return "" if fits else "a finite number"
-    if isinstance(current, tuple | list) and current and all(map(is_number, current)):
-        fits = isinstance(value, tuple | list) and len(value) == len(current)
-        if not fits or any(_describe_mismatch(*pair) for pair in zip(value, current, strict=True)):
-            return f"{len(current)} finite numbers"
-    return ""
-
-
-def _kind(value: Any) -> str:
-    return next((name for name, kind in _KINDS if isinstance(value, kind)), type(value).__name__)
-
-
-_KINDS = (("tensor", Tensor), ("text", str), ("mapping", Mapping), ("sequence", Sequence))
-
-
 def _show(value: Any) -> str:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() > 1:
         return f"a {str(value.layout).removeprefix('torch.')} tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"{value!r:.80}"

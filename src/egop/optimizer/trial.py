@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,24 +100,28 @@ def _run(
 ) -> _Outcome | None:
     """Step the numbers in this shape; return None if the optimizer does not run."""
     numbers, order = _draw_numbers(shuffled=shuffled)
-    start, *gradients = numbers[:, order].unflatten(1, shape).unbind()
-    parameter = start.clone().requires_grad_()
-
-    def loss() -> float:
-        return 1.0
-
     seed_everything(0)
     try:
-        optimizer = build(parameter)
-        getattr(optimizer, "train", lambda: None)()  # schedule-free optimizers need it
-        for gradient in gradients:
-            parameter.grad = gradient.clone()
-            step_inner(optimizer, loss) if closure else step_inner(optimizer)
+        steps, state = _take_steps(build, numbers[:, order].unflatten(1, shape), [lambda: 1.0] if closure else [])
     except Exception:  # if it matters, the first training step raises it again
         return None
     moved = torch.empty_like(numbers[0])
-    moved[order] = (parameter.detach() - start).flatten()
-    return _Outcome(moved, _find_other_state(optimizer.state.get(parameter, {})))
+    moved[order] = steps.flatten()
+    return _Outcome(moved, _find_other_state(state))
+
+
+def _take_steps(
+    build: Callable[[Tensor], Optimizer], numbers: Tensor, arguments: Sequence[Any] = ()
+) -> tuple[Tensor, Mapping[str, Any]]:
+    """Start at the first tensor, step with the others as gradients; return how far it moved, and the state."""
+    start, *gradients = numbers.unbind()
+    parameter = start.clone().requires_grad_()
+    optimizer = build(parameter)
+    getattr(optimizer, "train", lambda: None)()  # schedule-free optimizers need it
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        step_inner(optimizer, *arguments)
+    return parameter.detach() - start, optimizer.state.get(parameter, {})
 
 
 def _is_rotation_invariant(build: Callable[[Tensor], Optimizer]) -> bool:
@@ -131,22 +135,14 @@ def _is_rotation_invariant(build: Callable[[Tensor], Optimizer]) -> bool:
         torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu")).Q
         for size in _MATRIX
     )
-    moved = []
     try:
-        for start, *gradients in (numbers, left @ numbers @ right.mT):
-            parameter = start.clone().requires_grad_()
-            optimizer = build(parameter)
-            getattr(optimizer, "train", lambda: None)()
-            for gradient in gradients:
-                parameter.grad = gradient.clone()
-                step_inner(optimizer)
-            if not has_only_vectors(optimizer.state.get(parameter, {})):
-                return False
-            moved.append(parameter.detach() - start)
+        steps, state = _take_steps(build, numbers)
+        rotated, _ = _take_steps(build, left @ numbers @ right.mT)
     except Exception:  # as in :func:`_run`
         return False
-    largest = moved[0].abs().max()
-    return bool(largest > 0 and (left @ moved[0] @ right.mT - moved[1]).abs().max() <= _TOLERANCE * largest)
+    largest = steps.abs().max()
+    same = largest > 0 and (left @ steps @ right.mT - rotated).abs().max() <= _TOLERANCE * largest
+    return has_only_vectors(state) and bool(same)
 
 
 def _draw_numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:

@@ -112,10 +112,7 @@ class _AlignedRefresher(BlockCreatingRefresher):
         self, counts: Sequence[int], states: Mapping[str, Mapping[str, Tensor]], blocks: Sequence[BoundBlock]
     ) -> None:
         if missing := [block.name for block in blocks if _CREATED not in states[block.name]]:
-            raise ValueError(
-                "The state dict is damaged, or was saved with another refresh: the refresh has no entry for "
-                f"{', '.join(missing[:3])}."
-            )
+            raise ValueError(f"It was saved with another refresh, which has no entry for {', '.join(missing[:3])}.")
         created = [block.name for block in blocks if bool(to_full(states[block.name][_CREATED]).any())]
         super().load(counts, states, blocks)
         self.restart(created)

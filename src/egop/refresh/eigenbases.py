@@ -5,15 +5,12 @@ All functions accept matrices with leading batch dimensions. On a GPU only the f
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from egop.distributed import processes
 from egop.numerics import (
     ROUNDING,
     SMALL_NETWORK_BYTES,
@@ -32,13 +29,7 @@ _SHIFT = 1e-6  # weight of the old basis in `align`
 # For matrices wider than WIDE, `decompose_leading` computes LEADING eigenvectors: all of them would take minutes.
 WIDE, LEADING = 2048, 256
 
-_PROGRESS_AFTER = 5.0  # show a progress bar if the work takes at least this many seconds
-# Rough seconds for a matrix of width n: a full decomposition takes _FULL n³, one of rank r takes _PARTIAL n² r.
-_FULL, _PARTIAL = 1e-10, 3e-10
-_GPU_SPEEDUP = 10  # over two CPU cores
-
 Renewal = Callable[..., Any]  # maps Gram matrices and bases to new bases and flags that say which of them are sound
-OnDone = Callable[[], object]  # called after each decomposition
 
 
 def clear_null_space(basis: Tensor, gram: Tensor) -> Tensor:
@@ -61,20 +52,20 @@ def iterate(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return _keep_sound(power_iteration(gram, basis), basis, gram)
 
 
-def decompose(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
+def decompose(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Compute all eigenvectors from scratch; return the same as :func:`iterate`."""
-    return _keep_sound(_decompose_each(gram, basis, lambda part: eigenbasis(part)[1], on_done), basis, gram)
+    return _keep_sound(_decompose_each(gram, basis, lambda part: eigenbasis(part)[1]), basis, gram)
 
 
-def decompose_leading(gram: Tensor, basis: Tensor, on_done: OnDone | None = None) -> tuple[Tensor, Tensor]:
+def decompose_leading(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the (for wide matrices: leading) eigenvectors of a first basis; return the same as :func:`iterate`.
 
     Power iterations find the others later. A layer with fewer rows has no others: directions without any gradient come
     last, in arbitrary order.
     """
     if gram.shape[-1] <= WIDE:
-        return decompose(gram, basis, on_done)
-    leading = _decompose_each(gram, basis, lambda part: leading_eigenbasis(part, LEADING), on_done)
+        return decompose(gram, basis)
+    leading = _decompose_each(gram, basis, lambda part: leading_eigenbasis(part, LEADING))
     return _keep_sound(leading, basis, gram)
 
 
@@ -133,40 +124,14 @@ def renew_in_batches(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -
     return [results[index] for index in range(len(pairs))]
 
 
-@contextlib.contextmanager
-def show_progress(matrices: Sequence[Tensor], *, is_leading: bool) -> Iterator[OnDone]:
-    """Show a progress bar if decomposing these matrices takes long; yield a function to call after each of them."""
-    seconds = estimate_seconds(matrices, is_leading=is_leading)
-    widest = max((matrix.shape[-1] for matrix in matrices), default=0)
-    text = f"First bases: {len(matrices)} up to {widest} wide, about {seconds:.0f} s"
-    hidden = seconds < _PROGRESS_AFTER or processes.rank() > 0
-    with tqdm(total=len(matrices), desc=text, disable=hidden) as bar:
-        yield bar.update
-
-
-def estimate_seconds(matrices: Sequence[Tensor], *, is_leading: bool) -> float:
-    """Estimate roughly how long :func:`decompose` or, if ``is_leading``, :func:`decompose_leading` takes."""
-    total = 0.0
-    for matrix in matrices:
-        width = matrix.shape[-1]
-        seconds = _PARTIAL * width**2 * LEADING if is_leading and width > WIDE else _FULL * width**3
-        total += seconds / (_GPU_SPEEDUP if matrix.device.type == "cuda" else 1)
-    return total
-
-
-def _decompose_each(
-    gram: Tensor, basis: Tensor, eigenvectors: Callable[[Tensor], Tensor], on_done: OnDone | None
-) -> Tensor:
+def _decompose_each(gram: Tensor, basis: Tensor, eigenvectors: Callable[[Tensor], Tensor]) -> Tensor:
     """Decompose matrix by matrix; the result is NaN where that fails."""
     if gram.dim() > 2:
-        return torch.stack([_decompose_each(*pair, eigenvectors, on_done) for pair in zip(gram, basis, strict=True)])
+        return torch.stack([_decompose_each(*pair, eigenvectors) for pair in zip(gram, basis, strict=True)])
     try:
         return eigenvectors(gram).to(basis)
     except torch.linalg.LinAlgError:
         return torch.full_like(basis, torch.nan)
-    finally:
-        if on_done is not None:
-            on_done()
 
 
 def _keep_sound(fresh: Tensor, old: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan, strip_compile_prefix
+from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan
 from egop.estimation import (
     Distribution,
     NoGradientError,
@@ -19,7 +19,7 @@ from egop.estimation import (
 )
 from egop.formatting import parse_bytes
 from egop.numerics import check_positive_int
-from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments
+from egop.optimizer import Moments, Rebasable, Refresh, Refresher, check_moments, named_parameters
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,7 @@ class _EveryRefresher(Refresher):
 def _check_parameters(objective: Objective, optimizer: Rebasable) -> None:
     """Raise an error if the objective has its own copies of parameters that the optimizer trains."""
     objective.check_unsharded()
-    trained = {
-        strip_compile_prefix(name): parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
+    trained = named_parameters(optimizer.param_groups)
     copies = [
         f"'{name}'"
         for name, parameter in objective.parameters.items()

@@ -143,13 +143,12 @@ class GramMatrices:
         by_block = {}
         for block in blocks:
             if missing := [key for key in block.change.tensors if f"{_PREFIX}{key}" not in states[block.name]]:
-                where = f"Gram matrix '{missing[0]}' of block '{block.name}'"
-                raise ValueError(f"The state dict is incomplete or damaged: it has no {where}.")
+                raise ValueError(f"It has no Gram matrix '{missing[0]}' of block '{block.name}'.")
             grams = {key: to_full(states[block.name][f"{_PREFIX}{key}"]) for key in block.change.tensors}
             shapes, expected = {key: gram.shape for key, gram in grams.items()}, _gram_shapes(block.change)
             if shapes != expected:
                 raise ValueError(
-                    f"The Gram matrices of block '{block.name}' in the state dict have the wrong shapes: expected "
+                    f"The Gram matrices of block '{block.name}' have the wrong shapes: expected "
                     f"{_list_shapes(expected)}, got {_list_shapes(shapes)}."
                 )
             if block.name in seen:

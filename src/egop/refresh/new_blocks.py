@@ -21,11 +21,10 @@ from egop.basis import (
     StructureChoice,
     make_plan,
     partition_parameters,
-    strip_compile_prefix,
 )
 from egop.formatting import parse_bytes
 from egop.numerics import identity_matrices
-from egop.optimizer import Rebasable, Refresher, Stacks, find_user_level
+from egop.optimizer import Rebasable, Refresher, Stacks, find_user_level, named_parameters
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class BlockChoice:
             names: choose for these parameters only, in addition to the existing blocks; by default for all parameters,
                 as if there were no blocks.
         """
-        everything = _named_parameters(optimizer)
+        everything = named_parameters(optimizer.param_groups)
         trained = {
             name: parameter
             for name, parameter in everything.items()
@@ -222,7 +221,7 @@ class BlockCreatingRefresher(Refresher):
             inside = {id(original) for block in optimizer.blocks for original in block.originals}
             self._undecided = [
                 (name, parameter)
-                for name, parameter in _named_parameters(optimizer).items()
+                for name, parameter in named_parameters(optimizer.param_groups).items()
                 if id(parameter) not in inside and name not in self._decided
             ]
 
@@ -232,16 +231,8 @@ class BlockCreatingRefresher(Refresher):
         self._listed_for = None
 
 
-def _named_parameters(optimizer: Rebasable) -> dict[str, Tensor]:
-    return {
-        strip_compile_prefix(name): parameter
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    }
-
-
 def _trained_names(optimizer: Rebasable) -> set[str]:
-    return {name for name, parameter in _named_parameters(optimizer).items() if parameter.requires_grad}
+    return {name for name, parameter in named_parameters(optimizer.param_groups).items() if parameter.requires_grad}
 
 
 def _weights(layers: Mapping[str, Role]) -> list[str]:
@@ -275,7 +266,7 @@ def _no_weight_message(optimizer: Rebasable, unrotated: Mapping[str, str], refre
     outside = optimizer.outside
     effect = "works like the inner one alone" if outside is None else f"leaves all parameters to {outside.__name__}"
     skipped = [f"'{name}' ({reason})" for name, reason in unrotated.items()]
-    frozen = len(_named_parameters(optimizer)) - len(_trained_names(optimizer))
+    frozen = len(named_parameters(optimizer.param_groups)) - len(_trained_names(optimizer))
     text = f"{frozen} parameters are frozen; weights get a basis once they are unfrozen. " if frozen else ""
     return (
         f"egop.{refresh} found no weight to rotate, so for now the optimizer {effect}. Skipped weights: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from egop.refresh.eigenbases import (
     off_diagonal_share,
     rayleigh_quotients,
     renew_in_batches,
-    show_progress,
 )
 from egop.refresh.grams import BlockRange, GramMatrices
 from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
@@ -42,8 +40,7 @@ class Online(Refresh):
     Every step updates running means of the gradients' Gram matrices. A renewal is one step of orthogonal iteration:
     multiply the basis by the Gram matrix and orthonormalize. If the optimizer has no basis to start with, the first
     gradient gives one, by a full eigendecomposition; ``optimizer.renew_basis()`` does the same on demand. For Gram
-    matrices wider than 2048, the first basis has the 256 strongest directions and the iteration finds the others. If
-    the first bases take long, a progress bar is shown.
+    matrices wider than 2048, the first basis has the 256 strongest directions and the iteration finds the others.
 
     Layers that are unfrozen later, or whose parameter group is added later, get their basis from their first gradient.
     A frozen layer keeps its basis. If there is no weight to rotate, the first step warns.
@@ -203,13 +200,10 @@ class _OnlineRefresher(BlockCreatingRefresher):
     ) -> None:
         blocks = [block for block in blocks if block.change.is_renewable()]
         if missing := [block.name for block in blocks if _PHASE not in states[block.name]]:
-            raise ValueError(
-                "The state dict is incomplete or damaged, or was saved with another refresh: it has no Gram matrices "
-                f"of {', '.join(missing[:3])}."
-            )
+            raise ValueError(f"It was saved with another refresh: it has no Gram matrices of {', '.join(missing[:3])}.")
         phases = {block.name: to_full(states[block.name][_PHASE]).tolist() for block in blocks}
         if wrong := [name for name, phase in phases.items() if not (isinstance(phase, list) and len(phase) == 4)]:
-            raise ValueError(f"The state dict is incomplete or damaged: the phase of '{wrong[0]}' is not four numbers.")
+            raise ValueError(f"The phase of '{wrong[0]}' is not four numbers.")
         seen, waiting, created = ({name for name, phase in phases.items() if phase[place]} for place in range(3))
         grams = GramMatrices.load(self.config.decay, states, blocks, seen)
         super().load(counts, states, blocks)
@@ -284,20 +278,16 @@ class _OnlineRefresher(BlockCreatingRefresher):
 
     def _decompose_first(self, ranges: list[BlockRange]) -> set[str]:
         """Compute first bases; return the names of the blocks for which they are sound."""
-        grams = [gram[members] for stack, members in ranges for gram in self.grams.stacked(stack).values()]
         # Leading eigenvectors alone would count as drifted.
-        first = decompose_leading if self.config.tolerance is None else decompose
-        matrices = [matrix for gram in grams for matrix in gram]
-        with show_progress(matrices, is_leading=first is decompose_leading) as on_done:
-            self._renew(ranges, functools.partial(first, on_done=on_done))
-            self._side_stream.join()
-            self._pending = [_refine_first_bases(new) for new in self._pending]
-            return {
-                block.name
-                for new in self._pending
-                for block, is_sound in zip(new.stack.blocks[new.members], _list_sound_blocks(new.sound), strict=True)
-                if is_sound
-            }
+        self._renew(ranges, decompose_leading if self.config.tolerance is None else decompose)
+        self._side_stream.join()
+        self._pending = [_refine_first_bases(new) for new in self._pending]
+        return {
+            block.name
+            for new in self._pending
+            for block, is_sound in zip(new.stack.blocks[new.members], _list_sound_blocks(new.sound), strict=True)
+            if is_sound
+        }
 
     def _renew(self, ranges: list[BlockRange], renewal: Renewal) -> bool:
         """Compute new bases. Return True if a GPU computes them during training and the next step installs them."""

@@ -1,4 +1,4 @@
-"""What holds for every structure, whatever the shapes, ranks, chunks and precisions."""
+"""Properties of every structure, for random shapes, ranks, chunks and precisions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def structures(draw, block):
     options = [
         egop.Identity(),
         egop.Full(),
-        egop.Auxiliary(rank=rank, power_iterations=draw(st.integers(0, 3))),
+        egop.Auxiliary(rank=rank, seed=draw(st.integers(0, 3))),
         egop.Reduced(rank=rank, keep_rest=draw(st.booleans())),
         egop.extras.RandomRotation(seed=draw(st.integers(0, 5))),
         egop.extras.RandomRotation(like=egop.Reduced(rank=rank)),
@@ -74,7 +74,7 @@ def vector(size, dtype, seed=0):
 
 @given(samples())
 @settled
-def test_every_change_of_basis_is_orthonormal_and_its_own_adjoint(sample):
+def test_every_change_of_basis_is_orthonormal(sample):
     dtype, block, structure, gradients, chunk = sample
     tolerance = DTYPES[dtype]
     _, change = finished(structure, block, gradients, chunk)
@@ -92,23 +92,6 @@ def test_every_change_of_basis_is_orthonormal_and_its_own_adjoint(sample):
     torch.testing.assert_close(back.double(), expected, rtol=0, atol=10 * tolerance)
 
 
-@given(samples(), st.integers(2, 3))
-@settled
-def test_neither_chunks_nor_merging_change_what_is_found(sample, parts):
-    _, block, structure, gradients, chunk = sample
-    (spectrum, change), (merged, other) = (
-        finished(structure, block, gradients, *how) for how in ((len(gradients[0]), 1), (chunk, parts))
-    )
-    assert change.signature == other.signature
-    if spectrum is None:
-        assert torch.equal(change.dense(), other.dense())
-        return
-    assert merged.samples == spectrum.samples
-    top = float(spectrum.eigenvalues[0])
-    # Of a squared matrix the smallest eigenvalues are rounding, of whatever the largest is.
-    torch.testing.assert_close(merged.eigenvalues, spectrum.eigenvalues, rtol=1e-3, atol=1e-5 * top)
-
-
 @given(samples())
 @settled
 def test_the_leading_direction_is_that_of_the_most_gradient(sample):
@@ -122,15 +105,6 @@ def test_the_leading_direction_is_that_of_the_most_gradient(sample):
     along = (rows @ change.dense()[:, 0]).square().mean()
     torch.testing.assert_close(along, exact[0], rtol=0.02, atol=0)
     assert spectrum.eigenvalues.sum() <= rows.square().sum() / len(rows) * (1 + 1e-4)
-
-
-@given(samples())
-@settled
-def test_the_cost_announced_is_the_cost_that_comes(sample):
-    _, block, structure, gradients, chunk = sample
-    _, change = finished(structure, block, gradients, chunk)
-    assert structure.cost(block) == (change.nbytes, change.cost_per_step)
-    assert structure.basis_shapes(block) == {name: tuple(each.shape) for name, each in change.tensors.items()}
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -105,7 +105,7 @@ def test_shared_is_the_eigenbasis_of_all_kernels_gradients(layer):
 
 
 @layers
-def test_shared_rotates_each_kernel_by_itself(layer):
+def test_shared_rotates_each_kernel_separately(layer):
     block, gradients = gradients_of(layer)
     _, change = finished(egop.Shared(), block, gradients)
     V, (weight, *_) = change.tensors["basis"], gradients
@@ -152,7 +152,7 @@ def test_the_gram_matrices_of_one_gradient_are_those_of_its_kernels(layer, struc
 
 
 @layers
-def test_enough_passes_are_asked_for_to_see_a_thousand_kernels_and_64_at_least(layer):
+def test_samples_cover_a_thousand_kernels_with_at_least_64_draws(layer):
     block = layer.block()
     assert egop.Shared().samples(block) == max(64, math.ceil(1000 / layer.outputs))
     columns = block.size // layer.outputs
@@ -171,7 +171,7 @@ def test_the_passes_are_those_of_the_layer_with_the_fewest_kernels():
     }
 
 
-def test_a_block_of_several_tensors_is_divided_and_a_vector_refused():
+def test_block_of_several_tensors_is_split_and_a_vector_raises():
     (block,) = (each for each in cases.BLOCKS if each.name == "two tensors")
     for structure in (egop.Shared(), egop.Kronecker()):
         with pytest.raises(

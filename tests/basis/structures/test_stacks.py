@@ -37,7 +37,7 @@ class Stacked(nn.Module):
 
 
 class Apart(nn.Module):
-    """The same with a parameter for each expert."""
+    """The same model with one parameter per expert."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ by_storage = pytest.mark.parametrize("inputs_first", [False, True], ids=["output
     ],
     ids=["Online", "all at once", "drifted"],
 )
-def test_experts_in_one_parameter_are_trained_as_experts_apart(refresh, structure, inputs_first):
+def test_stacked_experts_train_like_separate_ones(refresh, structure, inputs_first):
     found = []
     for each in both(inputs_first):
         model = each.build()
@@ -115,7 +115,7 @@ def change_of(structure, inputs_first, seed=0):
 
 @by_storage
 @by_structure
-def test_each_matrix_is_turned_by_its_own_basis(structure, inputs_first):
+def test_each_matrix_is_rotated_by_its_own_basis(structure, inputs_first):
     change, singles = change_of(structure, inputs_first)
     for leading in ((), (5,), (2, 5)):
         weights = torch.randn(*leading, *change.block.shapes[0], dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_each_matrix_is_turned_by_its_own_basis(structure, inputs_first):
 
 
 @by_structure
-def test_a_stack_is_saved_and_loaded(structure, tmp_path):
+def test_stack_is_saved_and_loaded(structure, tmp_path):
     change, _ = change_of(structure, inputs_first=True)
     egop.Basis([change]).save(tmp_path / "basis")
     loaded = egop.Basis.load(tmp_path / "basis")["w"]
@@ -139,13 +139,13 @@ def test_a_stack_is_saved_and_loaded(structure, tmp_path):
     assert loaded.block == change.block
 
 
-def test_a_basis_of_another_number_of_experts_is_refused():
+def test_basis_for_a_different_number_of_experts_raises():
     change, _ = change_of(egop.Shared(), inputs_first=False)
     with pytest.raises(ValueError, match=r"needs a basis of shape \(3, 4, 4\), got \(2, 4, 4\)"):
         type(change)(change.block, {"basis": change.tensors["basis"][:2]})
 
 
-def test_stacks_in_several_dimensions_and_transposed_kernels_come_back():
+def test_stacks_with_several_dimensions_and_transposed_kernels_round_trip():
     shape = (2, 3, 6, 4, 5)
     block = Block.from_tensors("w", {"w": torch.zeros(shape)}, (2,), (2,))
     tensor = torch.randn(7, *shape)
@@ -157,7 +157,7 @@ def test_stacks_in_several_dimensions_and_transposed_kernels_come_back():
     )  # the second output of the second group
 
 
-def test_experts_without_tokens_keep_their_basis_and_the_others_follow():
+def test_experts_without_tokens_keep_their_basis():
     """An expert that no token reached has a gradient of zeros, and so a Gram matrix of zeros."""
     model = case(Stacked).build()
     optimizer = egop.ReparameterizedOptimizer(
@@ -204,7 +204,7 @@ def test_the_linear_layer_of_gpt2_is_trained_as_a_linear_layer():
 
 
 @by_structure
-def test_a_resumed_training_of_experts_goes_on_bit_for_bit(structure):
+def test_training_of_experts_resumes_bit_for_bit(structure):
     each = case(Stacked)
 
     def begin(model):

@@ -1,4 +1,4 @@
-"""What a basis and a step cost, measured beside other optimizers in one run: ``egop-lab bench``.
+"""Measure what a basis and a step cost, compared with other optimizers in one run: ``egop-lab bench``.
 
-One file a part of the benchmark; ``run.py`` has their list, ``targets.py`` what the numbers are meant to be.
+Each part of the benchmark is one file: ``bases``, ``steps`` and ``host``; ``run.py`` lists them.
 """

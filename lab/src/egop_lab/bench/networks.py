@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from egop_lab.gpu import compute_outputs
 from egop_lab.models import small as models
 from egop_lab.models.gpt import GPT
 from egop_lab.models.residual import ResidualNetwork
@@ -70,18 +70,9 @@ class Network:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the mean cross-entropy of a batch."""
-        return compute_loss(self.outputs(model, batch[0]), batch[1])
-
-    def outputs(self, model: nn.Module, inputs: Tensor, **options: Any) -> Tensor:
-        """Compute the network's outputs in float32."""
-        kind = inputs.device.type
-        with torch.autocast(kind, torch.bfloat16, enabled=self.half and kind == "cuda", **options):
-            return model(inputs).float()
-
-
-def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of a network's outputs."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        inputs, targets = batch
+        outputs = compute_outputs(model, inputs) if self.half else model(inputs)
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def perceptron(widths: Sequence[int], batch: int, name: str | None = None) -> Network:
@@ -95,16 +86,10 @@ def digits(batch: int = 300) -> Network:
     return Network("digits MLP", models.digits_network, (batch, 64))
 
 
-def convolutions(batch: int, channels: int) -> Network:
-    """Build a small convolutional network without batch norm."""
-    name = f"convolution net, {channels} channels"
-    return Network(name, lambda: models.convolution_network(channels), (batch, 1, 28, 28))
-
-
-def gpt(layers: int, width: int, batch: int, context: int = 256, *, half: bool = True) -> Network:
+def gpt(layers: int, width: int, batch: int, context: int = 256) -> Network:
     """Build a GPT on bytes, with heads of 64."""
     sizes = {"layers": layers, "width": width, "heads": max(1, width // 64), "context": context}
-    return Network(f"GPT {layers}x{width}", lambda: GPT(**sizes), (batch, context), 256, tokens=True, half=half)
+    return Network(f"GPT {layers}x{width}", lambda: GPT(**sizes), (batch, context), 256, tokens=True, half=True)
 
 
 def resnet(batch: int, pixels: int, width: int = 64, depths: Sequence[int] = (3, 4, 6, 3)) -> Network:

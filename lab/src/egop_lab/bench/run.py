@@ -1,4 +1,4 @@
-"""The parts of the benchmark one after the other; what is measured is kept row by row."""
+"""Run the parts of the benchmark one after the other; keep what is measured row by row."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from typing import Any
 
 import torch
 
-from egop_lab.bench import bases, epoch, growth, host, machine, sampling, steps, sweep, tables, targets
+from egop_lab.bench import bases, host, machine, steps, tables
 from egop_lab.bench.timing import describe_error
 from egop_lab.files import write_json
-from egop_lab.formatting import pluralize
 
-PARTS: dict[str, Callable[[machine.Setting], Iterator[dict[str, Any]]]] = {
-    "sampling": sampling.run,
+PARTS: dict[str, Callable[[machine.Setting], Iterator[machine.Row]]] = {
     "bases": bases.run,
     "steps": steps.run,
     "host": host.run,
-    "epoch": epoch.run,
-    "growth": growth.run,
-    "sweep": sweep.run,
 }
 
 
@@ -34,7 +29,7 @@ def run(
     rounds: int | None = None,
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Measure, print a table a part and the targets, and write everything to a file after every row.
+    """Measure, print a table for each part, and write everything to a file after every row.
 
     Args:
         device: the device to measure on.
@@ -48,41 +43,31 @@ def run(
         What was written.
     """
     with machine.measurement_mode(device):
-        rates = machine.measure(device, smoke=smoke)
-        about = machine.describe(device) | {"flops a second": rates.flops, "bytes a second": rates.bytes}
+        about = machine.describe(device)
         kept: dict[str, Any] = {"smoke": smoke, "complete": False, "machine": about, "seconds": {}, "parts": {}}
-        say(_heading(kept))
-        setting = machine.Setting(device, smoke, rounds, rates)
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        say(f"{about['device']}, float32 products at precision {about['precision of float32 products']!r}. {versions}.")
+        setting = machine.Setting(device, smoke, rounds)
         for name in [name for name in PARTS if not only or name in only]:
             began = time.perf_counter()
-            rows: list[dict[str, Any]] = []
+            rows: list[machine.Row] = []
             kept["parts"][name] = rows
             try:
                 for row in PARTS[name](setting):
                     rows.append(row)
-                    kept["targets"] = targets.judge(kept["parts"], device.type)
                     write_json(out, kept)
             except Exception as error:  # go on with the other parts
                 rows.append({"failed": describe_error(error)})
             machine.release(device)
             kept["seconds"][name] = time.perf_counter() - began
             say(f"\n{tables.format_rows(name, rows)}\n({kept['seconds'][name]:.0f} s)")
-        kept |= {"complete": True, "targets": targets.judge(kept["parts"], device.type)}
+        kept["complete"] = True
         write_json(out, kept)
-    say(f"\n{tables.format_targets(kept['targets'])}" if not smoke else "\nA smoke run: its numbers mean nothing.")
+    if smoke:
+        say("\nA smoke run: its numbers mean nothing.")
     return kept
 
 
 def failures(kept: dict[str, Any]) -> list[str]:
     """Return one line for each row that failed."""
     return [f"{part}: {row['failed']}" for part, rows in kept["parts"].items() for row in rows if "failed" in row]
-
-
-def _heading(kept: dict[str, Any]) -> str:
-    about = kept["machine"]
-    speed = f"{about['flops a second'] / 1e9:.0f} Gflop/s, {about['bytes a second'] / 1e9:.0f} GB/s"
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    return (
-        f"{about['device']}: {pluralize(about['threads'], 'thread')}, float32 products at precision "
-        f"{about['precision of float32 products']!r}, {speed} in the best of cases. {versions}."
-    )

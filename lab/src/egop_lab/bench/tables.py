@@ -8,7 +8,7 @@ from typing import Any
 from egop_lab.formatting import format_bytes, format_table
 
 Row = Mapping[str, Any]
-Format = Callable[[Any], str]
+Column = tuple[str, str, Callable[[Any], str]]  # heading, key, formatter
 
 
 def format_duration(seconds: float) -> str:
@@ -20,41 +20,21 @@ def format_duration(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
-def _ratio(value: float) -> str:
+def _format_ratio(value: float) -> str:
     return f"{value:.2f}x" if value < 100 else f"{value:.0f}x"
 
 
-def _rate(value: float) -> str:
-    return f"{value:.0f}/s" if value >= 10 else f"{value:.2g}/s"
-
-
-def _share(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _words(*keys: str) -> list[tuple[str, str, Format]]:
+def _as_text(*keys: str) -> list[Column]:
     return [(key, key, str) for key in keys]
 
 
-# Title and columns (heading, key, formatter) of each part of the benchmark.
-COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
-    "sampling": (
-        "Gradient samples a second",
-        [
-            *_words("network", "rho"),
-            ("loop", "loop", _rate),
-            ("vmapped", "vmap", _rate),
-            ("ratio", "vmap over loop", _ratio),
-        ],
-    ),
+# Title and columns of each part of the benchmark.
+COLUMNS: dict[str, tuple[str, list[Column]]] = {
     "bases": (
         "Time and memory to a basis",
         [
-            *_words("network", "structure", "samples"),
+            *_as_text("network", "structure", "samples"),
             ("time", "seconds", format_duration),
-            ("sampling", "sampling", _share),
-            ("accumulation", "accumulation", _share),
-            ("decomposition", "decomposition", _share),
             ("basis", "basis bytes", format_bytes),
             ("peak", "peak bytes", format_bytes),
         ],
@@ -62,80 +42,41 @@ COLUMNS: dict[str, tuple[str, list[tuple[str, str, Format]]]] = {
     "steps": (
         "Optimizer step and whole training step",
         [
-            *_words("network", "method"),
+            *_as_text("network", "method"),
             ("step", "step", format_duration),
-            ("/ AdamW", "step over AdamW", _ratio),
-            ("longest", "longest step", format_duration),
-            ("floor", "floor", format_duration),
-            ("/ floor", "step over floor", _ratio),
-            ("SOAP /", "SOAP over step", _ratio),
+            ("/ AdamW", "step over AdamW", _format_ratio),
+            ("longest", "longest", format_duration),
             ("whole", "whole", format_duration),
-            ("/ AdamW", "whole over AdamW", _ratio),
+            ("/ AdamW", "whole over AdamW", _format_ratio),
         ],
     ),
     "host": (
         "Host time of a step on seven small linear layers, one CPU thread",
         [
-            *_words("method"),
+            *_as_text("method"),
             ("step", "step", format_duration),
-            ("/ AdamW", "step over AdamW", _ratio),
+            ("/ AdamW", "step over AdamW", _format_ratio),
             ("over the rounds", "range", str),
+            ("target", "target", str),
             ("own calls", "calls", str),
             ("files", "files", str),
             ("frames", "frames", str),
-        ],
-    ),
-    "epoch": (
-        "A whole epoch",
-        [
-            *_words("network", "form", "method"),
-            ("epoch", "epoch", format_duration),
-            ("/ AdamW", "epoch over AdamW", _ratio),
-        ],
-    ),
-    "growth": (
-        "How cost grows",
-        [
-            ("twice the", "what", str),
-            *_words("of", "size"),
-            ("time", "seconds", format_duration),
-            ("growth", "growth", _ratio),
-        ],
-    ),
-    "sweep": (
-        "The digits sweep: seconds a run and epoch",
-        [
-            *_words("coordinates", "runs"),
-            ("together", "together", format_duration),
-            ("one at a time", "one at a time", format_duration),
-            ("(batched code)", "one at a time, in the batched programme", format_duration),
-            ("speed-up", "speed-up", _ratio),
         ],
     ),
 }
 
 
 def format_rows(part: str, rows: Sequence[Row]) -> str:
-    """Format the rows of one part, with failures and omissions below."""
+    """Format the rows of one part, with failures below."""
     title, columns = COLUMNS[part]
-    shown = [row for row in rows if "note" not in row]
     cells = [
         ["" if row.get(key) is None else write(row[key]) for _, key, write in columns]
-        for row in shown
-        if "failed" not in row or any(write is not str and row.get(key) is not None for _, key, write in columns)
+        for row in rows
+        if "failed" not in row
     ]
-    names = [key for _, key, write in columns if write is str]
     lines = [title, "", format_table([heading for heading, _, _ in columns], cells)] if cells else [title]
-    for row in shown:
+    for row in rows:
         if "failed" in row:
-            lines.append(f"failed: {', '.join(str(row[name]) for name in names if name in row)}: {row['failed']}")
-    return "\n".join([*lines, *dict.fromkeys(row["note"] for row in rows if "note" in row)])
-
-
-def format_targets(judged: Sequence[Row]) -> str:
-    """Format the targets: wanted and measured."""
-    lines = ["Targets", ""]
-    for row in judged:
-        measured = "" if row["measured"] is None else f"measured {row['measured']:.3g}, "
-        lines.append(f"{row['words']}, {row['target']}: {measured}{row['verdict']}")
+            names = [str(row[key]) for key in ("network", "structure", "method") if key in row]
+            lines.append(f"failed: {', '.join([*names, row['failed']])}")
     return "\n".join(lines)

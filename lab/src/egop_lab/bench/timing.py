@@ -1,26 +1,16 @@
-"""Time and memory: methods take turns, round after round, so that whatever disturbs the machine disturbs them all."""
+"""Times: methods take turns, round after round, so that whatever disturbs the machine disturbs them all."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from statistics import median
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
+from egop_lab.gpu import synchronize
+
 T = TypeVar("T")
-
-_STATM = Path("/proc/self/statm")  # the memory of this process, in pages
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has finished all work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Marks:
@@ -32,7 +22,7 @@ class Marks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
-        wait(device)
+        synchronize(device)
 
     def mark(self) -> None:
         """Put a mark after the work submitted so far."""
@@ -45,7 +35,7 @@ class Marks:
 
     def seconds(self) -> list[float]:
         """Return the seconds between consecutive marks."""
-        wait(self._device)
+        synchronize(self._device)
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if self._device.type == "cuda":
             return [start.elapsed_time(end) / 1000 for start, end in pairs]
@@ -54,10 +44,10 @@ class Marks:
 
 def time_call(work: Callable[[], object], device: torch.device) -> float:
     """Return the wall-clock seconds of a piece of work."""
-    wait(device)
+    synchronize(device)
     began = time.perf_counter()
     work()
-    wait(device)
+    synchronize(device)
     return time.perf_counter() - began
 
 
@@ -96,60 +86,7 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def summary(found: Mapping[str, Sequence[float]], failed: Mapping[str, str]) -> dict[str, Any]:
-    """Return one row with the medians of several rounds and their spreads, or the reason of a failure."""
-    row: dict[str, Any] = {}
-    for name, values in found.items():
-        row |= {name: median(values), f"{name} spread": spread(values)}
-    return row | ({"failed": "; ".join(f"{name}: {problem}" for name, problem in failed.items())} if failed else {})
-
-
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Return the smallest and the largest of several rounds, and their number."""
     known = list(values)
     return {"low": min(known), "high": max(known), "rounds": len(known)}
-
-
-class PeakMemory:
-    """The most memory held inside a ``with`` block, beyond what was held before it.
-
-    On a GPU torch counts its bytes. On the CPU the memory of the process is read every other millisecond, which misses
-    what is held for less than that, and counts nothing that was free in the process already.
-
-    Attributes:
-        bytes: the result, after the block; None if it cannot be measured.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.bytes: int | None = None
-
-    def __enter__(self) -> PeakMemory:
-        if self._device.type == "cuda":
-            wait(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
-        elif _STATM.exists():
-            self._before = self._largest = _held()
-            self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-        elif _STATM.exists():
-            self._stop.set()
-            self._thread.join()
-            self.bytes = max(self._largest, _held()) - self._before
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self._largest = max(self._largest, _held())
-
-
-def _held() -> int:
-    import resource  # available wherever /proc is
-
-    return int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()

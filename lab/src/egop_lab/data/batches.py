@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "DataSet", "Split"]
-
-
 _GATHERED = 64  # batches to gather at a time
 
 

@@ -8,8 +8,6 @@ import torch
 
 from egop_lab.data.batches import DataSet, Split
 
-__all__ = ["digits"]
-
 _SHA256 = {
     "optdigits.tra": "e1b683cc211604fe8fd8c4417e6a69f31380e0c61d4af22e93cc21e9257ffedd",
     "optdigits.tes": "6ebb3d2fee246a4e99363262ddf8a00a3c41bee6014c373ed9d9216ba7f651b8",

@@ -20,9 +20,6 @@ from egop_lab.data.batches import DataSet, Split
 from egop_lab.data.missing import MissingDataError
 from egop_lab.files import replace_atomically
 
-__all__ = ["fashion_folder", "fashion_mnist", "four_classes"]
-
-
 # Checksums of the unpacked files: distributors pack the same images differently.
 _SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",

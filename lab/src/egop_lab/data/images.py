@@ -1,46 +1,30 @@
-"""Image folders, ``train/CLASS/*`` and ``val/CLASS/*``: held on the device if they fit, else read by processes.
+"""Image folders, ``train/CLASS/*`` and ``val/CLASS/*``, held on the device as bytes.
 
-Training sees random resized crops and flips, evaluation the central crop or ten crops (corners, centre and their
-mirror images). What is held is augmented on the device, a batch at a time; what is read is cropped by the workers.
+Training sees random resized crops and flips, made on the device a batch at a time. Evaluation sees the central crop or
+ten crops (corners, centre and their mirror images).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
 
 from egop_lab.data.missing import MissingDataError
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor]  # normalised images and their labels
 
 _ENDINGS = {".jpg", ".jpeg", ".png"}
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 _SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # ranges for a random crop: share of the area, aspect ratio
-# Images that take more than this as uint8 are not held on the device.
-HOLD_BYTES = 8 * 2**30
-
-
-class Images(Protocol):
-    """Training and validation images. A batch is normalised images and their labels."""
-
-    classes: int
-    counts: dict[str, int]
-
-    def training(self, size: int, seed: int) -> Iterable[Batch]:
-        """Return batches of random crops, (size, 3, crop, crop), in a new order on every pass; all of the same size."""
-
-    def validation(self, *, ten: bool) -> Iterable[Batch]:
-        """Return batches of views, (n, views, 3, crop, crop): the central crop, or ten."""
 
 
 @dataclass(frozen=True)
@@ -86,43 +70,43 @@ def load(
     device: torch.device,
     limits: tuple[int | None, int | None] = (None, None),
     workers: int = 2,
-    hold_bytes: int = HOLD_BYTES,
-) -> Images:
+) -> HeldImages:
     """Load the images of a folder.
 
     Args:
         folder: the folder with ``train`` and ``val``.
-        side: length to which the shorter side of an image is resized, for evaluation and on the device.
+        side: length to which the shorter side of an image is resized.
         crop: side of a crop, which is what the network sees.
         device: the device of the batches.
         limits: largest numbers of training and validation images; all by default.
-        workers: processes that read images; threads if all are read at once.
-        hold_bytes: bytes that may be held on the device.
+        workers: threads that read images.
     """
     train, validation = (files.first(limit) for files, limit in zip(find(folder), limits, strict=True))
-    if 3 * side**2 * (len(train.paths) + len(validation.paths)) <= hold_bytes:
-        return HeldImages(*(_read_all(files, side, workers, device) for files in (train, validation)), crop=crop)
-    return FolderImages(train, validation, side=side, crop=crop, device=device, workers=workers)
+    return HeldImages(*(_read_all(files, side, workers, device) for files in (train, validation)), crop=crop)
 
 
 class HeldImages:
-    """Images as uint8 tensors on the device, (n, 3, side, side): the central square of each."""
+    """Training and validation images as uint8 tensors on the device, (n, 3, side, side): the central square of each."""
 
     def __init__(self, train: Batch, validation: Batch, *, crop: int) -> None:
         self.train, self.held_out, self.crop = train, validation, crop
         self.classes = int(train[1].max()) + 1
         self.counts = {"train": len(train[1]), "validation": len(validation[1]), "classes": self.classes}
 
-    def training(self, size: int, seed: int) -> Iterable[Batch]:
-        return _HeldBatches(*self.train, size, self.crop, seed)
+    def training(self, size: int, seed: int) -> TrainingBatches:
+        """Return batches of random crops, (size, 3, crop, crop), in a new order on every pass; all of the same size."""
+        return TrainingBatches(*self.train, size, self.crop, seed)
 
     def validation(self, *, ten: bool) -> Iterator[Batch]:
+        """Yield batches of views, (n, views, 3, crop, crop): the central crop, or ten."""
         images, labels = self.held_out
         for some, theirs in zip(images.split(100 if ten else 1000), labels.split(100 if ten else 1000), strict=True):
             yield normalize(make_views(some, self.crop, ten=ten)), theirs
 
 
-class _HeldBatches:
+class TrainingBatches:
+    """Random crops of images, batch by batch."""
+
     def __init__(self, images: Tensor, labels: Tensor, size: int, crop: int, seed: int) -> None:
         self.images, self.labels, self.size, self.crop = images, labels, size, crop
         self.generator = torch.Generator(images.device).manual_seed(seed)
@@ -134,87 +118,6 @@ class _HeldBatches:
         order = torch.randperm(len(self.labels), generator=self.generator, device=self.images.device)
         for rows in order[: len(self) * self.size].split(self.size):
             yield normalize(random_crops(self.images[rows], self.crop, self.generator)), self.labels[rows]
-
-
-class FolderImages:
-    """Images that worker processes read when they are needed; the crop of each depends on its own seed alone."""
-
-    def __init__(
-        self, train: Files, validation: Files, *, side: int, crop: int, device: torch.device, workers: int
-    ) -> None:
-        self.files, self.held_out = train, validation
-        self.side, self.crop, self.device, self.workers = side, crop, device, workers
-        self.classes = max(train.labels) + 1
-        self.counts = {"train": len(train.paths), "validation": len(validation.paths), "classes": self.classes}
-
-    def training(self, size: int, seed: int) -> Iterable[Batch]:
-        generator = torch.Generator().manual_seed(seed)
-        draws = _Draws(len(self.files.paths), size, generator)
-        return _OnDevice(_Crops(self.files, self.crop), draws, self.device, self.workers)
-
-    def validation(self, *, ten: bool) -> Iterable[Batch]:
-        rows = list(range(len(self.held_out.paths)))
-        size = 50 if ten else 500
-        batches = [[(row, 0) for row in rows[first : first + size]] for first in range(0, len(rows), size)]
-        return _OnDevice(_Views(self.held_out, self.side, self.crop, ten), batches, self.device, self.workers)
-
-
-class _Draws:
-    """Batches of (row, seed of its crop), in a new order on every pass."""
-
-    def __init__(self, count: int, size: int, generator: torch.Generator) -> None:
-        self.count, self.size, self.generator = count, size, generator
-
-    def __len__(self) -> int:
-        return self.count // self.size
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = torch.randperm(self.count, generator=self.generator).tolist()
-        seeds = torch.randint(2**62, (self.count,), generator=self.generator).tolist()
-        pairs = list(zip(order, seeds, strict=True))
-        for first in range(0, len(self) * self.size, self.size):
-            yield pairs[first : first + self.size]
-
-
-class _Crops(Dataset[tuple[Tensor, int]]):
-    def __init__(self, files: Files, crop: int) -> None:
-        self.files, self.crop = files, crop
-
-    def __getitem__(self, drawn: Any) -> tuple[Tensor, int]:
-        row, seed = drawn
-        generator = torch.Generator().manual_seed(seed)
-        image = _open(self.files.paths[row])
-        left, top, width, height = crop_boxes(1, image.height, image.width, generator)[0].tolist()
-        box = (left, top, left + width, top + height)
-        pixels = _pixels(image.resize((self.crop, self.crop), 2, box=box))  # 2: bilinear, and antialiased
-        flipped = bool(torch.rand((), generator=generator) < 0.5)
-        return pixels.flip(-1) if flipped else pixels, self.files.labels[row]
-
-
-class _Views(Dataset[tuple[Tensor, int]]):
-    def __init__(self, files: Files, side: int, crop: int, ten: bool) -> None:
-        self.files, self.side, self.crop, self.ten = files, side, crop, ten
-
-    def __getitem__(self, drawn: Any) -> tuple[Tensor, int]:
-        row, _ = drawn
-        pixels = _pixels(_resize(_open(self.files.paths[row]), self.side))
-        return make_views(pixels[None], self.crop, ten=self.ten)[0], self.files.labels[row]
-
-
-class _OnDevice:
-    def __init__(self, dataset: Dataset[Any], batches: Any, device: torch.device, workers: int) -> None:
-        pinned = device.type == "cuda"
-        self.device = device
-        self.loader = DataLoader(
-            dataset, batch_sampler=batches, num_workers=workers, pin_memory=pinned, persistent_workers=workers > 0
-        )
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for images, labels in self.loader:
-            yield (normalize(images.to(self.device, non_blocking=True)), labels.to(self.device, non_blocking=True))
 
 
 def normalize(images: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["random_orthonormal"]
-
 
 def random_orthonormal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """Draw a matrix with orthonormal columns, uniform by Haar measure, in float64."""

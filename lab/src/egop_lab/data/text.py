@@ -9,12 +9,10 @@ ending in ``.txt``, ``.tokens`` or ``.raw``, gzipped or not: WikiText-2 as it is
 from __future__ import annotations
 
 import gzip
-import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,17 +34,18 @@ class Text:
     train: Tensor
     validation: Tensor
 
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Return a size and digest that identify the text, for configurations."""
-        digest = hashlib.sha256(self.train.cpu().numpy().tobytes() + self.validation.cpu().numpy().tobytes())
-        return {"train": len(self.train), "validation": len(self.validation), "sha256": digest.hexdigest()[:16]}
-
     def windows(self, length: int, count: int) -> Tensor:
         """Return at most ``count`` windows of the validation text, (n, length), spread evenly without overlap."""
-        rows = len(self.validation) // length
-        chosen = torch.arange(min(count, rows), device=self.validation.device) * rows // min(count, rows)
-        return self.validation[: rows * length].view(rows, length)[chosen]
+        return cut_windows(self.validation, length, count)
+
+
+def cut_windows(tokens: Tensor, length: int, count: int | None = None) -> Tensor:
+    """Return windows without overlap, (n, length): all, or ``count`` of them spread evenly over the text."""
+    rows = len(tokens) // length
+    windows = tokens[: rows * length].view(rows, length)
+    if count is None or count >= rows:
+        return windows
+    return windows[torch.arange(count, device=tokens.device) * rows // count]
 
 
 class Windows:

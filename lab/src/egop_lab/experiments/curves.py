@@ -53,12 +53,6 @@ def quartiles_by_rate(
     return bands
 
 
-def best_rate(records: Iterable[Record], score: Callable[[Mapping[str, Any]], float]) -> float:
-    """Return the learning rate with the smallest median score; the smaller one of a tie."""
-    medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(records, score).items()}
-    return min(medians, key=lambda rate: medians[rate])
-
-
 def rate_series(
     records: Sequence[Record],
     score: Callable[[Mapping[str, Any]], float],

@@ -36,8 +36,6 @@ from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series, Span
 from egop_lab.training.loop import Curve, train
 
-__all__ = ["EPOCHS", "LEARNING_RATES", "Demo", "panel", "picture", "run", "summary"]
-
 EPOCHS = 100
 BATCH_SIZE = 300
 LEARNING_RATES = {"Adam": 0.08, "Adagrad": 0.1, "SGD": 1.0}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 
 import egop
 from egop_lab.data.digits import digits
-from egop_lab.experiments.base import Alternative, Experiment, Judgement, to_verdict
+from egop_lab.experiments.base import Alternative, Experiment, Judgement, count_decades, to_verdict
 from egop_lab.models.small import cross_entropy, digits_network, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.context import Context, Preset, record_run
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import decay, subsample
 
@@ -28,6 +28,8 @@ _FLOOR = 1e-12
 _LEADING = 100
 _MUCH = 10.0  # times less than the dimension
 _STRONG = 1e-3  # of λ₁ after a quarter of the directions
+_SEVERAL = 3
+_FAR_ABOVE = 10  # times 1/d
 
 
 class DigitsSpectrumExperiment(Experiment):
@@ -64,9 +66,7 @@ class DigitsSpectrumExperiment(Experiment):
     def run(self, store: Store, context: Context) -> None:
         left = store.missing(self.configs(context.preset))
         for config in tqdm(left, desc="Spectra", unit="rho", disable=not context.progress):
-            began = time.perf_counter()
-            result = measure(config, context.device)
-            store.add(make_record(config, result, time.perf_counter() - began, context.device))
+            record_run(store, config, lambda config: measure(config, context.device), context.device)
 
     def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         records = self._load_results(store, preset)
@@ -215,3 +215,80 @@ def _judge_shelf(records: Mapping[str, Record]) -> Judgement:
         f"The largest drop among k = 2…{_LEADING}: {shown}; the median drop is {max(typical):.3f} at most.",
         threshold="everywhere at one k, by more than 1.2",
     )
+
+
+class DigitsDensityExperiment(Experiment):
+    """β_k = ‖v_k‖₁²/d of the 100 leading eigenvectors, for standard normal points."""
+
+    id: ClassVar[str] = "digits-density"
+    title: ClassVar[str] = "The density of the leading EGOP eigenvectors"
+    figures: ClassVar[str] = "Supplementary: density of the 100 leading eigenvectors"
+    labels: ClassVar[tuple[str, ...]] = ("fig:MNIST-global-eigvec-density",)
+    paper: ClassVar[Mapping[str, str]] = {"samples per dimension": "10", "eigenvectors": "100"}
+
+    def settings(self, preset: Preset) -> dict[str, Any]:
+        settings = DigitsSpectrumExperiment().settings(preset)
+        return {key: value for key, value in settings.items() if key != "scales"} | {"rho": NORMAL, "eigenvectors": 100}
+
+    def run(self, store: Store, context: Context) -> None:
+        """Take the densities from the finished run of the spectrum, if it is in the file beside this one."""
+        if (config := self._config(context.preset)) in store:
+            return
+        spectrum = DigitsSpectrumExperiment()
+        source = Store(store.path.with_name(f"{spectrum.id}{store.path.suffix}"))
+        (wanted, *_) = spectrum.configs(context.preset)
+        if (known := source.get(wanted)) is None:
+            record_run(store, config, lambda config: _keep(measure(config, context.device)), context.device)
+        else:
+            store.add(replace(known, config=config, result=_keep(known.result)))
+
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        (record,) = self.records(store, preset)
+        densities, size = record.result["density"], record.result["dimension"]
+        dense = sum(density > 0.3 for density in densities)
+        lowest = min(densities)
+        count = len(densities)
+        return [
+            Judgement(
+                "digits-density/first",
+                "The leading eigenvector is dense: β₁ > 0.5.",
+                to_verdict(densities[0] > 0.5),
+                f"β₁ = {densities[0]:.3f}.",
+                paper="β₁ > 0.5",
+            ),
+            Judgement(
+                "digits-density/several",
+                "Several eigenvectors have β > 0.3.",
+                to_verdict(dense >= _SEVERAL),
+                f"{dense} of the {count} leading ones.",
+                paper="several > 0.3",
+                threshold=f"several: from {_SEVERAL}",
+            ),
+            Judgement(
+                "digits-density/all",
+                f"All {count} leading eigenvectors have β ≫ 1/d.",
+                to_verdict(lowest * size > _FAR_ABOVE),
+                f"The smallest is {lowest:.3f}, {lowest * size:.3g} times 1/d.",
+                paper=f"1/d < 5e-4, here {1 / size:.2g}",
+                threshold=f"≫: above {_FAR_ABOVE} times",
+                margin=count_decades(1 / size, lowest),
+            ),
+        ]
+
+    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
+        (record,) = self.records(store, preset)
+        densities = record.result["density"]
+        series = Series("βₖ", list(range(1, len(densities) + 1)), densities, method="density")
+        lines = {"1/d": 1 / record.result["dimension"], "0.5": 0.5}
+        caption = (
+            "βₖ = ‖vₖ‖₁²/d of the leading EGOP eigenvectors; 1/d is that of a coordinate axis, 1 the largest possible."
+        )
+        panel = Panel("Density", "k", "βₖ", [series], horizontal=lines)
+        return [Picture("digits-density", caption, [panel])]
+
+    def _config(self, preset: Preset) -> dict[str, Any]:
+        return DigitsSpectrumExperiment().configs(preset)[0] | {"experiment": self.id, "version": self.version}
+
+
+def _keep(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in ("density", "dimension", "samples", "stable rank")}

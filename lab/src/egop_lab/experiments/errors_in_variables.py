@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -20,7 +19,7 @@ from egop_lab.experiments.tuned_experiment import Case, Method, TunedExperiment
 from egop_lab.methods import describe
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.context import Context, Preset, record_run
 from egop_lab.training.instances import Trials
 from egop_lab.training.records import Store
 from egop_lab.training.sweeps import EGOP
@@ -118,13 +117,12 @@ class ErrorsInVariablesExperiment(TunedExperiment):
     def run(self, store: Store, context: Context) -> None:
         super().run(store, context)
         for case in self.cases(context.preset):
-            left = store.missing(self._residual_configs(context.preset, case))
-            for config in left:
-                began = time.perf_counter()
-                size = case["size"]
-                hessian = self.trials(case, [config["seed"]]).hessian(0)
-                result = {"residual": theory.kronecker_residual(hessian, size, size)}
-                store.add(make_record(config, result, time.perf_counter() - began))
+            for config in store.missing(self._residual_configs(context.preset, case)):
+                record_run(store, config, self._measure_residual)
+
+    def _measure_residual(self, config: Mapping[str, Any]) -> dict[str, float]:
+        hessian = self.trials(config, [config["seed"]]).hessian(0)
+        return {"residual": theory.kronecker_residual(hessian, config["size"], config["size"])}
 
     def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         cases = self.cases(preset)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from egop_lab.experiments.base import Alternative, Experiment, Judgement, make_a
 from egop_lab.experiments.curves import first_below, median, quartiles
 from egop_lab.experiments.fashion_claims import Method, MethodRuns
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.context import Context, Preset, make_record, record_run
 from egop_lab.training.fashion import Curves, Runs, train_batched
 from egop_lab.training.records import Record, Store
 from egop_lab.training.spectra import decay
@@ -25,7 +24,6 @@ SEARCHES = {
     "lines": f"(all rates with a weight decay of {_FIRST_DECAY:g}, then all weight decays with the best of them)",
     "grid": "(every combination, as in the paper; added when the results of the lines were known)",
 }
-GRADIENTS = "at least 0.01 d and the rank"
 
 
 class FashionMnistExperiment(Experiment):
@@ -51,37 +49,21 @@ class FashionMnistExperiment(Experiment):
     version: ClassVar[int] = 2
 
     def settings(self, preset: Preset) -> dict[str, Any]:
-        timing = "single runs of the library's optimizer, nothing else running; batched ones gave the curves"
-        if preset == "full":
-            return {
-                "images": 60_000,
-                "ranks": [50, 200, 1000, 2000],
-                "gradients": GRADIENTS,
-                "leading directions alone": 1000,
-                "epochs": 100,
-                "trials": 3,
-                "spectrum samples": 7951,
-                "tuning epochs": 30,
-                "rates": [1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1],
-                "weight decays": [0, 1e-5, 1e-4, 1e-3, 1e-2, 5e-2, 1e-1, 2e-1, 5e-1],
-                "searches": SEARCHES,
-                "timed epochs": 10,
-                "timing": timing,
-            }
+        full = preset == "full"
         return {
-            "images": 6000,
-            "ranks": [50, 200],
-            "gradients": GRADIENTS,
-            "leading directions alone": 200,
-            "epochs": 10,
-            "trials": 1,
-            "spectrum samples": 796,
-            "tuning epochs": 3,
-            "rates": [5e-3, 1e-2, 5e-2, 1e-1],
-            "weight decays": [0, 1e-2, 1e-1],
-            "searches": {"lines": SEARCHES["lines"]},
-            "timed epochs": 2,
-            "timing": timing,
+            "images": 60_000 if full else 6000,
+            "ranks": [50, 200, 1000, 2000] if full else [50, 200],
+            "gradients": "at least 0.01 d and the rank",
+            "leading directions alone": 1000 if full else 200,
+            "epochs": 100 if full else 10,
+            "trials": 3 if full else 1,
+            "spectrum samples": 7951 if full else 796,
+            "tuning epochs": 30 if full else 3,
+            "rates": [1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1] if full else [5e-3, 1e-2, 5e-2, 1e-1],
+            "weight decays": [0, 1e-5, 1e-4, 1e-3, 1e-2, 5e-2, 1e-1, 2e-1, 5e-1] if full else [0, 1e-2, 1e-1],
+            "searches": SEARCHES if full else {"lines": SEARCHES["lines"]},
+            "timed epochs": 10 if full else 2,
+            "timing": "single runs of the library's optimizer, nothing else running; batched ones gave the curves",
         }
 
     def run(self, store: Store, context: Context) -> None:
@@ -94,8 +76,7 @@ class FashionMnistExperiment(Experiment):
         runs: Runs | None = None  # load the data only if there is something to run
         if spectrum not in store:
             runs = self._runs(context)
-            began = time.perf_counter()
-            store.add(make_record(spectrum, runs.spectrum(spectrum), time.perf_counter() - began, context.device))
+            record_run(store, spectrum, runs.spectrum, context.device)
         for method in self._methods(context.preset):
             for search in self.settings(context.preset)["searches"]:
                 for configs in self._tuning(store, context.preset, method, search):
@@ -117,8 +98,7 @@ class FashionMnistExperiment(Experiment):
         # Warm up with a basis that is not used again.
         runs.time_epochs(next(config for config in configs.values() if config["rank"]) | {"seed": TUNING})
         for config in left:
-            began = time.perf_counter()
-            store.add(make_record(config, runs.time_epochs(config), time.perf_counter() - began, context.device))
+            record_run(store, config, runs.time_epochs, context.device)
 
     def choose_rates(self, store: Store, preset: Preset, method: Method, search: str) -> tuple[float, float]:
         """Return the pair (rate, weight decay) of a method's best validation accuracy in a search."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from egop_lab.data.fashion import fashion_folder, fashion_mnist, four_classes
 from egop_lab.experiments.base import Experiment, Judgement, make_alternative, to_verdict
 from egop_lab.models.small import cross_entropy, digits_network, normal_, perceptron, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.context import Context, Preset, record_run
 from egop_lab.training.records import Store
 from egop_lab.training.spectra import decay, subsample
 
@@ -57,11 +56,8 @@ class LayerSpectraExperiment(Experiment):
 
     def run(self, store: Store, context: Context) -> None:
         for config in store.missing(self._configs(context.preset)):
-            network, train = _problem(config["data"], context)
-            began = time.perf_counter()
-            init = normal_ if config.get("rho") == NORMAL else xavier_
-            result = measure(network, train, config["samples_per_dimension"], config["seed"], context, init)
-            store.add(make_record(config, result, time.perf_counter() - began, context.device))
+            network, train = _load_problem(config["data"], context)
+            record_run(store, config, lambda config: measure(network, train, config, context), context.device)  # noqa: B023
 
     def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         found = self._load_results(store, preset)
@@ -106,7 +102,7 @@ class LayerSpectraExperiment(Experiment):
         return {(r.config["data"], r.config.get("rho", XAVIER)): r.result for r in records if r is not None}
 
 
-def _problem(data: str, context: Context) -> tuple[nn.Module, Split]:
+def _load_problem(data: str, context: Context) -> tuple[nn.Module, Split]:
     if data == "digits":
         return digits_network(), digits().train
     # The paper's max-pooling layer has no parameters, so the images are pooled once, up front.
@@ -115,15 +111,10 @@ def _problem(data: str, context: Context) -> tuple[nn.Module, Split]:
     return perceptron(196, 20, 4), train
 
 
-def measure(
-    network: nn.Module,
-    train: Split,
-    per_dimension: float,
-    seed: int,
-    context: Context,
-    init: Callable[..., nn.Module] = xavier_,
-) -> dict[str, Any]:
+def measure(network: nn.Module, train: Split, config: Mapping[str, Any], context: Context) -> dict[str, Any]:
     """Estimate the EGOP matrix of each layer; return some of the eigenvalues."""
+    init, seed = normal_ if config.get("rho") == NORMAL else xavier_, config["seed"]
+    size = sum(parameter.numel() for parameter in network.parameters())
     network = network.to(context.device)
     tensors = [tensor.to(context.device) for tensor in train.batch]
     batches = Batches(*tensors, size=_BATCH, generator=torch.Generator().manual_seed(seed + 1))
@@ -132,7 +123,7 @@ def measure(
         rho=egop.Initialization(init_fn=init),
         partition="layer",
         structure=egop.Full(),
-        samples=math.ceil(per_dimension * sum(parameter.numel() for parameter in network.parameters())),
+        samples=math.ceil(config["samples_per_dimension"] * size),
         generator=torch.Generator().manual_seed(seed),
         progress=context.progress,
     )

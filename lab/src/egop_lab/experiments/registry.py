@@ -11,7 +11,7 @@ _PLACES = {
     "trajectories": "trajectories:TrajectoriesExperiment",
     "digits": "digits:DigitsExperiment",
     "digits-spectrum": "digits_spectrum:DigitsSpectrumExperiment",
-    "digits-density": "digits_density:DigitsDensityExperiment",
+    "digits-density": "digits_spectrum:DigitsDensityExperiment",
     "layer-spectra": "layer_spectra:LayerSpectraExperiment",
     "linear-networks": "linear_networks:LinearNetworksExperiment",
     "errors-in-variables": "errors_in_variables:ErrorsInVariablesExperiment",
@@ -19,8 +19,6 @@ _PLACES = {
     "convex": "convex:ConvexExperiment",
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
-    "language-model": "language_model:LanguageModelExperiment",
-    "coordinates": "coordinates:CoordinatesExperiment",
     "advice": "advice:AdviceExperiment",
 }
 

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from egop_lab.experiments.timed_experiment import Claim
-from egop_lab.methods import RESNET, get_label
+from egop_lab.experiments.base import Kind
 
-ADAMW, UPFRONT, PERIODIC, AROUND, BOTH_SIDES, SOAP_ONCE, SOAP_100, SOAP_OURS, SOAP_EPOCH, SOAP_10 = (
-    get_label(RESNET, name)
-    for name in (
-        "adamw",
-        "shared-fixed",
-        "shared-renewed",
-        "shared-renewed-around",
-        "kronecker-online",
-        "soap-once",
-        "soap-100",
-        "soap-100-ours",
-        "soap-period",
-        "soap",
-    )
+# Labels of the methods.
+ADAMW, UPFRONT, PERIODIC, AROUND = "AdamW", "EGOP up-front", "EGOP each epoch", "EGOP each epoch, scale 0.01"
+SOAP_ONCE, SOAP_100, SOAP_OURS, SOAP_EPOCH, SOAP_10 = (
+    f"SOAP {name}" for name in ("once", "100", "100, ours", "each epoch", "every 10")
 )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim that a method has a smaller number than another one.
+
+    Attributes:
+        name: the last part of the claim's id.
+        statement: the claim in words.
+        measure: the compared quantity.
+        method: the method with the smaller number.
+        other: the method with the larger number.
+        part: the largest allowed ratio of the two; strictly less than one by default.
+        paper: both numbers in the paper.
+        threshold: says that the ratio is our choice.
+        kind: a claim of the paper, or our reading of a figure.
+    """
+
+    name: str
+    statement: str
+    measure: str
+    method: str
+    other: str
+    part: float | None = None
+    paper: str = ""
+    threshold: str = ""
+    kind: Kind = "claim"
+
+    def holds(self, one: float, other: float) -> bool:
+        """Return True if the claim holds for the two numbers."""
+        return one < other if self.part is None else one <= self.part * other
+
 
 # The paper's table: epochs and hours to its target.
 PAPER = {

@@ -19,16 +19,26 @@ from egop_lab.experiments.resnet_claims import (
     SOAP_ONCE,
     SOAP_OURS,
     UPFRONT,
+    Claim,
     claims,
 )
-from egop_lab.experiments.resnet_runs import ShortRuns, inaccuracy, is_timed, pace
-from egop_lab.experiments.timed_experiment import Claim, Runs, find_lowest_pass, is_tuning, search_rates
+from egop_lab.experiments.resnet_runs import (
+    Runs,
+    ShortRuns,
+    find_lowest_epoch,
+    inaccuracy,
+    is_timed,
+    pace,
+    run_key,
+)
+from egop_lab.gpu import fast_math
 from egop_lab.plots.picture import Picture
-from egop_lab.training.classifiers import train_in_process
 from egop_lab.training.context import Context, Preset, run_in_processes
 from egop_lab.training.records import Record, Store
+from egop_lab.training.resnet import train_in_process
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed_runs import Trials, fast_math
+from egop_lab.training.timed_runs import Trials
+from egop_lab.training.tuning import is_tuning, search_rates
 
 # The methods of the long runs by importance: most claims are about the first ones.
 FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_100)
@@ -55,7 +65,7 @@ class LongRuns(ShortRuns):
             "of those tried",
         }
 
-    def required_methods(self, preset: Preset) -> set[str]:
+    def required_methods(self) -> set[str]:
         return set()
 
     def find_rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
@@ -71,7 +81,7 @@ class LongRuns(ShortRuns):
     def run_missing(self, store: Store, context: Context, processes: int) -> bool:
         """Do the missing runs, tuning first, by importance; return True if all are there.
 
-        Of every method one has the device to itself: time is read from it.
+        One run of each method has the device to itself; times are taken from that run.
         """
         trials = self.trials(store, context)
         with fast_math(context.device):
@@ -116,7 +126,7 @@ class LongRuns(ShortRuns):
         from_here = 0.9 * self.settings(preset)["epochs"]
         runs = self.complete_runs(store, preset)
         return [
-            method for method, own in runs.items() if median([find_lowest_pass(run.result) for run in own]) > from_here
+            method for method, own in runs.items() if median([find_lowest_epoch(run.result) for run in own]) > from_here
         ]
 
     def reported_runs(self, store: Store, preset: Preset) -> Runs:
@@ -146,12 +156,12 @@ class LongRuns(ShortRuns):
         return self.judge_claims(runs, preset, [claim for claim in about if other in (None, claim.other)])
 
     def _at_other_rates(self, store: Store, preset: Preset) -> dict[float, list[Record]]:
-        """Return AdamW's complete runs at rates that were not chosen: it is to have every chance."""
+        """Return AdamW's complete runs at rates that were not chosen, to give it every chance."""
         settings, done = self.settings(preset), self.finished_runs(store, preset)
         chosen = self.find_rate(settings, done, ADAMW)
         by_rate: dict[float, list[Record]] = {}
         for run in done:
-            method, rate, epochs = self.run_key(run)
+            method, rate, epochs = run_key(run)
             if (method, epochs) == (ADAMW, settings["epochs"]) and rate != chosen and not is_tuning(run):
                 by_rate.setdefault(rate, []).append(run)
         return {rate: _fill_in_seconds(runs, done) for rate, runs in by_rate.items() if len(runs) == settings["trials"]}

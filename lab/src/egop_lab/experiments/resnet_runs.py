@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,54 +11,36 @@ import torch
 
 from egop_lab.builders import import_pytorch_optimizer
 from egop_lab.data import images
-from egop_lab.experiments.base import Judgement, Table, make_alternative
-from egop_lab.experiments.curves import bar_panel, best_rate, median, quartiles
-from egop_lab.experiments.resnet_claims import (
-    ADAMW,
-    AROUND,
-    BOTH_SIDES,
-    PAPER,
-    SOAP_10,
-    SOAP_100,
-    SOAP_OURS,
-    claims,
-)
-from egop_lab.experiments.timed_experiment import (
-    Claim,
-    Measures,
-    Runs,
-    TimedExperiment,
-    find_lowest_pass,
-    format_number,
-    is_tuning,
-    length_to,
-    lowest_loss,
-)
+from egop_lab.experiments.base import Experiment, Judgement, Table, count_decades, make_alternative, to_verdict
+from egop_lab.experiments.curves import bar_panel, first_below, median, quartiles
+from egop_lab.experiments.resnet_claims import ADAMW, AROUND, PAPER, SOAP_10, SOAP_100, SOAP_OURS, Claim, claims
 from egop_lab.formatting import pluralize
-from egop_lab.methods import RESNET, get_methods
+from egop_lab.gpu import describe_precision, fast_math
+from egop_lab.methods import RESNET
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.classifiers import Run
 from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
+from egop_lab.training.resnet import Run
 from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed_runs import Trials, describe_precision, fast_math
+from egop_lab.training.timed_runs import Trials, shared_config
+from egop_lab.training.tuning import best_rate, is_tuning
 
 _NEAR = 1.05  # the paper's target, relative to the lowest validation loss of SOAP with frequent refreshes
 
-OPTIONAL = (BOTH_SIDES,)  # run last, if there is time; left out if its runs are missing
-
+OPTIONAL = ("EGOP online, two-sided",)  # run last, if there is time; left out if its runs are missing
 _NEW = (SOAP_100, SOAP_OURS, AROUND)  # methods without short runs, except those for tuning
 
+Runs = dict[str, list[Record]]  # the reported runs by method
+Measures = Mapping[str, tuple[str, Callable[[Record], float]]]  # description of a measure, and its number for a run
 
-class ShortRuns(TimedExperiment):
+
+class ShortRuns(Experiment):
     """Runs of ten epochs, with online bases, SOAP every 10 steps and Muon too."""
 
     id: ClassVar[str] = "resnet"
     title: ClassVar[str] = "A residual network on Imagenette, ten classes of ImageNet"
     figures: ClassVar[str] = "the figure and table on residual networks; supplementary: validation loss, accuracy"
-    comparison: ClassVar[str] = RESNET
     training = Run
-    length: ClassVar[str] = "epochs"
     soap: ClassVar[str] = SOAP_10  # the SOAP with frequent refreshes
     claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_10))
     picture_name: ClassVar[str] = "resnet"  # prefix of its pictures' names
@@ -66,7 +48,7 @@ class ShortRuns(TimedExperiment):
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"
         return {
-            "methods": [method for method in get_methods(RESNET) if method not in _NEW],
+            "methods": [method for method in RESNET if method not in _NEW],
             "rates": [3e-4, 1e-3, 3e-3] if full else [1e-3],
             "trials": 3 if full else 2,
             "tuning trials": 1,
@@ -150,10 +132,40 @@ class ShortRuns(TimedExperiment):
         epochs = settings["tuning epochs"]
         if not all(trials.do(method=method, lr=lr, epochs=epochs, seed=seed) for method, lr, seed in tuning):
             return False
-        return self.run_reported(trials, methods)
+        best = {method: self.find_rate(settings, trials.done, method) for method in methods}
+        reported = [(seed, method) for seed in range(settings["trials"]) for method in methods]
+        epochs = settings["epochs"]
+        return all(trials.do(method=method, lr=best[method], epochs=epochs, seed=seed) for seed, method in reported)
 
-    def required_methods(self, preset: Preset) -> set[str]:
+    def required_methods(self) -> set[str]:
+        """Return the methods whose runs must all be there; others are shown with those they have."""
         return {method for claim in self.claims for method in (claim.method, claim.other)}
+
+    def finished_runs(self, store: Store, preset: Preset) -> list[Record]:
+        """Return the runs on the same data and with the same settings as the last one."""
+        runs = self.records(store, preset)
+        return [run for run in runs if shared_config(run) == shared_config(runs[-1])]
+
+    def reported_runs(self, store: Store, preset: Preset) -> Runs:
+        """Return each method's runs at its chosen rate."""
+        settings, done, required = self.settings(preset), self.finished_runs(store, preset), self.required_methods()
+        by_method: Runs = {}
+        for method in settings["methods"]:
+            try:
+                wanted = (method, self.find_rate(settings, done, method), settings["epochs"])
+                runs = [run for run in done if not is_tuning(run) and run_key(run) == wanted]
+                if len(runs) < (settings["trials"] if method in required else 1):
+                    raise LookupError(f"{method} has {len(runs)} of {settings['trials']} runs")
+            except LookupError:
+                if method in required:
+                    raise
+            else:
+                by_method[method] = runs
+        return by_method
+
+    def choose_rate(self, store: Store, preset: Preset, method: str) -> float:
+        """Return a method's learning rate."""
+        return self.find_rate(self.settings(preset), self.finished_runs(store, preset), method)
 
     def find_rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
         """Return the rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
@@ -168,8 +180,11 @@ class ShortRuns(TimedExperiment):
         return [run for run in own if run.config["epochs"] == settings["tuning epochs"]]
 
     def measures(self, goal: float) -> Measures:
+        """Return the compared quantities by name; the goal is a validation loss."""
+        where = f"to a validation loss of {goal:.3f}"
         return {
-            **super().measures(goal),
+            "epochs": (f"Epochs {where}", lambda run: epochs_to(run, goal)),
+            "seconds": (f"Seconds {where}", lambda run: _seconds_to(run, goal)),
             "training": ("Last training loss", lambda run: run.result["training loss"][-1]),
             "training error": (
                 "Share of wrong answers in the last epoch's batches",
@@ -181,28 +196,59 @@ class ShortRuns(TimedExperiment):
         }
 
     def goals(self, runs: Runs) -> Mapping[str, float]:
-        curves = [run.result["validation loss"] for run in runs[self.soap]]
+        """Return the validation losses to reach, by rule; the first one judges, the others are alternatives."""
         own = median([lowest_loss(run.result) for run in runs[self.soap]])
         return {
-            f"to {_NEAR:g} times the lowest of {self.soap}'s medians": _NEAR * min(quartiles(curves)[1]),
-            "to the lowest of AdamW's medians": self.goal(runs),
+            f"to {_NEAR:g} times the lowest of {self.soap}'s medians": _NEAR * _lowest_median(runs[self.soap]),
+            "to the lowest of AdamW's medians": _lowest_median(runs[ADAMW]),
             f"to {_NEAR:g} times the median of {self.soap}'s lowest ones": _NEAR * own,
         }
+
+    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+        return self.judge_claims(self.reported_runs(store, preset), preset, self.claims)
+
+    def judge_claims(self, runs: Runs, preset: Preset, claims: Sequence[Claim]) -> list[Judgement]:
+        """Judge some claims by these runs, for every goal."""
+        (_, goal), *others = self.goals(runs).items()
+        judged = [self._judge_claim(claim, runs, goal, preset) for claim in claims]
+        for rule, goal in others:
+            pairs = zip(judged, [self._judge_claim(claim, runs, goal, preset) for claim in claims], strict=True)
+            judged = [
+                one
+                if _adds_nothing(other, one)
+                else replace(one, alternatives=(*one.alternatives, make_alternative(rule, other)))
+                for one, other in pairs
+            ]
+        return judged
 
     def _judge_claim(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judgement:
         if claim.measure == "training error" and not _has_training_accuracy(runs, claim.method, claim.other):
             found = "Accuracy on training images was not recorded; the training loss was."
             return Judgement(f"{self.id}/{claim.name}", claim.statement, "cannot be judged", found)
-        judged = super()._judge_claim(claim, runs, goal, preset)
+        judged = self._compare(claim, runs, goal, preset)
         if claim.measure != "validation":
             return judged
-        ten = super()._judge_claim(replace(claim, measure="ten-crop loss"), runs, goal, preset)
-        return replace(
-            judged, alternatives=(make_alternative("ten crops, as the paper evaluates, but at the end only", ten),)
-        )
+        ten = self._compare(replace(claim, measure="ten-crop loss"), runs, goal, preset)
+        beside = make_alternative("ten crops, as the paper evaluates, but at the end only", ten)
+        return replace(judged, alternatives=(beside,))
 
-    def format_numbers(self, claim: Claim, one: float, other: float) -> str:
-        return f"{claim.method}: {format_number(one, 3)}; {claim.other}: {format_number(other, 3)}"
+    def _compare(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judgement:
+        what, number = self.measures(goal)[claim.measure]
+        both = [runs[method] for method in (claim.method, claim.other)]
+        one, other = (median([number(run) for run in own]) for own in both)
+        judged = preset == "full" and min(one, other) < math.inf  # nothing to compare if neither gets there
+        whole = [median([_total(claim.measure, run) for run in own]) for own in both]
+        numbers = f"{claim.method}: {format_number(one, 3)}; {claim.other}: {format_number(other, 3)}"
+        return Judgement(
+            f"{self.id}/{claim.name}",
+            claim.statement,
+            to_verdict(claim.holds(one, other)) if judged else "cannot be judged",
+            f"{what}: {numbers}.{'' if preset == 'full' else ' This preset is too small to judge by.'}",
+            claim.kind,
+            claim.paper,
+            claim.threshold,
+            margin=count_decades(min(one, whole[0]), min(other, whole[1])) if judged else None,
+        )
 
     def timed_runs(self, store: Store, preset: Preset) -> Runs:
         """Return the runs that the time of an epoch is read from."""
@@ -217,7 +263,7 @@ class ShortRuns(TimedExperiment):
         rows = [self.row(method, records, timed) for method, records in runs.items()]
         goals = {f"{goal:.3f}": goal for goal in sorted(self.goals(runs).values())}
         reached = [
-            (method, *(", ".join(format_number(length_to(run, goal), 3) for run in records) for goal in goals.values()))
+            (method, *(", ".join(format_number(epochs_to(run, goal), 3) for run in records) for goal in goals.values()))
             for method, records in runs.items()
         ]
         cost_is = "with renewals, without a first basis; lowest to highest"
@@ -245,7 +291,7 @@ class ShortRuns(TimedExperiment):
             f"{runs[0].config['lr']:g}",
             str(len(runs)),
             f"{median([lowest_loss(run.result) for run in runs]):.3f}",
-            f"{median([find_lowest_pass(run.result) for run in runs]):g}",
+            f"{median([find_lowest_epoch(run.result) for run in runs]):g}",
             f"{middle('ten-crop loss'):.3f}",
             f"{middle('ten-crop accuracy'):.1%}",
             f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})" if seconds else "",
@@ -255,7 +301,7 @@ class ShortRuns(TimedExperiment):
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         runs = self.reported_runs(store, preset)
-        goal = self.goal(runs)
+        goal = _lowest_median(runs[ADAMW])
         measures = self.measures(goal)
         horizontal = {f"target {value:.3f}": value for value in self.goals(runs).values()}
 
@@ -297,6 +343,55 @@ class ShortRuns(TimedExperiment):
         ]
 
 
+def run_key(run: Record) -> tuple[str, float, int]:
+    """Return method, learning rate and length."""
+    return run.config["method"], run.config["lr"], run.config["epochs"]
+
+
+def epochs_to(run: Record, goal: float) -> float:
+    """Return the epochs after which the validation loss is at most the goal; infinite if never."""
+    place = first_below(run.result["validation loss"], goal)
+    return math.inf if place is None else place
+
+
+def _seconds_to(run: Record, goal: float) -> float:
+    place = first_below(run.result["validation loss"], goal)
+    return math.inf if place is None else run.result["seconds"][place]
+
+
+def _total(measure: str, run: Record) -> float:
+    """Return the total of a run: a lower bound on what it takes to a goal that it does not reach."""
+    if measure == "epochs":
+        return float(run.config["epochs"])
+    return float(run.result["seconds"][-1]) if measure == "seconds" else math.inf
+
+
+def lowest_loss(result: Mapping[str, Any]) -> float:
+    """Return the lowest validation loss of a run."""
+    return min((value for value in result["validation loss"] if value == value), default=math.inf)
+
+
+def find_lowest_epoch(result: Mapping[str, Any]) -> int:
+    """Return the number of epochs after which the validation loss is lowest."""
+    losses: list[float] = result["validation loss"]
+    return losses.index(lowest_loss(result)) if math.isfinite(lowest_loss(result)) else 0
+
+
+def _lowest_median(runs: Sequence[Record]) -> float:
+    """Return the lowest median validation loss after any epoch."""
+    return min(quartiles([run.result["validation loss"] for run in runs])[1])
+
+
+def _adds_nothing(other: Judgement, one: Judgement) -> bool:
+    """Return True if an alternative rule sees the same numbers, or has nothing to compare where this one has."""
+    return other.finding == one.finding or (other.verdict == "cannot be judged" != one.verdict)
+
+
+def format_number(value: float, digits: int) -> str:
+    """Format a number of epochs or seconds."""
+    return f"{value:.{digits}g}" if math.isfinite(value) else "never"
+
+
 def inaccuracy(result: Mapping[str, Any]) -> float:
     """Return the score that chooses a learning rate: the ten-crop accuracy, negated."""
     return -float(result["ten-crop accuracy"])
@@ -315,7 +410,7 @@ def is_timed(run: Record) -> bool:
 def pace(runs: Sequence[Record]) -> tuple[float, float]:
     """Return the median seconds before the first epoch and of an epoch, over timed runs.
 
-    What the first epoch takes more than others, as for a first basis, is before.
+    Extra time in the first epoch, such as for a first basis, counts as time before it.
     """
     if not (seconds := _epoch_seconds(runs)):
         return math.nan, math.nan

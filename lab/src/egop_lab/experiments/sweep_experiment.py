@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from egop_lab.experiments.base import Experiment, Judgement, make_alternative
-from egop_lab.experiments.curves import best_rate
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import ORIGINAL, TUNING
+from egop_lab.training.tuning import best_rate
 
 
 class SweepExperiment(Experiment):
@@ -26,7 +26,7 @@ class SweepExperiment(Experiment):
         """Return the score that chooses a learning rate, median over trials; the smaller the better."""
 
     def choose_rate(self, store: Store, preset: Preset, optimizer: str, *, separate: bool = True) -> float:
-        """Return the rate with the best score on the tuning trials or, if not ``apart``, on the reported ones."""
+        """Return the rate with the best score on the tuning trials or, if not ``separate``, on the reported ones."""
         runs = self.records(store, preset, optimizer=optimizer, coordinates=ORIGINAL)
         return best_rate([run for run in runs if (run.config["seed"] >= TUNING) == separate], self.score)
 

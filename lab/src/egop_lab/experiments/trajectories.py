@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -16,7 +15,7 @@ from egop_lab.experiments.curves import check_same_in_both, curve_series, median
 from egop_lab.experiments.tuned_experiment import Method, single_threaded
 from egop_lab.plots.picture import Mark, Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.context import Context, Preset, record_run
 from egop_lab.training.records import Record, Store
 from egop_lab.training.sweeps import EGOP, ORIGINAL, Sweep, run_sweep
 
@@ -116,20 +115,7 @@ class TrajectoriesExperiment(Experiment):
                     basis=lambda problem, kind: problem.basis(kind),
                 )
             for config in store.missing(self._geometry_configs(context.preset)):
-                began = time.perf_counter()
-                plane = Plane([config["seed"]], **sizes)
-                bases = plane.basis(EGOP)
-                assert bases is not None
-                basis, hessian = bases.blocks[0][1][0], plane.hessian(0)
-                start, least = plane.start()["theta"][0], plane.minimum[0]
-                first = plane.evaluate({"theta": start[None, None]})["loss"].item()
-                result = {
-                    "basis": basis.tolist(),
-                    "minimum": least.tolist(),
-                    "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
-                    "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
-                }
-                store.add(make_record(config, result, time.perf_counter() - began))
+                record_run(store, config, lambda config: _measure_geometry(Plane([config["seed"]], **sizes)))
 
     def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         settings = self.settings(preset)
@@ -283,6 +269,20 @@ class TrajectoriesExperiment(Experiment):
         start = self._path(store, preset, seed, ORIGINAL)[0] @ turn
         least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64) @ turn
         return [Mark(name, *point.tolist()) for name, point in (("start", start), ("minimum", least))]
+
+
+def _measure_geometry(plane: Plane) -> dict[str, Any]:
+    """Measure basis, minimum, tilt and level sets of one instance."""
+    bases = plane.basis(EGOP)
+    assert bases is not None
+    basis, hessian = bases.blocks[0][1][0], plane.hessian(0)
+    first = plane.evaluate({"theta": plane.start()["theta"][:1, None]})["loss"].item()
+    return {
+        "basis": basis.tolist(),
+        "minimum": plane.minimum[0].tolist(),
+        "tilt": {ORIGINAL: tilt(hessian, torch.eye(2, dtype=torch.float64)), EGOP: tilt(hessian, basis)},
+        "level sets": [plane.level_set(0, first * 4.0**-power, 73).tolist() for power in range(6)],
+    }
 
 
 def smooth(ring: Tensor, center: Tensor, times: int = 10) -> Tensor:

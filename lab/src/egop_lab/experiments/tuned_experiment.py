@@ -237,7 +237,7 @@ class TunedExperiment(Experiment):
 
 @contextmanager
 def single_threaded(context: Context) -> Iterator[Context]:
-    """Use the CPU and one thread: the tensors are too small to share out."""
+    """Use the CPU and one thread: the tensors are too small for several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["attend"]
-
 
 def attend(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
     """Apply attention to queries, keys and values side by side, (n, length, 3 widths); return (n, length, width).

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from egop_lab.models.attention import attend
 
-__all__ = ["GPT", "Block", "initialize_"]
-
 _DEVIATION = 0.02  # standard deviation of GPT-2's initial weights
 
 

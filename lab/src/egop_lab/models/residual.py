@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["BasicBlock", "ResidualNetwork", "initialize_"]
-
 
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions beside a skip connection."""

@@ -6,11 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = [
-    *("accuracy", "convolution_network", "cross_entropy", "digits_network", "fashion_network", "linear_network"),
-    *("normal_", "perceptron", "scores", "xavier_"),
-]
-
 Batch = tuple[Tensor, ...]
 
 
@@ -33,14 +28,6 @@ def fashion_network() -> nn.Sequential:
 def linear_network(*widths: int) -> nn.Sequential:
     """Build linear layers without biases, one after the other."""
     return nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in itertools.pairwise(widths)))
-
-
-def convolution_network(channels: int) -> nn.Sequential:
-    """Build two convolutions without batch norm and a linear layer, for 28 x 28 pixels."""
-    parts: list[nn.Module] = []
-    for inputs, outputs in ((1, channels), (channels, 2 * channels)):
-        parts += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*parts, nn.Flatten(), nn.Linear(2 * channels * 49, 10))
 
 
 @torch.no_grad()

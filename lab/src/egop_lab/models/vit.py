@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from egop_lab.models.attention import attend
 
-__all__ = ["Block", "VisionTransformer", "initialize_"]
-
 _DEVIATION = 0.02
 
 

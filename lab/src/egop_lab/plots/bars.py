@@ -1,10 +1,10 @@
-"""Panels of labelled bars, and of coloured cells."""
+"""Panels of labelled bars."""
 
 import math
 
 from matplotlib.axes import Axes
 
-from egop_lab.plots.colors import BACK, INK, MUTED, assign_colors, get_family_color
+from egop_lab.plots.colors import INK, MUTED, assign_colors, get_family_color
 from egop_lab.plots.picture import Panel
 
 _LOWER = ("loss", "seconds", "steps", "epochs", "milliseconds", "gradient norm", "share of")
@@ -70,27 +70,3 @@ def draw_bars(axes: Axes, panel: Panel, *, is_named: bool = True, has_legend: bo
         widest = max(len(series.label) for series in known_rows)
         columns = max(1, int(3.2 / (0.075 * widest + 0.55)))  # in inches
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(columns, len(known_rows)))
-
-
-def draw_cells(axes: Axes, panel: Panel) -> None:
-    """Draw a row per series and a column per x; colours distinguish small numbers, however large the largest are."""
-    rows = [[value if math.isfinite(value) else math.nan for value in series.median] for series in panel.series]
-    known = sorted(value for row in rows for value in row if value == value)
-    low, middle = (known[0], known[len(known) // 2]) if known else (0.0, 1.0)
-    high = max(2 * middle - low, low + 1e-12)
-    axes.grid(False)
-    axes.pcolormesh(rows, cmap="YlOrBr", vmin=low, vmax=high, edgecolors=BACK, linewidth=2)
-    for y, row in enumerate(rows):
-        for x, value in enumerate(row):
-            shade = min(1.0, (value - low) / (high - low)) if value == value else -1.0
-            text = f"{value:.3f}" if value == value else "–"
-            # The cells have the same colours in light and dark; a missing number has no coloured cell.
-            color = MUTED if shade < 0 else "#ffffff" if shade > 0.65 else "#000001"
-            weight = "bold" if known and value == known[0] else "normal"
-            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=color, fontweight=weight)
-    names = [str(x) for x in panel.series[0].x]
-    axes.set_xticks([index + 0.5 for index in range(len(names))], names, rotation=20, ha="right")
-    axes.set_yticks([index + 0.5 for index in range(len(rows))], [series.label for series in panel.series])
-    axes.invert_yaxis()
-    axes.tick_params(length=0)
-    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)

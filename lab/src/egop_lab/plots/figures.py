@@ -19,7 +19,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from egop_lab.files import replace_atomically
-from egop_lab.plots.bars import add_direction, draw_bars, draw_cells
+from egop_lab.plots.bars import add_direction, draw_bars
 from egop_lab.plots.colors import (
     BACK,
     DASHES,
@@ -34,8 +34,6 @@ from egop_lab.plots.colors import (
 )
 from egop_lab.plots.labels import build_legend, get_look, label_line_ends, separate_labels, uses_shared_legend
 from egop_lab.plots.picture import Panel, Picture, Series
-
-__all__ = ["STYLE", "draw_picture", "embed_picture", "save_figure"]
 
 STYLE = {
     "axes.axisbelow": True,
@@ -85,9 +83,7 @@ def _draw(picture: Picture, single_width: float) -> Figure:
     count = len(panels)
     narrow = below or all(panel.kind == "bar" for panel in panels)
     columns = 1 if count == 1 else 3 if narrow and count not in (2, 4) else 2
-    width = (
-        9.2 if any(panel.kind == "cells" for panel in panels) else single_width if count == 1 else _WIDE * 2 / columns
-    )
+    width = single_width if count == 1 else _WIDE * 2 / columns
     heights = [max(map(_compute_height, panels[first : first + columns])) for first in range(0, count, columns)]
     handles = build_legend(below)
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
@@ -124,9 +120,7 @@ def _compute_height(panel: Panel) -> float:
 
 def _draw_panel(axes: Axes, panel: Panel, left: Panel | None, named: Set[tuple[str, bool]]) -> None:
     """Draw one panel; ``left`` is the panel to its left, ``named`` are the lines in the figure's legend."""
-    if panel.kind == "cells":
-        draw_cells(axes, panel)
-    elif panel.kind == "bar":
+    if panel.kind == "bar":
         rows = [str(x) for x in panel.series[0].x]
         is_named = left is None or left.kind != "bar" or rows != [str(x) for x in left.series[0].x]
         draw_bars(axes, panel, is_named=is_named, has_legend=not {get_look(series) for series in panel.series} <= named)
@@ -245,8 +239,17 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     with replace_atomically(path) as temporary:
         figure.savefig(temporary, format=kind, metadata=metadata, dpi=150)
         if kind == "svg":
-            svg = temporary.read_text(encoding="utf-8")
+            svg = _shorten_paths(temporary.read_text(encoding="utf-8"))
             temporary.write_text(svg.replace("<defs>", f"{build_dark_style()}<defs>", 1), encoding="utf-8")
+
+
+def _shorten_paths(svg: str) -> str:
+    """Round the coordinates of paths to a hundredth of a point; matplotlib writes six digits."""
+
+    def shorten(match: re.Match[str]) -> str:
+        return re.sub(r"(\d\.\d\d)\d+", r"\1", match[0].replace("\n", ""))
+
+    return re.sub(r' d="[^"]*"', shorten, svg)
 
 
 def embed_picture(picture: Picture) -> str:

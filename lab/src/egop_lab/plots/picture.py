@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Mark", "Panel", "Picture", "Series", "Span"]
-
 
 @dataclass(frozen=True)
 class Series:
@@ -66,8 +64,7 @@ class Panel:
     series: Sequence[Series]
     xscale: Literal["linear", "log"] = "linear"
     yscale: Literal["linear", "log"] = "log"
-    # cells: a table of coloured numbers, one row per series; points: no lines between them
-    kind: Literal["line", "points", "bar", "cells"] = "line"
+    kind: Literal["line", "points", "bar"] = "line"  # points: no lines between them
     horizontal: Mapping[str, float] = field(default_factory=dict)  # labelled reference lines
     aspect: Literal["auto", "equal"] = "auto"  # equal: the same scale on both axes
     marks: Sequence[Mark] = ()

@@ -41,15 +41,6 @@ def hash_tensors(*tensors: Tensor) -> str:
     return hashlib.sha256(b"".join(each.cpu().numpy().tobytes() for each in tensors)).hexdigest()[:16]
 
 
-def cut_windows(tokens: Tensor, length: int, count: int | None = None) -> Tensor:
-    """Return windows without overlap, (n, length): all, or ``count`` of them spread evenly over the text."""
-    rows = len(tokens) // length
-    windows = tokens[: rows * length].view(rows, length)
-    if count is None or count >= rows:
-        return windows
-    return windows[torch.arange(count, device=tokens.device) * rows // count]
-
-
 def load_text(name: str, folder: str | None, device: torch.device, vocabulary: int = 256) -> Text:
     """Load ``"wikitext-2"`` as bytes or ``"code"`` as tokens from a folder, or make the ``"synthetic"`` text."""
     if name == "synthetic":
@@ -68,9 +59,7 @@ def load_images(name: str, folder: str | None, device: torch.device, crop: int) 
     side = crop * 7 // 6
     if name == "synthetic":
         return images.HeldImages(*(_make_images(count, side, device) for count in (64, 32)), crop=crop)
-    found = images.load(folder, side=side, crop=crop, device=device, workers=8)
-    assert isinstance(found, images.HeldImages)
-    return found
+    return images.load(folder, side=side, crop=crop, device=device, workers=8)
 
 
 def prepare_tokens(folder: str | None, vocabulary: int) -> dict[str, Path]:

@@ -118,8 +118,8 @@ def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[di
     """Return groups of weights of one shape with the size of EGOP's updates; members are what to put there."""
     groups: dict[torch.Size, dict[str, Any]] = {}
     for weight, member in zip(weights, members, strict=True):
-        fan = weight.shape[0] / math.prod(weight.shape[1:])
-        group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * math.sqrt(fan)})
+        gain = math.sqrt(max(1, weight.shape[0] / math.prod(weight.shape[1:])))
+        group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * gain})
         group["params"].append(member)
     return list(groups.values())
 

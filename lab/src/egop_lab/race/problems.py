@@ -6,39 +6,31 @@ import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.data.text import Windows
+from egop_lab.data.text import Windows, cut_windows
+from egop_lab.gpu import capture_graphs, compute_outputs
 from egop_lab.models import gpt, residual, vit
-from egop_lab.race.data import cut_windows, hash_tensors, load_images, load_text
+from egop_lab.race.data import hash_tensors, load_images, load_text
 from egop_lab.race.tasks import Task
 
-M = TypeVar("M", bound=nn.Module)
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 class Loss(nn.Module):
     """Mean cross-entropy, in nats; the model computes in bfloat16 on a GPU."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.kind = model, device.type
-
-    def logits(self, inputs: Tensor) -> Tensor:
-        """Compute the model's outputs in float32."""
-        if inputs.dim() == 4 and self.kind == "cuda":
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.kind, torch.bfloat16, enabled=self.kind == "cuda", cache_enabled=False):
-            outputs = self.model(inputs)
-        return outputs.float()
+        self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the loss of a batch."""
-        return F.cross_entropy(self.logits(inputs).flatten(0, -2), targets.flatten())
+        return F.cross_entropy(compute_outputs(self.model, inputs).flatten(0, -2), targets.flatten())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +59,19 @@ class Problem:
     """
 
     def __init__(self, task: Task, folder: str | None, device: torch.device, *, fast: bool = True) -> None:
+        self.device = device
         self.data = (_read_text if task.network == "gpt" else _read_images)(task, folder, device)
         build, self._initialize = _NETWORKS[task.network]
         self._initial = build(task.model)  # on the CPU, where a seed gives the same numbers everywhere
         self.model = build(task.model).to(device)
         self.hidden = list(_find_hidden(self.model, task.network))
-        self._eager = Loss(self.model, device)
-        self.loss: Callable[..., Tensor] = self._eager
+        self.loss: Callable[..., Tensor] = Loss(self.model)
         if device.type == "cuda":
             if task.network != "gpt":
                 self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if fast:
                 (sample,) = self.data.draw(0, 1)
-                loss = Loss(self.model, device)
-                self.loss = torch.compile(loss) if task.compiled else _capture_graphs(loss, sample)
+                self.loss = torch.compile(self.loss) if task.compiled else capture_graphs(Loss(self.model), *sample)
 
     def reset(self, seed: int) -> None:
         """Initialise the model."""
@@ -98,7 +89,7 @@ class Problem:
         self.model.eval()
         sums, count = torch.zeros(2, dtype=torch.float64), 0
         for inputs, targets in self.data.parts[part]:
-            logits = self._eager.logits(inputs)
+            logits = compute_outputs(self.model, inputs)
             loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
             right = (logits.argmax(-1) == targets).double().mean()
             sums += torch.stack((loss.double(), right)).cpu() * len(inputs)
@@ -176,14 +167,3 @@ def _read_images(task: Task, folder: str | None, device: torch.device) -> Data:
         return itertools.islice(itertools.chain.from_iterable(passes), steps)
 
     return Data(draw=draw, parts=parts, digest=hash_tensors(*images.train, *images.held_out))
-
-
-def _capture_graphs(module: M, sample: Batch) -> M:
-    """Capture a module's forward and backward pass, for inputs like the sample, as CUDA graphs."""
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # newer than torch 2.9
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # a graph has its own stream
-    benchmark = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True  # choose the fastest kernels once, for the graph
-    torch.cuda.make_graphed_callables(module, tuple(each.contiguous() for each in sample))
-    torch.backends.cudnn.benchmark = benchmark
-    return module

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from egop_lab.files import replace_nonfinite
 from egop_lab.race.results import describe, load_records
 from egop_lab.race.tasks import METHOD_NAMES, RIVALS, TASKS, Run, Task
 from egop_lab.race.tune import plan, read_losses
@@ -213,25 +214,18 @@ def format_run(run: Run) -> str:
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record and wait until it is on disk."""
-    finite = {key: _drop_nonfinite(value) for key, value in record.items()}
     content = path.read_bytes()[-1:] if path.exists() else b""
     with path.open("a", encoding="utf-8") as file:
-        file.write(("" if content in (b"", b"\n") else "\n") + json.dumps(finite, allow_nan=False) + "\n")
+        file.write(("" if content in (b"", b"\n") else "\n") + json.dumps(replace_nonfinite(record)) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _drop_nonfinite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_drop_nonfinite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe_code() -> dict[str, str]:
     """Return a hash of the source files that decide what a run computes and, in a clean git checkout, the commit."""
     lab = Path(__file__).parents[1]
     root = lab.parents[2]
-    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "muon.py"]
+    places = [root / "src" / "egop", lab / "race", lab / "models", lab / "data", lab / "gpu.py", lab / "muon.py"]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     found = {"source": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]

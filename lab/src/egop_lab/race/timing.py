@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from egop_lab.gpu import synchronize
 from egop_lab.race.methods import METHODS
 from egop_lab.race.problems import Problem, make_problem
 from egop_lab.race.run import append_record, describe_code
@@ -33,17 +34,11 @@ def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int)
     problem.model.train()
     for count in range(warm + steps):
         if count == warm:
-            synchronize()
+            synchronize(problem.device)
             started = time.perf_counter()
         take_step(problem, batch, optimizer, run.clip)
-    synchronize()
+    synchronize(problem.device)
     return (time.perf_counter() - started) / steps
-
-
-def synchronize() -> None:
-    """Wait until the GPU has done what it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def time_methods(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,44 +13,10 @@ from egop_lab.report.statements import STATEMENTS, Statement
 
 _INTRODUCTION = (
     "Made by egop-lab report. Each figure, table, algorithm and statement of the paper has a row, by its label in the "
-    "LaTeX source: {} in all. An experiment is one of [reproduction.md](reproduction.md), and its verdicts are on all "
-    "of its claims, not on one figure alone. Functions and the tests that hold them against the paper: "
-    "[theory.md](theory.md). What is not here, or not as the paper has it, is at the end."
+    "LaTeX source: {} in all. A single word such as `digits` is an experiment with a page of its own in the report; "
+    "its verdicts cover all of its claims, not one figure alone. Functions are from `egop` and `egop_lab.theory`. "
+    "What is missing, or differs from the paper, is listed at the end."
 )
-
-_STATEMENTS = ("algorithm", "assumption", "corollary", "figure", "lemma", "table", "theorem")
-_LAYOUT = ("center", "minipage", "subfigure", "tabular")  # labels inside these belong to the environment around them
-_TOKEN = re.compile(r"\\(?:(begin|end)\{(\w+)\*?\}|label\{([^}]*)\})")
-_COMMENT = re.compile(r"(?<!\\)%.*")
-
-
-def parse_labels(tex: str) -> dict[str, str]:
-    """Parse the labels of figures, tables, algorithms and statements from LaTeX, in order, each with its kind.
-
-    A statement without a label is named after the section that it is in. Labels of equations and sections are left out.
-    """
-    found: dict[str, str] = {}
-    around: list[str] = []
-    section, named = "", True
-    for boundary, environment, label in _TOKEN.findall(_COMMENT.sub("", tex)):
-        if boundary == "begin":
-            around.append(environment)
-            named = named and environment not in _STATEMENTS
-        elif boundary == "end":
-            if not around or around.pop() != environment:
-                raise ValueError(f"Invalid LaTeX: \\end{{{environment}}} without its \\begin.")
-            if environment in _STATEMENTS:
-                if not named:
-                    found[f"{environment} in {section}"] = environment
-                named = True
-        else:
-            outside = [each for each in around if each not in _LAYOUT]
-            if outside and outside[-1] in _STATEMENTS:
-                found[label] = "table" if label.startswith("tab") else outside[-1]
-                named = True
-            elif outside in ([], ["document"]):
-                section = label
-    return found
 
 
 def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None:
@@ -72,7 +37,7 @@ def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None
 
 def statement_cells(statement: Statement) -> str:
     """Return the cells of a row that no run changes: label, kind and place."""
-    places = ", ".join(f"[{each}](reproduction.md#{each})" if each in IDS else f"`{each}`" for each in statement.where)
+    places = ", ".join(f"`{each}`" for each in statement.where)
     return f"`{statement.label}` | {statement.kind}: {statement.about} | {places or 'nowhere, see below'}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -17,16 +17,17 @@ from egop_lab.plots.picture import Picture
 from egop_lab.report import wording
 from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
-from egop_lab.training.records import Record, Store
+from egop_lab.training.records import Store
 
 _INTRODUCTION = (
-    "Made by egop-lab report from the records of egop-lab reproduce; no measured number here was typed by hand. Each "
-    "claim of the paper stands beside what was measured, judged by the paper's own rule; what other rules say, most of "
-    "them ours, stands beside. Where the paper has words and no threshold, there is one of ours, which is named. "
-    "Thresholds and claims were set when the records were known, so none of them is a test that was fixed beforehand."
+    "We repeated the paper's experiments and compared each of its claims with what we measured. A claim is judged by "
+    "the paper's own criterion; results under alternative criteria, mostly ours, are listed alongside. If the paper "
+    "gives no threshold, we chose one and state it. Claims and thresholds were written down after the records existed, "
+    "so none of them is a preregistered test. All numbers come from the records: egop-lab reproduce made them, and "
+    "egop-lab report wrote these pages."
 )
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
-_HEADER = ("experiment", "hold / judged", "in a line")
+_HEADER = ("experiment", "claims that hold", "remarks")
 
 # Singular and plural.
 _CLAIMS = {
@@ -68,39 +69,27 @@ def _load_section(one: Experiment, store: Store) -> Section:
     presets: tuple[Preset, ...] = ("full", "quick")
     missing = None
     for preset in presets:
-        if records := one.records(store, preset):
-            try:
-                found = one.judge(store, preset), one.pictures(store, preset), one.tables(store, preset)
-                return _make_section(one, preset, records, *found, remarks=one.remarks(store, preset))
-            except (LookupError, ValueError) as error:
-                problem = f"Not all of its runs are there yet ({error})."
-                missing = missing or _make_section(one, preset, records, problem=problem)
+        if not (records := one.records(store, preset)):
+            continue
+        section = Section(
+            one,
+            preset,
+            runs=len(records),
+            seconds=sum(record.seconds for record in records),
+            devices=tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
+            versions=tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in r.versions.items()) for r in records)),
+        )
+        try:
+            return replace(
+                section,
+                judged=tuple(one.judge(store, preset)),
+                pictures=tuple(one.pictures(store, preset)),
+                tables=tuple(one.tables(store, preset)),
+                remarks=tuple(one.remarks(store, preset)),
+            )
+        except (LookupError, ValueError) as error:
+            missing = missing or replace(section, problem=f"Not all of its runs are there yet ({error}).")
     return missing or Section(one, problem="It has not been run.")
-
-
-def _make_section(
-    experiment: Experiment,
-    preset: Preset,
-    records: Sequence[Record],
-    judged: Iterable[Judgement] = (),
-    pictures: Iterable[Picture] = (),
-    tables: Iterable[Table] = (),
-    remarks: Iterable[str] = (),
-    problem: str | None = None,
-) -> Section:
-    return Section(
-        experiment,
-        preset,
-        tuple(judged),
-        tuple(pictures),
-        tuple(tables),
-        len(records),
-        sum(record.seconds for record in records),
-        tuple(dict.fromkeys(record.device.replace(", 1 threads", ", 1 thread") for record in records)),
-        tuple(dict.fromkeys(", ".join(f"{k} {v}" for k, v in record.versions.items()) for record in records)),
-        tuple(remarks),
-        problem,
-    )
 
 
 def format_counts(found: Sequence[Section]) -> str:
@@ -109,10 +98,10 @@ def format_counts(found: Sequence[Section]) -> str:
     verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
-        f"of {pluralize(len(given), what)} {whose} {_tally(given, format_loss)}"
-        for given, what, whose, format_loss in (
+        f"of {pluralize(len(given), what)} {whose} {_tally(given, words)}"
+        for given, what, whose, words in (
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
-            (verdicts["reading"], "reading", "of ours of its figures", _CLAIMS),
+            (verdicts["reading"], "reading", "of its figures by us", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),
         )
         if given
@@ -148,12 +137,15 @@ def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judgement]]]:
 
 
 def write_markdown(found: Sequence[Section], path: Path) -> None:
-    """Write the report as Markdown, with its figures as SVG files in ``images/reproduction`` beside it."""
+    """Write the report as Markdown: a summary, and next to it a folder of the same name with a page per experiment.
+
+    The figures are SVG files in ``images/reproduction`` beside the summary.
+    """
     lines = ["# Reproduction of the paper", "", _introduction(found), "", _summary(found), ""]
     if _get_finished(found):
         lines += [_row(_HEADER), "|---|---|---|"]
         for section in _get_finished(found):
-            name = f"[{section.experiment.title}](#{section.experiment.id})"
+            name = _link(section.experiment.title, section.experiment.id, path)
             lines.append(
                 _row((name, wording.count_holding(section.judged), wording.summarize_verdicts(section.judged)))
             )
@@ -163,15 +155,24 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
     for title, items in _highlights(found):
         lines += [f"**{title}**", ""]
         lines += [
-            f"- {_highlight(item)} ([{_get_experiment_id(item)}](#{_get_experiment_id(item)}))" for item in items
+            f"- {_highlight(item)} ({_link(_get_experiment_id(item), _get_experiment_id(item), path)})"
+            for item in items
         ] + [""]
     if _highlights(found):
         lines += [wording.RULE, ""]
+    _write_lines(lines, path)
     for section in _get_finished(found):
         for picture in section.pictures:
-            place = path.parent / "images" / "reproduction" / f"{picture.name}.svg"
-            save_figure(draw_picture(picture), place)
-        lines += _markdown(section)
+            save_figure(draw_picture(picture), path.parent / "images" / "reproduction" / f"{picture.name}.svg")
+        _write_lines(_markdown(section), path.with_suffix("") / f"{section.experiment.id}.md")
+
+
+def _link(text: str, id: str, path: Path) -> str:
+    """Return a link from the summary to the page of an experiment."""
+    return f"[{text}]({path.stem}/{id}.md)"
+
+
+def _write_lines(lines: Sequence[str], path: Path) -> None:
     with replace_atomically(path) as temporary:
         temporary.write_text("\n".join(lines), encoding="utf-8")
 
@@ -192,7 +193,7 @@ def _highlight(item: Judgement) -> str:
 def _markdown(section: Section) -> list[str]:
     one = section.experiment
     assert section.preset is not None
-    lines = [f'<a id="{one.id}"></a>', "", f"## {one.title} (`{one.id}`)", ""]
+    lines = [f"# {one.title} (`{one.id}`)", ""]
     lines += [line for remark in section.remarks for line in (f"**{remark}**", "")]
     lines += [_describe_place(one), f"Preset: **{section.preset}**. {_describe_runs(section)}"]
     if differs := wording.describe_deviations(one, section.preset):
@@ -209,7 +210,7 @@ def _markdown(section: Section) -> list[str]:
     lines += ["", "<details><summary>Settings</summary>", "", "| setting | value |", "|---|---|"]
     lines += [*map(_row, wording.format_settings(one, section.preset)), "", "</details>"]
     for picture in section.pictures:
-        lines += ["", f"![{picture.caption}](images/reproduction/{picture.name}.svg)", "", f"*{picture.caption}*"]
+        lines += ["", f"![{picture.caption}](../images/reproduction/{picture.name}.svg)", "", f"*{picture.caption}*"]
     return [*lines, ""]
 
 

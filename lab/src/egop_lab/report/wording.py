@@ -11,9 +11,9 @@ from egop_lab.formatting import pluralize
 from egop_lab.training.context import Preset
 
 RULE = (
-    "Chosen from the records by a rule: of the claims of the paper that compare two measured numbers, and on which no "
-    "other rule decides otherwise, those whose numbers are furthest apart by their ratio, one an experiment; what is "
-    "never reached counts as the whole of a run."
+    "Selected automatically: among the paper's claims that compare two measured numbers and get the same verdict under "
+    "every criterion, those with the largest ratio between the two numbers, at most one per experiment. A target that "
+    "is never reached counts as taking the whole run."
 )
 
 
@@ -74,7 +74,7 @@ def summarize_verdicts(judged: Sequence[Judgement]) -> str:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
     parts += [f"{unknown} cannot be judged"] if 0 < unknown < len(own) else []
-    parts += [f"{flipped} otherwise by another rule"] if flipped else []
+    parts += [f"{flipped} decided differently by another criterion"] if flipped else []
     line = "; ".join(parts)
     return f"{line[0].upper()}{line[1:]}."
 
@@ -118,7 +118,7 @@ def list_findings(item: Judgement) -> list[str]:
     """Return the finding, our threshold and the results of alternative rules, a sentence each."""
     lines = [item.finding]
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
-    lines += [f"By another rule ({other.rule}): {other.verdict}. {other.finding}" for other in item.alternatives]
+    lines += [f"Alternative criterion ({other.rule}): {other.verdict}. {other.finding}" for other in item.alternatives]
     return lines
 
 
@@ -149,6 +149,6 @@ def describe_changes(judged: Sequence[Judgement]) -> str:
     if not gained + lost:
         return ""
     return (
-        f"By other rules, which stand beside, {pluralize(gained, 'claim')} more would hold and {lost} would not; "
-        "those that the paper's own rule cannot judge are not counted in either."
+        f"Under alternative criteria, {pluralize(gained, 'more claim')} would hold and {lost} fewer; claims that the "
+        "paper's own criterion cannot judge are not counted."
     )

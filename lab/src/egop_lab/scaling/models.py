@@ -12,8 +12,6 @@ from torch import nn
 
 from egop_lab.models.gpt import GPT
 
-__all__ = ["MODELS", "build_model"]
-
 
 class Bottleneck(nn.Module):
     """The shapes of a 1 x 1, a 3 x 3 and a 1 x 1 convolution beside a skip connection."""

@@ -14,13 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+import egop
 from egop.basis import Block, Plan, Role, Structure, make_plan, partition_parameters
 
 # How FSDP2, which shards tensors by rows, steps a part:
 #   "rows"      each device steps its own rows;
 #   "gathered"  the gradient is gathered for the step, all state stays sharded;
 #   "whole"     parameters and gradients are gathered, and every device holds and steps all coordinates of the block.
-Way = Literal["rows", "gathered", "whole"]
+Way = Literal["rows", "gathered", "whole", "twice"]
 
 SOAP_LIMIT = 10_000  # pytorch_optimizer's max_precondition_dim: wider sides are not rotated
 NEWTON_SCHULZ = 5  # iterations in a step of Muon and PolarAdam
@@ -65,8 +66,8 @@ class Traffic:
     Attributes:
         gathers: all-gathers in each step.
         gathered: bytes of the gathered tensors.
-        reduces: all-reduces in one round of renewals; fewer where neighbours are renewed together.
-        reduced: bytes of the reduced tensors.
+        reduces: further collectives in one round of renewals; fewer where neighbours are renewed together.
+        reduced: bytes of their tensors.
         at_least: whether ``gathers`` and ``gathered`` are lower bounds.
     """
 
@@ -112,6 +113,8 @@ class Part:
         held = self.memory
         if self.way == "rows":
             return Traffic(reduces=int(held.grams > 0), reduced=held.grams)
+        if self.way == "twice":  # the gradient and the direction; for a renewal the momentum, and both moments
+            return Traffic(2, held.gradients + held.moments // 2, 3, 3 * held.moments // 2)
         if self.way == "gathered":
             return Traffic(len(self.shapes), held.gradients, at_least=True)
         return Traffic(2 * len(self.shapes), held.parameters + held.gradients)
@@ -137,28 +140,25 @@ def plan_structure(
     return make_plan(blocks, layers, "auto", memory, (structure,))
 
 
-def split_model(
-    parameters: Mapping[str, Tensor], plan: Plan, *, online: bool, polar: bool = False, on_cpu: bool = False
-) -> list[Part]:
+def split_model(parameters: Mapping[str, Tensor], plan: Plan, *, online: bool, on_cpu: bool = False) -> list[Part]:
     """Return the parts of a model that AdamW trains, with the blocks of a plan in rotated coordinates.
 
     Args:
         parameters: the parameters by name.
         plan: the structure of each block.
         online: whether the bases follow the gradients' Gram matrices.
-        polar: whether ``PolarAdam`` steps the blocks, as in ``EGOP``: two moments as well, of whole matrices.
         on_cpu: whether it trains on the CPU.
     """
     inside = {name for block in plan.chosen for name in block.parameters}
     blocks = [
-        _describe_block(parameters, block, structure, online=online, polar=polar, on_cpu=on_cpu)
+        _describe_block(parameters, block, structure, online=online, on_cpu=on_cpu)
         for block, structure in plan.chosen.items()
     ]
     return blocks + [describe_adamw(parameter) for name, parameter in parameters.items() if name not in inside]
 
 
 def _describe_block(
-    parameters: Mapping[str, Tensor], block: Block, structure: Structure, *, online: bool, polar: bool, on_cpu: bool
+    parameters: Mapping[str, Tensor], block: Block, structure: Structure, *, online: bool, on_cpu: bool
 ) -> Part:
     shapes, cost, item = structure.basis_shapes(block), structure.cost(block), block.dtype.itemsize
     change = structure.empty_change(block)
@@ -175,10 +175,8 @@ def _describe_block(
         rest=0 if change.is_complete or not change.settings["keep_rest"] else item * block.size,
         copies=nbytes if on_cpu else 0,
     )
-    by_rows = change.is_rowwise and block.has_outputs_first and not polar  # FSDP2 shards the first dimension
+    by_rows = change.is_rowwise and block.has_outputs_first  # FSDP2 shards the first dimension
     flops = cost.flops + 2 * block.size * sum(sides)
-    if polar:
-        flops += sum(math.prod(shape[:-2]) * _count_newton_schulz(*shape[-2:]) for shape in change.coordinate_shapes())
     return Part(block.shapes, memory, flops, "rows" if by_rows else "whole")
 
 
@@ -191,6 +189,25 @@ def describe_adamw(parameter: Tensor) -> Part:
     """Describe a parameter under AdamW: two moments."""
     size = parameter.nbytes
     return Part((parameter.shape,), Memory(parameters=size, gradients=size, moments=2 * size))
+
+
+def describe_egop(parameter: Tensor, block: Block | None, *, on_cpu: bool = False) -> Part:
+    """Describe a parameter under EGOP: two moments and a basis with its copy for products; others as under AdamW."""
+    if block is None:
+        return describe_adamw(parameter)
+    structure, item = egop.Shared(side="smaller"), block.dtype.itemsize
+    cost, (*stack, rows, columns) = structure.cost(block), structure.empty_change(block).coordinate_shapes()[0]
+    memory = Memory(
+        parameters=parameter.nbytes,
+        gradients=parameter.nbytes,
+        coordinates=item * block.size if parameter.itemsize < item else 0,  # the copy in single precision
+        moments=2 * item * block.size,
+        bases=cost.bytes + (cost.bytes if on_cpu else cost.bytes // 2),  # on a GPU products are in bfloat16
+    )
+    # The gradient is rotated by one product; rotating back costs one of the smaller side.
+    side = min(rows, columns)
+    flops = math.prod(stack) * (_count_newton_schulz(rows, columns) + 2 * side * (rows * columns + side**2))
+    return Part(block.shapes, memory, flops, "twice")
 
 
 def describe_muon(parameter: Tensor, layer: Role) -> Part:

@@ -17,6 +17,7 @@ from egop_lab.scaling.parts import (
     Traffic,
     add_up,
     describe_adamw,
+    describe_egop,
     describe_frozen,
     describe_muon,
     describe_soap,
@@ -154,7 +155,8 @@ def compare_methods(
         _estimate("SOAP", rest + [describe_soap(tensor) for tensor in parameters.values()], ranks, fsdp2=False),
     ]
     notes: list[str] = []
-    parts = split_model(parameters, egop.EGOP(model).plan, online=False, polar=True)
+    blocks = {block.name: block for block in egop.EGOP(model).plan.chosen}
+    parts = [describe_egop(tensor, blocks.get(name)) for name, tensor in parameters.items()]
     costs.append(_estimate("EGOP", rest + parts, ranks))
     for structure in structures:
         name = _name(structure)

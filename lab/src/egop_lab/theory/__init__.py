@@ -1,7 +1,7 @@
 """The paper's theory as functions: what a spectrum promises, and the constants and bounds that the proofs use.
 
 The docstring of each function names the statement of *Faster Adaptive Optimization via Expected Gradient Outer Product
-Reparameterization* that it computes. ``docs/theory.md`` shows how they fit together, and where a printed statement
+Reparameterization* that it computes. ``docs/theory.md`` shows how they fit together, and links where a printed one
 differs from its proof. ``BallConstrainedAdagrad`` is the optimizer that the guarantees are about.
 """
 

@@ -102,8 +102,6 @@ class BallConstrainedAdagrad(Optimizer):
                     state["center"] = parameter.detach().clone()
                 if parameter.grad is None:
                     resting.append(parameter - state["center"] if "center" in state else parameter)
-                elif parameter.grad.layout is not torch.strided:
-                    raise TypeError("BallConstrainedAdagrad does not support sparse gradients.")
                 else:
                     if "sum" not in state:
                         state["sum"] = torch.full_like(parameter, group["eps"] ** 2)

@@ -28,10 +28,6 @@ def quadratic_egop(hessian: Tensor, gradient: Tensor, *, scale: float = 1.0) -> 
     """
     check_positive(scale=scale)
     matrix, vector = symmetrize(hessian, "hessian"), gradient.detach().double()
-    if vector.shape != matrix.shape[-1:]:
-        raise ValueError(
-            f"Invalid gradient value: shape {tuple(vector.shape)}. Must be ({len(matrix)},), to match the hessian."
-        )
     return scale**2 * matrix @ matrix + torch.outer(vector, vector)
 
 
@@ -54,7 +50,7 @@ def least_squares_egop(data: Tensor, targets: Tensor, *, center: Tensor | None =
 
     Reference: the lemma on least squares, Appendix A.2.
     """
-    matrix, values = _check_data(data, targets)
+    matrix, values = data.detach().double(), targets.detach().double()
     residual = -values if center is None else matrix @ center.detach().double() - values
     return quadratic_egop(matrix.mT @ matrix, matrix.mT @ residual, scale=scale)
 
@@ -81,7 +77,7 @@ def least_squares_interlacing(data: Tensor, targets: Tensor) -> tuple[Tensor, Te
 
     Reference: the lemma on least squares, Appendix A.2. (Its proof prints the interval one index too low.)
     """
-    matrix, values = _check_data(data, targets)
+    matrix, values = data.detach().double(), targets.detach().double()
     lower = matrix.new_zeros(matrix.shape[1])
     singular = torch.linalg.svdvals(matrix)[: len(lower)]
     lower[: len(singular)] = singular**4
@@ -139,7 +135,6 @@ def matrix_factorization_lipschitz(
     Reference: the lemma on matrix factorisation, Appendix A.1.
     """
     check_positive(radius=radius)
-    _check_stacked(measurements)
     if norm not in ("frobenius", "operator"):
         raise ValueError(f"Invalid norm value: {norm!r}. Must be 'frobenius' or 'operator'.")
     rows = measurements.detach().double().flatten(1)
@@ -172,16 +167,7 @@ def matrix_factorization_curvature(
     Reference: the lemma on the quadratic form of the Hessian, Appendix A.1
     (``lemma:linear-measurement-overparam-Hessian-bilinear``).
     """
-    _check_stacked(measurements)
     (L, R), (U, V) = (tuple(part.detach().double() for part in pair) for pair in (point, direction))
-    shapes = [tuple(part.shape) for part in (L, R, U, V)]
-    wanted = [(size, L.shape[-1]) for size in measurements.shape[1:]] * 2
-    if shapes != wanted or targets.shape != measurements.shape[:1]:
-        raise ValueError(
-            f"Invalid shapes: point {shapes[0]} and {shapes[1]}, direction {shapes[2]} and {shapes[3]}, targets "
-            f"{tuple(targets.shape)}. Must be d₁ x k and d₂ x k, the same, and m for measurements of m x d₁ x d₂, here "
-            f"{tuple(measurements.shape)}."
-        )
     rows = measurements.detach().double().flatten(1)
     first, second = rows @ (U @ R.mT + L @ V.mT).flatten(), rows @ (U @ V.mT).flatten()
     residual = rows @ (L @ R.mT).flatten() - targets.detach().double()
@@ -222,17 +208,3 @@ def matrix_factorization_blocks(
         )
     A, L, R = (part.detach().double() for part in (data, left, right))
     return (A.mT @ A, R.mT @ R), (torch.eye(len(R), dtype=R.dtype, device=R.device), (A @ L).mT @ (A @ L))
-
-
-def _check_data(data: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    if data.dim() != 2 or targets.shape != data.shape[:1]:
-        raise ValueError(
-            f"Invalid data value: shape {tuple(data.shape)} with targets of shape {tuple(targets.shape)}. "
-            "Must be a matrix with one row per target."
-        )
-    return data.detach().double(), targets.detach().double()
-
-
-def _check_stacked(measurements: Tensor) -> None:
-    if measurements.dim() != 3:
-        raise ValueError(f"Invalid measurements value: shape {tuple(measurements.shape)}. Must be a stack of matrices.")

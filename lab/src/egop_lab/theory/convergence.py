@@ -74,8 +74,6 @@ def box_extent(sides: Tensor, basis: Tensor | None = None) -> float:
         raise ValueError("Invalid sides value. Must be a vector of nonnegative lengths.")
     if basis is None:
         return float(lengths.max())
-    if basis.dim() != 2 or len(basis) != len(lengths):
-        raise ValueError(f"Invalid basis value: shape {tuple(basis.shape)}. Must have {len(lengths)} rows.")
     return float((basis.detach().double().abs().mT @ lengths).max())
 
 

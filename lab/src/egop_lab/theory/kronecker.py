@@ -120,22 +120,9 @@ def rotation_beyond_kronecker(rows: int, columns: int) -> Tensor:
 
 def _rearrange(matrix: Tensor, left: Shape, right: Shape) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
     """Rearrange to one row per entry of A and one column per entry of B; return the factors' shapes too."""
-    first, second = _parse_shape(left, "left"), _parse_shape(right, "right")
-    wanted = (first[0] * second[0], first[1] * second[1])
-    if tuple(matrix.shape) != wanted:
-        raise ValueError(
-            f"Invalid matrix value: shape {tuple(matrix.shape)}. Must be {wanted} for factors of shape {first} and "
-            f"{second}."
-        )
+    first, second = ((shape, shape) if isinstance(shape, int) else shape for shape in (left, right))
     blocks = matrix.detach().double().reshape(first[0], second[0], first[1], second[1])
     return blocks.permute(0, 2, 1, 3).reshape(first[0] * first[1], second[0] * second[1]), first, second
-
-
-def _parse_shape(shape: Shape, name: str) -> tuple[int, int]:
-    rows, columns = (shape, shape) if isinstance(shape, int) else shape
-    if rows < 1 or columns < 1:
-        raise ValueError(f"Invalid {name} value: {shape}. Must be a positive number or a pair of them.")
-    return rows, columns
 
 
 def _is_orthogonal(matrix: Tensor) -> bool:

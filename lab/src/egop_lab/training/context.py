@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
+from egop_lab.gpu import describe_device
 from egop_lab.training.records import Record, Store
 
 Preset = Literal["quick", "full"]
@@ -46,10 +48,20 @@ def make_record(
     config: Mapping[str, Any], result: Mapping[str, Any], seconds: float, device: torch.device | str = "cpu"
 ) -> Record:
     """Build the record of a run that has just ended here."""
-    device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return Record(config, result, seconds, name, versions)
+    return Record(config, result, seconds, describe_device(torch.device(device)), versions)
+
+
+def record_run(
+    store: Store,
+    config: Mapping[str, Any],
+    run: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Do one run and add its record."""
+    began = time.perf_counter()
+    result = run(config)
+    store.add(make_record(config, result, time.perf_counter() - began, device))
 
 
 def run_in_processes(
@@ -59,9 +71,9 @@ def run_in_processes(
     context: Context,
     description: str,
 ) -> None:
-    """Do runs that cannot be batched in several processes; each record is stored as soon as it is there.
+    """Do runs that cannot be batched in several processes; store each record as soon as it is there.
 
-    A function that gives none has not done its run.
+    The function returns None if it did not do its run.
     """
     if not configs:
         return

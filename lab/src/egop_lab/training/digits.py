@@ -1,22 +1,20 @@
-"""Trials of the digits network, batched and single."""
+"""Trials of the digits network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import egop
-from egop_lab.builders import build_torch_optimizer
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
-from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
+from egop_lab.models.small import cross_entropy, digits_network, xavier_
 from egop_lab.training.context import map_in_processes
-from egop_lab.training.loop import Curve, train
 from egop_lab.training.networks import ImageTrials
 
-_BATCH = 300
+BATCH = 300
 STEPS_PER_EPOCH = 13  # 3823 images in batches of 300, the last one smaller
 
 
@@ -24,7 +22,7 @@ class DigitsProblem(ImageTrials):
     """Trials of the 64-32-10 network."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device, workers: int = 1) -> None:
-        super().__init__(seeds, network, _make_generator, digits().to(device), _BATCH)
+        super().__init__(seeds, network, make_generator, digits().to(device), BATCH)
         self.device, self.workers = device, workers
 
     def bases(self) -> list[egop.Basis]:
@@ -40,7 +38,7 @@ def network(seed: int) -> nn.Module:
 def estimate(seed: int) -> egop.Basis:
     """Estimate a trial's basis from d gradients at fresh initialisations; on the CPU, which is faster for this size."""
     model = network(seed)
-    batches = Batches(*digits().train.batch, size=_BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
+    batches = Batches(*digits().train.batch, size=BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
     return egop.estimate(
         egop.Objective(model, cross_entropy, batches),
         rho=egop.Initialization(init_fn=xavier_),
@@ -51,44 +49,6 @@ def estimate(seed: int) -> egop.Basis:
     )
 
 
-def train_single(
-    seed: int,
-    optimizer: str,
-    rate: float,
-    epochs: int,
-    device: torch.device | str = "cpu",
-    basis: egop.Basis | None = None,
-) -> Curve:
-    """Train one run of the sweep with torch's optimizer or the library's.
-
-    It is the same run as in :class:`DigitsProblem`'s batch: what the batch is tested against, and what its speed is
-    compared with.
-    """
-    sets = digits().to(device)
-    model = network(seed).to(device)
-    return train(
-        model,
-        build_torch_optimizer(optimizer, model, rate, basis),
-        cross_entropy,
-        _Epochs(sets[0], seed),
-        epochs,
-        evaluate=lambda model: scores(model, *sets),
-        progress=False,
-    )
-
-
-class _Epochs:
-    """Batches of a trial; each pass is its next epoch."""
-
-    def __init__(self, tensors: Sequence[Tensor], seed: int) -> None:
-        self._tensors, self._seed, self._epoch = tensors, seed, 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        order = torch.randperm(len(self._tensors[0]), generator=_make_generator(self._seed, self._epoch))
-        order = order.to(self._tensors[0].device)
-        self._epoch += 1
-        return (tuple(tensor[rows] for tensor in self._tensors) for rows in order.split(_BATCH))
-
-
-def _make_generator(seed: int, epoch: int) -> torch.Generator:
+def make_generator(seed: int, epoch: int) -> torch.Generator:
+    """Return the generator of a trial's order in an epoch."""
     return torch.Generator().manual_seed(seed * 100_003 + epoch)

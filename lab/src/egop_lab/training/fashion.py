@@ -19,6 +19,7 @@ import egop
 from egop.estimation import sample_gradients
 from egop_lab.data.batches import Batches
 from egop_lab.data.fashion import fashion_folder, fashion_mnist
+from egop_lab.gpu import synchronize
 from egop_lab.models.small import cross_entropy, fashion_network, normal_, scores
 from egop_lab.training import batched
 from egop_lab.training.context import Context
@@ -118,8 +119,7 @@ class Runs:
                 generator=generator(seed, 2),
                 progress=self.context.progress,
             )
-            if self.context.device.type == "cuda":
-                torch.cuda.synchronize(self.context.device)
+            synchronize(self.context.device)
             self._kept = (rank, seed, reduced), basis, time.perf_counter() - began
         return self._kept[1], self._kept[2]
 

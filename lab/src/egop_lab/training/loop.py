@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-__all__ = ["Curve", "train"]
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -51,7 +49,6 @@ def train(
     evaluate: Callable[[nn.Module], Mapping[str, Tensor | float]],
     progress: bool = True,
     description: str = "training",
-    unit: str = "epoch",
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Curve:
     """Train a model and evaluate it before the first epoch and after every one.
@@ -69,14 +66,13 @@ def train(
             in evaluation mode, without gradients.
         progress: show a progress bar on standard error.
         description: its title.
-        unit: what it counts, if one pass over ``batches`` is not an epoch.
         scheduler: a learning-rate scheduler, advanced after every step.
     """
     modes = [(module, module.training) for module in model.modules()]
     history = [_evaluate(model, evaluate)]
     seconds = 0.0
     try:
-        with tqdm(total=epochs, desc=description, unit=unit, disable=not progress) as bar:
+        with tqdm(total=epochs, desc=description, unit="epoch", disable=not progress) as bar:
             while len(history) <= epochs and math.isfinite(history[-1]["loss"]):
                 _set_modes(modes)
                 seconds += _train_epoch(model, optimizer, loss_fn, batches, scheduler)
@@ -84,7 +80,7 @@ def train(
                 bar.set_postfix_str(f"loss {history[-1]['loss']:.2e}", refresh=False)
                 bar.update()
             if diverged := not math.isfinite(history[-1]["loss"]):
-                bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after {unit} {len(history) - 1}, stopped")
+                bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after epoch {len(history) - 1}, stopped")
     finally:
         _set_modes(modes)
     by_name = {name: tuple(entry[name] for entry in history) for name in history[0]}

@@ -11,8 +11,6 @@ from typing import Any
 
 from egop_lab.files import replace_nonfinite
 
-__all__ = ["Record", "RecordError", "Store", "config_key", "merge"]
-
 
 @dataclass(frozen=True)
 class Record:
@@ -116,15 +114,6 @@ class Store:
             self._records |= {record.key: record for record in records}
 
 
-def merge(into: Path, others: Iterable[Path]) -> Store:
-    """Copy the records of several stores, written by parallel processes, into one; skip those it has."""
-    store = Store(into)
-    for path in others:
-        if new := [record for record in Store(path) if record.config not in store]:
-            store.add(*new)
-    return store
-
-
 def _merge_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge entries from one machine, so that what all configurations share is written once."""
     places = {_to_json([entry["device"], entry["versions"]]) for entry in entries}
@@ -149,7 +138,7 @@ def _merge_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _split_entry(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Undo :func:`_shared`."""
+    """Undo :func:`_merge_entries`."""
     if "runs" not in entry:
         return [entry]
     place = {name: entry[name] for name in ("device", "versions")}

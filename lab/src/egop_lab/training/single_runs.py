@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from egop_lab.builders import Setup
-from egop_lab.methods import SMALL, get_methods
+from egop_lab.methods import SMALL
 from egop_lab.training import batched
 
 
@@ -40,7 +40,7 @@ def train(
     """
     leaves = {key: nn.Parameter(value[0].clone()) for key, value in problem.start().items()}
     start = Setup(model=nn.ParameterList(leaves.values()), options={"lr": lr}, every=every)
-    optimizer = get_methods(SMALL)[name].make(start)
+    optimizer = SMALL[name](start)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
     history = [_evaluate(problem, leaves)]
     began = time.perf_counter()

@@ -1,11 +1,17 @@
-"""The paper's two-stage search for a learning rate."""
+"""Searches for a learning rate: the paper's in two stages, and one along a ladder of rates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from egop_lab.training.records import Record
+from egop_lab.training.sweeps import TUNING
 
 Evaluate = Callable[[Sequence[float]], Mapping[float, float]]
+Score = Callable[[Mapping[str, Any]], float]  # of a result; the smaller the better
 
 
 def powers_of_ten(lowest: int, highest: int) -> list[float]:
@@ -49,3 +55,45 @@ def _score(evaluate: Evaluate, rates: Sequence[float]) -> dict[float, float]:
 
 def _find_best(scores: Mapping[float, float]) -> float:
     return min(sorted(scores), key=lambda rate: scores[rate])
+
+
+def best_rate(records: Iterable[Record], score: Score) -> float:
+    """Return the learning rate with the smallest median score; the smaller one of a tie. nan is the worst score."""
+    scores: dict[float, list[float]] = {}
+    for record in records:
+        value = score(record.result)
+        scores.setdefault(record.config["lr"], []).append(math.inf if math.isnan(value) else value)
+    return _find_best({rate: statistics.median(values) for rate, values in scores.items()})
+
+
+def is_tuning(run: Record) -> bool:
+    """Return True if a run is for choosing a learning rate."""
+    return bool(run.config["seed"] >= TUNING)
+
+
+def search_rates(
+    ladder: Sequence[float], first: Sequence[float], runs: Sequence[Record], score: Score
+) -> tuple[float, list[float]]:
+    """Return the best learning rate, and the rates still to try before it is known.
+
+    While the best is the first or last rate tried, the next one of the ladder on that side is to be tried too.
+
+    Args:
+        ladder: all rates that may be tried, ascending.
+        first: the rates that are always tried.
+        runs: the runs so far.
+        score: score of a result; the smaller the better.
+    """
+    there = {run.config["lr"] for run in runs}
+    low, high = ladder.index(min(first)), ladder.index(max(first))
+    while True:
+        tried = ladder[low : high + 1]
+        if left := [rate for rate in tried if rate not in there]:
+            return math.nan, left
+        best = ladder.index(best_rate([run for run in runs if run.config["lr"] in tried], score))
+        if best == low > 0:
+            low -= 1
+        elif best == high < len(ladder) - 1:
+            high += 1
+        else:
+            return ladder[best], []

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["OPTIMIZERS", "Rule"]
-
 _BETAS = (0.9, 0.999)
 _MOMENTUM = 0.9
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.numerics import OuterProducts
 
 
@@ -31,50 +31,48 @@ class NoAccumulator(Accumulator):
     def merge(self, other: Self) -> None:
         pass
 
-    def statistics(self) -> Sequence[Statistic]:
-        return []
-
     def finish(self) -> tuple[None, ChangeOfBasis]:
         return None, self.build()
 
 
 class EigenAccumulator(Accumulator):
-    """Accumulator for an eigenbasis of rows taken from each gradient.
+    """Accumulator of the outer products that each basis of a block diagonalizes, see :meth:`ChangeOfBasis.rows`.
 
-    Args:
-        block: the block.
-        build: builds the change of basis from a block and its tensors.
-        rows: returns the rows of stacked gradients of a block.
-        products: the sum of the rows' outer products.
+    With two bases, the spectrum is that of their Kronecker product, scaled to the mean squared gradient.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        build: Callable[[Block, Mapping[str, Tensor]], ChangeOfBasis],
-        rows: Callable[[Sequence[Tensor], Block], Tensor],
-        products: OuterProducts,
-    ) -> None:
-        self.block, self.build, self.rows, self.products = block, build, rows, products
+    def __init__(self, block: Block, structure: Structure) -> None:
+        self.block, self.structure = block, structure
+        self.products = {name: OuterProducts(shape[-1]) for name, shape in structure.basis_shapes(block).items()}
 
     def add(self, gradients: Sequence[Tensor]) -> None:
-        self.products.add(self.rows(gradients, self.block).detach().clone(), len(gradients[0]))
+        by_basis = self.structure.empty_change(self.block).rows(gradients) or {}
+        for name, rows in by_basis.items():
+            self.products[name].add(rows.flatten(0, -2).detach().clone(), len(gradients[0]))
 
     def merge(self, other: Self) -> None:
-        self.products.merge(other.products)
-
-    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        check_count(self.products.count, self.block)
-        values, vectors = self.products.eigenbasis()
-        reliability = judge_reliability([self.products.anisotropy(values)])
-        spectrum = Spectrum(values, density(vectors), self.products.draws, reliability)
-        return spectrum, self.build(self.block, {"basis": vectors.to(self.block.dtype)})
+        for name, products in self.products.items():
+            products.merge(other.products[name])
 
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.products.eigenbasis()]
+        return [products.eigenbasis() for products in self.products.values()]
 
-    def statistics(self) -> Sequence[Statistic]:
-        return [self.products]
+    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
+        sums = list(self.products.values())
+        draws = sums[0].draws
+        check_count(draws, self.block)
+        bases = self.eigenbases()
+        (values, vectors), *others = bases
+        densities = density(vectors)
+        for other_values, other_vectors in others:
+            trace = values.sum() * sums[0].count / draws  # the mean squared norm of a gradient
+            scale = trace / (values.sum() * other_values.sum()).clamp_min(torch.finfo(torch.float64).tiny)
+            product = (scale * torch.outer(values, other_values)).flatten()
+            values, order = product.sort(descending=True, stable=True)
+            densities = torch.outer(densities, density(other_vectors)).flatten()[order]
+        reliability = compute_reliability([each.anisotropy(own) for each, (own, _) in zip(sums, bases, strict=True)])
+        tensors = {name: basis.to(self.block.dtype) for name, (_, basis) in zip(self.products, bases, strict=True)}
+        return Spectrum(values, densities, draws, reliability), self.structure.change(self.block, tensors)
 
 
 class StackAccumulator(Accumulator):
@@ -117,9 +115,6 @@ class StackAccumulator(Accumulator):
         sides = zip(*(part.eigenbases() for part in self.parts), strict=True)
         return [(torch.stack([v for v, _ in side]), torch.stack([w for _, w in side])) for side in sides]
 
-    def statistics(self) -> Sequence[Statistic]:
-        return [statistic for part in self.parts for statistic in part.statistics()]
-
 
 def check_count(count: int, block: Block) -> None:
     """Raise ValueError if no gradients were added."""
@@ -127,7 +122,7 @@ def check_count(count: int, block: Block) -> None:
         raise ValueError(f"Block '{block.name}' has seen no gradients.")
 
 
-def judge_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
+def compute_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
     """Compute the reliability of a spectrum from the anisotropy of each side; None if unknown."""
     known = [side for side in sides if side is not None]
     return sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None

@@ -6,7 +6,7 @@ import abc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures.views import Coordinates, flatten
-from egop.distributed import Holding
 
 # All classes of changes of basis, by kind: a saved basis finds its class here.
 CHANGE_TYPES: dict[str, type[ChangeOfBasis]] = {}
@@ -111,14 +110,16 @@ class ChangeOfBasis(abc.ABC):
         """Return True if the bases are eigenvectors of Gram matrices, which an online basis can follow."""
         return cls.rows is not ChangeOfBasis.rows
 
-    def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
-        """Return the rotation from ``old``'s coordinates to these, one matrix per basis; None if there is none."""
-        return None
-
     @property
     def has_rotation(self) -> bool:
-        """True if :meth:`rotation_from` returns a rotation."""
-        return type(self).rotation_from is not ChangeOfBasis.rotation_from
+        """True if coordinates can be rotated from another basis of this kind to this one."""
+        return type(self).rotate is not ChangeOfBasis.rotate
+
+    def rotation_from(self, old: Self) -> dict[str, Tensor] | None:
+        """Return the rotation from ``old``'s coordinates to these, one matrix per basis; None if there is none."""
+        if not self.has_rotation:
+            return None
+        return {name: basis.mT @ old.tensors[name] for name, basis in self.tensors.items()}
 
     def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         """Apply the result of :meth:`rotation_from` to the coordinates in the other basis.
@@ -215,21 +216,11 @@ class Cost(NamedTuple):
     flops: int
 
 
-class Statistic(Protocol):
-    """A running statistic of gradients that can be combined over processes, each of which has seen some of them."""
-
-    def holding(self) -> Holding:
-        """Describe the part that this process holds."""
-
-    def prepare(self, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Do in advance everything that may fail: an error in :meth:`collect` would leave other processes waiting."""
-
-    def collect(self, owner: int, holdings: Sequence[Holding], device: torch.device) -> None:
-        """Combine the parts in the owner's process, on its device. All processes must call this together."""
-
-
 class Accumulator(abc.ABC):
-    """A collector of a block's gradients, in any order and chunking, that turns them into a basis."""
+    """A collector of a block's gradients, in any order and chunking, that turns them into a basis.
+
+    It must be possible to pickle it: processes that share the work send theirs to each other.
+    """
 
     @abc.abstractmethod
     def add(self, gradients: Sequence[Tensor]) -> None:
@@ -246,13 +237,6 @@ class Accumulator(abc.ABC):
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         """Return the eigenvalues and eigenvectors (columns) of each decomposed matrix."""
         return []
-
-    def statistics(self) -> Sequence[Statistic]:
-        """Return everything seen so far, as statistics that several processes can combine."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say how several processes combine what they have seen. "
-            "Implement its method statistics(), or estimate in one process."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

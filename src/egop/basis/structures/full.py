@@ -13,7 +13,6 @@ from egop.basis.partition import Block
 from egop.basis.structures.accumulators import EigenAccumulator
 from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
-from egop.numerics import OuterProducts
 
 
 class FullChange(ChangeOfBasis):
@@ -45,9 +44,6 @@ class FullChange(ChangeOfBasis):
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return {"basis": flatten(gradients, self.block).unsqueeze(-2)}
 
-    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
-        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
-
     def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         return (rows_times(coordinates[0], rotation["basis"].mT),)
 
@@ -70,4 +66,4 @@ class Full(Structure):
         return block.size
 
     def accumulator(self, block: Block) -> Accumulator:
-        return EigenAccumulator(block, self.change, flatten, OuterProducts(block.size))
+        return EigenAccumulator(block, self)

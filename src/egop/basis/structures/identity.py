@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,4 +81,4 @@ class Identity(Structure):
         return 0
 
     def accumulator(self, block: Block) -> Accumulator:
-        return NoAccumulator(lambda: self.change(block, {}))
+        return NoAccumulator(partial(self.change, block, {}))

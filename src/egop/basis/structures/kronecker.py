@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.spectrum import Spectrum
-from egop.basis.structures.accumulators import StackAccumulator, check_count, density, judge_reliability
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
+from egop.basis.structures.accumulators import EigenAccumulator, StackAccumulator
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.shared import DRAWS_WANTED, ROWS_WANTED
 from egop.basis.structures.views import (
     Coordinates,
@@ -24,7 +23,6 @@ from egop.basis.structures.views import (
     matrix_shape,
     stack_shape,
 )
-from egop.numerics import OuterProducts
 
 
 class KroneckerChange(ChangeOfBasis):
@@ -58,9 +56,6 @@ class KroneckerChange(ChangeOfBasis):
         matrix = as_matrix(gradients, self.block)
         return {"left": matrix.mT, "right": matrix}
 
-    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
-        return {side: self.tensors[side].mT @ old.tensors[side] for side in ("left", "right")}
-
     def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         return (rotation["left"] @ coordinates[0] @ rotation["right"].mT,)
 
@@ -89,38 +84,4 @@ class Kronecker(Structure):
         return max(DRAWS_WANTED, math.ceil(ROWS_WANTED / min(matrix_shape(block))))
 
     def accumulator(self, block: Block) -> Accumulator:
-        return StackAccumulator(block, self) if any(block.stacked) else _KroneckerAccumulator(block)
-
-
-class _KroneckerAccumulator(Accumulator):
-    def __init__(self, block: Block) -> None:
-        self.block = block
-        self.left, self.right = (OuterProducts(size) for size in matrix_shape(block))
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        matrices = as_matrix(gradients, self.block).detach().clone()
-        self.left.add(matrices.mT.flatten(0, -2), len(matrices))
-        self.right.add(matrices.flatten(0, -2), len(matrices))
-
-    def merge(self, other: Self) -> None:
-        self.left.merge(other.left)
-        self.right.merge(other.right)
-
-    def statistics(self) -> Sequence[Statistic]:
-        return [self.left, self.right]
-
-    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.left.eigenbasis(), self.right.eigenbasis()]
-
-    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        """Return the spectrum of the Kronecker product, scaled to the mean squared gradient, and the bases."""
-        draws = self.left.draws
-        check_count(draws, self.block)
-        (left_values, left), (right_values, right) = self.eigenbases()
-        trace = left_values.sum() * self.left.count / draws  # the mean squared norm of a gradient
-        scale = trace / (left_values.sum() * right_values.sum()).clamp_min(torch.finfo(torch.float64).tiny)
-        values, order = (scale * torch.outer(left_values, right_values)).flatten().sort(descending=True, stable=True)
-        densities = torch.outer(density(left), density(right)).flatten()[order]
-        tensors = {"left": left.to(self.block.dtype), "right": right.to(self.block.dtype)}
-        sides = [self.left.anisotropy(left_values), self.right.anisotropy(right_values)]
-        return Spectrum(values, densities, draws, judge_reliability(sides)), KroneckerChange(self.block, tensors)
+        return StackAccumulator(block, self) if any(block.stacked) else EigenAccumulator(block, self)

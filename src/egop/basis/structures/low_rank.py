@@ -13,12 +13,13 @@ from torch import Tensor
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures.accumulators import check_count, density
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Statistic, Structure
+from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.basis.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
-from egop.numerics import RowSketch
+from egop.numerics import RowSketch, check_positive_int
 
 # Gradients are stored up to this many bytes, then sketched.
 _ROWS_BYTES = 512 * 2**20
+_POWER_ITERATIONS = 4  # of the randomized SVD
 
 
 class _LowRankChange(ChangeOfBasis):
@@ -84,14 +85,10 @@ class ReducedChange(_LowRankChange):
 @dataclass(frozen=True, kw_only=True)
 class _LowRank(Structure):
     rank: int
-    power_iterations: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"Invalid rank value: {self.rank!r}. Must be a whole number of at least 1.")
-        if self.power_iterations < 0:
-            raise ValueError(f"Invalid power_iterations value: {self.power_iterations}. Must be zero or more.")
+        check_positive_int("rank", self.rank)
 
     def check(self, block: Block) -> None:
         if self.rank > block.size:
@@ -117,7 +114,6 @@ class Auxiliary(_LowRank):
 
     Args:
         rank: the number of eigenvectors.
-        power_iterations: power iterations of the randomized SVD that finds them.
         seed: seed for the random start of the SVD.
 
     Example:
@@ -136,7 +132,6 @@ class Reduced(_LowRank):
 
     Args:
         rank: the number of eigenvectors.
-        power_iterations: power iterations of the randomized SVD that finds them.
         seed: seed for the random start of the SVD.
         keep_rest: keep the part of the starting point outside the span. If False, creating the optimizer drops it, so
             that θ = V θ̃ as in the paper.
@@ -171,12 +166,9 @@ class _LowRankAccumulator(Accumulator):
     def merge(self, other: Self) -> None:
         self.sketch.merge(other.sketch)
 
-    def statistics(self) -> Sequence[Statistic]:
-        return [self.sketch]
-
     def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.structure.seed)
-        return [self.sketch.leading(self.structure.power_iterations, generator)]
+        return [self.sketch.leading(_POWER_ITERATIONS, generator)]
 
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
         check_count(self.sketch.count, self.block)

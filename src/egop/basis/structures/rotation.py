@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class RandomRotation(Structure):
         return self.like.basis_shapes(block)
 
     def accumulator(self, block: Block) -> Accumulator:
-        return NoAccumulator(lambda: self._draw(block))
+        return NoAccumulator(partial(self._draw, block))
 
     def _draw(self, block: Block) -> ChangeOfBasis:
         # The name makes blocks of one shape differ. (hash() would differ between processes.)

@@ -20,9 +20,9 @@ from egop.basis.structures.views import (
     check_matrix,
     from_matrix,
     matrix_shape,
+    multiply,
     stack_shape,
 )
-from egop.numerics import OuterProducts
 
 Side = Literal["input", "output", "smaller"]
 
@@ -46,11 +46,11 @@ class SharedChange(ChangeOfBasis):
 
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         matrix, basis = as_matrix(tensors, self.block), self.tensors["basis"]
-        return (matrix @ basis if self.is_rowwise else basis.mT @ matrix,)
+        return (multiply(matrix, basis) if self.is_rowwise else multiply(basis.mT, matrix),)
 
     def decode(self, coordinates: Tensor | Sequence[Tensor]) -> Coordinates:
         (matrix,), basis = as_tuple(coordinates), self.tensors["basis"]
-        return from_matrix(matrix @ basis.mT if self.is_rowwise else basis @ matrix, self.block)
+        return from_matrix(multiply(matrix, basis.mT) if self.is_rowwise else multiply(basis, matrix), self.block)
 
     def coordinate_shapes(self) -> tuple[torch.Size, ...]:
         return (torch.Size((*stack_shape(self.block), *matrix_shape(self.block))),)
@@ -70,9 +70,6 @@ class SharedChange(ChangeOfBasis):
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         matrix = as_matrix(gradients, self.block)
         return {"basis": matrix if self.is_rowwise else matrix.mT}
-
-    def rotation_from(self, old: ChangeOfBasis) -> dict[str, Tensor]:
-        return {"basis": self.tensors["basis"].mT @ old.tensors["basis"]}
 
     def rotate(self, coordinates: Coordinates, rotation: Mapping[str, Tensor]) -> Coordinates:
         matrix, basis = coordinates[0], rotation["basis"]
@@ -125,20 +122,8 @@ class Shared(Structure):
         return {"side": "output"} if is_output else {}
 
     def accumulator(self, block: Block) -> Accumulator:
-        if any(block.stacked):
-            return StackAccumulator(block, self)
-        (width, _) = self.basis_shapes(block)["basis"]
-        rows = _take_columns if _is_output(self.settings(block)) else _take_rows
-        return EigenAccumulator(block, self.change, rows, OuterProducts(width))
+        return StackAccumulator(block, self) if any(block.stacked) else EigenAccumulator(block, self)
 
 
 def _is_output(settings: Mapping[str, Any]) -> bool:
     return settings.get("side") == "output"
-
-
-def _take_rows(gradients: Sequence[Tensor], block: Block) -> Tensor:
-    return as_matrix(gradients, block).flatten(0, -2)
-
-
-def _take_columns(gradients: Sequence[Tensor], block: Block) -> Tensor:
-    return as_matrix(gradients, block).mT.flatten(0, -2)

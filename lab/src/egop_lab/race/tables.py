@@ -1,0 +1,203 @@
+"""Write the tables of the README and the docs from the records of the race: ``python -m egop_lab.race.tables``.
+
+A page marks the place of a table with two lines, ``<!-- race: NAME -->`` and ``<!-- end -->``. This command replaces
+what is between them, so that measured numbers are never typed by hand; a test compares the pages with the records.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from egop_lab.race.results import Records, interval, load_records
+from egop_lab.race.tasks import TASKS, Run, Task
+from egop_lab.race.tune import Losses, final_runs, plan_longer, plan_tuning, read_losses
+
+PAGES = ("README.md", "docs/results.md")
+TITLES = {
+    "gpt-6x384-400": "GPT 6×384, 400 steps",
+    "gpt-6x384-1600": "GPT 6×384, 1,600 steps",
+    "gpt-12x768-400": "GPT 12×768, 400 steps",
+    "gpt-12x768-code": "GPT 12×768, Python code",
+    "resnet-34": "ResNet-34, 10 epochs",
+    "vit-6x384": "ViT 6×384, 16 epochs",
+}
+# The columns, by method. EGOP comes first, where a narrow screen shows it.
+METHODS = {
+    "EGOP": "EGOP",
+    "AdamW": "AdamW",
+    "Muon": "Muon",
+    "NorMuon": "NorMuon",
+    "SOAP": "SOAP",
+    "SGD": "SGD",
+}
+CONTROLS = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "EGOP, random rotation": "random rotation"}
+_MISSING = "–"
+_MARKED = re.compile(r"(<!-- race: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+Times = Mapping[tuple[str, str, str], Sequence[float]]
+
+
+def choose_run(task: Task, method: str, losses: Losses) -> Run | None:
+    """Return a run of a method as tuned; None while its tuning is not finished."""
+    return plan_tuning(task, [method], losses)[1].get(method) if method in task.guesses else None
+
+
+def read_test_losses(runs: Sequence[Run], records: Records) -> list[float]:
+    """Return the test losses of final runs; empty unless all of them are there and none diverged."""
+    found = [records[run]["test"] for run in runs if run in records]
+    return found if len(found) == len(runs) and None not in found else []
+
+
+def final_losses(records: Records, task: Task, method: str) -> list[float]:
+    """Return the test losses of a method as tuned, by seed."""
+    choice = choose_run(task, method, read_losses(records.values()))
+    return read_test_losses(final_runs(task, choice), records) if choice else []
+
+
+def longer_losses(records: Records, task: Task, method: str = "AdamW") -> dict[float, list[float]]:
+    """Return the test losses of longer trainings, by how many times as long they are."""
+    losses = read_losses(records.values())
+    choice = choose_run(task, method, losses)
+    found = {1.0: final_losses(records, task, method)}
+    for multiple in task.multiples if choice else ():
+        longer = plan_longer(task, choice, multiple, losses) if choice else []
+        if isinstance(longer, Run):
+            found[multiple] = read_test_losses(final_runs(task, longer, multiple), records)
+    return {multiple: some for multiple, some in found.items() if some}
+
+
+def steps_needed(means: Mapping[float, float], loss: float) -> str:
+    """Say how many times as long a training must be to end at a loss, given the mean losses of finished ones.
+
+    Between two lengths the loss is taken to be linear in the number of steps.
+    """
+    lengths = sorted(means)
+    if loss > means[lengths[0]]:
+        return f"< {lengths[0]:g}×"
+    for short, long in pairwise(lengths):
+        if means[long] <= loss:
+            part = (means[short] - loss) / (means[short] - means[long])
+            return f"{short + part * (long - short):.2g}×"
+    return f"> {lengths[-1]:g}×"
+
+
+def format_losses(losses: Sequence[float]) -> str:
+    """Format the mean with its 95 % interval."""
+    return "{:.3f} ± {:.3f}".format(*interval(losses)) if losses else _MISSING
+
+
+def make_results_table(records: Records, times: Times) -> list[list[str]]:
+    """Return the test loss of each method on each task, and how many times as long AdamW must train to match EGOP."""
+    rows = [["test loss", *METHODS.values(), "AdamW matches EGOP with"]]
+    for task in _list_tasks(records):
+        losses = {method: final_losses(records, task, method) for method in METHODS}
+        means = {multiple: statistics.fmean(some) for multiple, some in longer_losses(records, task).items()}
+        needed = (
+            f"{steps_needed(means, statistics.fmean(losses['EGOP']))} the steps" if losses["EGOP"] and means else ""
+        )
+        rows.append([TITLES[task.name], *map(format_losses, losses.values()), needed or _MISSING])
+    return _drop_empty_columns(rows)
+
+
+def make_controls_table(records: Records, times: Times) -> list[list[str]]:
+    """Return the test loss of EGOP and of its controls, and their paired differences."""
+    rows = [["test loss", *CONTROLS.values(), "EGOP minus `rotate=False`"]]
+    for task in _list_tasks(records):
+        losses = {method: final_losses(records, task, method) for method in CONTROLS}
+        pairs = zip(losses["EGOP"], losses["PolarAdam"], strict=False)
+        differences = [ours - base for ours, base in pairs]
+        gain = "{:+.3f} ± {:.3f}".format(*interval(differences)) if differences else _MISSING
+        rows.append([TITLES[task.name], *map(format_losses, losses.values()), gain])
+    return rows
+
+
+def make_longer_table(records: Records, times: Times) -> list[list[str]]:
+    """Return AdamW's test loss by the length of the training."""
+    found = {task.name: longer_losses(records, task) for task in _list_tasks(records)}
+    multiples = sorted({multiple for losses in found.values() for multiple in losses})
+    rows = [["AdamW's test loss", *(f"{multiple:g}× the steps" for multiple in multiples)]]
+    rows += [
+        [TITLES[name], *(format_losses(losses.get(multiple, [])) for multiple in multiples)]
+        for name, losses in found.items()
+    ]
+    return rows
+
+
+def make_times_table(records: Records, times: Times) -> list[list[str]]:
+    """Return the time of a whole training step over AdamW's, with and without a CUDA graph; medians of the rounds."""
+    shown = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "Muon": "Muon", "NorMuon": "NorMuon", "SOAP": "SOAP"}
+    rows = [["whole step over AdamW's", *shown.values(), "AdamW, ms"]]
+    for name, network in dict.fromkeys((name, network) for name, network, _ in times if name in TITLES):
+        base = times.get((name, network, "AdamW"))
+        if base:
+            ratios = [_format_ratio(times.get((name, network, method)), base) for method in shown]
+            rows.append([f"{TITLES[name]}, {network}", *ratios, f"{1e3 * statistics.median(base):.1f}"])
+    return rows if len(rows) > 1 else [*rows, ["not measured yet", *[_MISSING] * (len(rows[0]) - 1)]]
+
+
+TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
+    "results": make_results_table,
+    "controls": make_controls_table,
+    "longer": make_longer_table,
+    "times": make_times_table,
+}
+
+
+def load_times(path: Path) -> dict[tuple[str, str, str], Sequence[float]]:
+    """Load the seconds of a step of each round, by task, network and method; the last record of several counts."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {(each["task"], each["network"], each["method"]): each["step seconds"] for each in records}
+
+
+def fill_tables(text: str, records: Records, times: Times) -> str:
+    """Return a page with every marked table replaced by that of the records."""
+
+    def fill(match: re.Match[str]) -> str:
+        header, *rows = TABLES[match[2]](records, times)
+        lines = [header, ["---"] * len(header), *rows]
+        return match[1] + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + match[3]
+
+    return _MARKED.sub(fill, text)
+
+
+def _list_tasks(records: Records) -> list[Task]:
+    """Return the tasks with a final run, in the order of the titles."""
+    raced = {run.task for run in records if not run.is_tuning}
+    return [TASKS[name] for name in TITLES if name in raced]
+
+
+def _format_ratio(seconds: Sequence[float] | None, base: Sequence[float]) -> str:
+    if not seconds:
+        return _MISSING
+    ratios = [one / other for one, other in zip(seconds, base, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _drop_empty_columns(rows: list[list[str]]) -> list[list[str]]:
+    """Drop the columns of methods that no task has, apart from EGOP's."""
+    kept = [
+        index
+        for index, name in enumerate(rows[0])
+        if index < 2 or index == len(rows[0]) - 1 or any(row[index] != _MISSING for row in rows[1:])
+    ]
+    return [[row[index] for index in kept] for row in rows]
+
+
+def main() -> int:
+    """Rewrite the tables of all pages below the current folder."""
+    folder = Path("docs/records")
+    records, times = load_records(folder / "race.jsonl"), load_times(folder / "race-times.jsonl")
+    for page in map(Path, PAGES):
+        page.write_text(fill_tables(page.read_text(encoding="utf-8"), records, times), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The README and the docs show the tables that the records give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from egop_lab.race import tables
+from egop_lab.race.results import load_records
+from egop_lab.race.tasks import TASKS
+
+ROOT = Path(__file__).parents[3]
+RECORDS = ROOT / "docs" / "records"
+
+
+@pytest.fixture(scope="module")
+def records():
+    return load_records(RECORDS / "race.jsonl")
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_pages_show_the_tables_of_the_records(records, page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "<!-- race: results -->" in text
+    times = tables.load_times(RECORDS / "race-times.jsonl")
+    assert text == tables.fill_tables(text, records, times), "run: python -m egop_lab.race.tables"
+
+
+def test_losses_are_those_of_the_tuned_runs(records):
+    losses = tables.final_losses(records, TASKS["gpt-6x384-400"], "AdamW")
+    assert len(losses) == 8
+    assert tables.format_losses(losses) == "1.433 ± 0.006"
+    assert sorted(tables.longer_losses(records, TASKS["gpt-6x384-400"])) == [1.0, 1.5, 2.0, 3.0]
+
+
+def test_a_method_without_all_of_its_seeds_has_no_loss(records):
+    task = TASKS["gpt-6x384-400"]
+    fewer = {run: record for run, record in records.items() if run.is_tuning or run.seed != 3}
+    assert tables.final_losses(fewer, task, "AdamW") == []
+    assert tables.format_losses([]) == "–"
+    assert "| – |" in tables.fill_tables("<!-- race: results -->\n<!-- end -->", fewer, {})
+
+
+def test_the_length_that_reaches_a_loss_is_between_finished_ones():
+    means = {1.0: 1.4, 2.0: 1.2, 3.0: 1.1}
+    assert tables.steps_needed(means, 1.3) == "1.5×"
+    assert tables.steps_needed(means, 1.15) == "2.5×"
+    assert tables.steps_needed(means, 1.4) == "1×"
+    assert tables.steps_needed(means, 1.0) == "> 3×"
+    assert tables.steps_needed(means, 1.5) == "< 1×"
+
+
+def test_times_are_ratios_of_the_same_round():
+    times = {
+        ("resnet-34", "eager", "AdamW"): [1.0, 2.0, 1.0],
+        ("resnet-34", "eager", "EGOP"): [1.1, 2.4, 1.3],
+    }
+    _, row = tables.make_times_table({}, times)
+    assert row[:2] == ["ResNet-34, 10 epochs, eager", "1.20 (1.10 to 1.30)"]
+    assert row[-1] == "1000.0"
+
+
+def test_every_task_has_a_title():
+    assert {name for name in TASKS if not name.startswith("tiny")} == set(tables.TITLES)

@@ -1,0 +1,107 @@
+"""The choice of weights that EGOP steps as matrices."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, match, rows_and_columns
+from egop.optimizer import find_user_level
+
+_WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
+
+
+class Matrix(NamedTuple):
+    """What EGOP knows of a weight matrix besides its shape.
+
+    Attributes:
+        stacked: the number of leading dimensions that count matrices: 1 for experts, otherwise 0.
+        gain: factor of its updates, the root of outputs over inputs, at least 1.
+    """
+
+    stacked: int
+    gain: float
+
+    def sides(self, weight: Tensor) -> tuple[int, int]:
+        """Return the shape of a weight, or of each matrix of a stack, as a matrix with one row per first index."""
+        shape = weight.shape[self.stacked :]
+        return shape[0], math.prod(shape[1:])
+
+    def basis_shape(self, weight: Tensor) -> tuple[int, ...]:
+        """Return the shape of the basis of the smaller side."""
+        side = min(self.sides(weight))
+        return (*weight.shape[: self.stacked], side, side)
+
+    def block(self, name: str, weight: Tensor) -> Block:
+        """Return the weight as a block."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return Block(name, (name,), (weight.shape,), dtype, stacked=(self.stacked,))
+
+
+class WeightChoice:
+    """Which parameters are stepped as matrices, and why other weights are not.
+
+    Args:
+        exclude: name patterns of weights to leave out.
+    """
+
+    def __init__(self, exclude: str | Sequence[str]) -> None:
+        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self.matrices: dict[str, Matrix] = {}
+        self.left: dict[str, str] = {}  # why a weight is left to AdamW
+
+    def add(self, named: Mapping[str, Tensor], index: ModuleIndex | None) -> None:
+        """Decide for some parameters by their roles in the module, which are guessed if there is none."""
+        for name, role in find_roles(named, index).items():
+            if role.kind in ("bias", "norm"):
+                continue
+            outputs, inputs = rows_and_columns(named[name].shape[role.stacked :], role.transposed)
+            matrix = Matrix(role.stacked, math.sqrt(max(1, outputs / inputs)) if inputs else 1.0)
+            if reason := self._find_reason(name, named[name], role, matrix):
+                self.left[name] = reason
+            else:
+                self.matrices[name] = matrix
+
+    def check(self, index: ModuleIndex | None) -> None:
+        """Raise ValueError for a pattern that matches nothing; warn of roles that were guessed and of no matrices."""
+        match(self.exclude, [*self.matrices, *self.left], "weight")
+        left = _join(f"{name} ({reason})" for name, reason in self.left.items())
+        if index is None:
+            warnings.warn(
+                "egop.EGOP chooses weights by their roles. Without the model, the roles were guessed from names and "
+                f"shapes. Weights to rotate: {_join(self.matrices)}. Left to AdamW: {left}. Pass the model itself, or "
+                "model=model beside the parameters.",
+                stacklevel=find_user_level(),
+            )
+        elif not self.matrices:
+            warnings.warn(
+                f"egop.EGOP found no weight matrix, so AdamW steps all parameters. Left to AdamW: {left}, and biases "
+                "and norms.",
+                stacklevel=find_user_level(),
+            )
+
+    def plan(self, named: Iterable[tuple[str, Tensor]], *, rotate: bool) -> Plan:
+        """Return the choice as a plan, which can be printed."""
+        structure = Shared(side="smaller") if rotate else Identity()
+        blocks = [self.matrices[name].block(name, weight) for name, weight in named if name in self.matrices]
+        return Plan(dict.fromkeys(blocks, structure), {block.name: "a weight matrix" for block in blocks}, self.left)
+
+    def _find_reason(self, name: str, parameter: Tensor, role: Role, matrix: Matrix) -> str:
+        if parameter.is_complex():
+            return "complex numbers"
+        if role.skip_reason:
+            return role.skip_reason
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude):
+            return "excluded"
+        return f"both sides are wider than {_WIDEST}" if min(matrix.sides(parameter)) > _WIDEST else ""
+
+
+def _join(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"

@@ -1,0 +1,376 @@
+"""EGOP: PolarAdam in a rotated basis for weight matrices, and AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers, strip_compile_prefix
+from egop.distributed import is_sharded, to_full, to_local, to_local_parts
+from egop.formatting import pluralize
+from egop.numerics import outside_inference_mode, without_autocast
+from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
+from egop.optimizer import check_state_dict, name_groups
+from egop.recipes.choice import WeightChoice
+
+__all__ = ["EGOP"]
+
+# Root mean square of the update of a square matrix before the learning rate, with and without normalization layers.
+_NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_Kind = tuple[int, bool, float]  # matrices stepped alike: the index of their group, whether they are stacks, their gain
+
+
+class EGOP(Optimizer):
+    """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
+
+    Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
+    mean square of lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that
+    otherwise; so the learning rate that is best for AdamW is close to the best for EGOP.
+
+    Weights of linear layers, convolutions, attention and experts are stepped by :class:`egop.optim.PolarAdam` in
+    coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
+    rotation is renewed every ``every`` steps. AdamW steps embeddings, output heads, norms and biases.
+    ``print(optimizer.plan)`` shows which weights are rotated, and why others are not.
+
+    Weights in half precision have float32 copies, which are stepped in their place. With FSDP2, the moments are sharded
+    like the weights.
+
+    Args:
+        params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
+        lr: learning rate, the same as AdamW's.
+        betas: decay of the running means of gradients and of their squares, for all parameters.
+        eps: added to the root of the mean square.
+        weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
+            their own.
+        rotate: set to False to run the same base optimizer on the same weights without a rotation.
+        every: number of steps between renewals of a rotation.
+        exclude: name patterns, such as ``"*.gate.weight"``, of weights to leave to AdamW.
+        update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
+            functions instead of modules.
+        model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
+        foreach: passed to AdamW.
+        fused: passed to AdamW.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        >>> optimizer = egop.EGOP(model, lr=1e-3)
+        >>> model(torch.ones(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer
+        EGOP(1 rotated weight, AdamW for 3 other parameters, lr=0.001)
+        >>> optimizer.plan.unrotated
+        {'2.weight': 'the output head'}
+    """
+
+    has_own_basis = True  # so that egop.ReparameterizedOptimizer refuses to run it in another one
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        rotate: bool = True,
+        every: int = 20,
+        exclude: Sequence[str] = (),
+        update_rms: float | None = None,
+        model: nn.Module | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        module = params if model is None and isinstance(params, nn.Module) else model
+        if update_rms is None:
+            update_rms = _NORMALIZED_RMS if module is None or has_norm_layers(module) else _PLAIN_RMS
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "update_rms": update_rms}
+        self.defaults = settings | {"rotate": rotate, "every": every, "foreach": foreach, "fused": fused}
+        self._reset_engine()  # checks the settings
+        groups = name_groups(params, model=model)
+        self._index = None if module is None else ModuleIndex(module)
+        self._choice = WeightChoice(exclude)
+        self._is_built = False
+        super().__init__(groups, self.defaults)
+        self._is_built = True
+        self._choice.check(self._index)
+
+    @property
+    def plan(self) -> Plan:
+        """The weights that are rotated, and why others are not."""
+        return self._choice.plan(self._named_parameters(), rotate=self.defaults["rotate"])
+
+    @property
+    @outside_inference_mode
+    def basis(self) -> Basis:
+        """A copy of the current basis of each weight that has been stepped; empty without a rotation."""
+        structure, matrices = Shared(side="smaller"), self._choice.matrices
+        changes = [
+            structure.change(matrices[name].block(name, weight), {"basis": self.state[weight]["basis"].clone()})
+            for name, weight in self._named_parameters()
+            if "basis" in self.state.get(weight, {})
+        ]
+        return Basis(changes, unrotated=self._choice.left)
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """Return numbers to log, such as to TensorBoard: means over all weight matrices, or the largest value.
+
+        - ``relative_update``: norm of an update over the norm of the weight.
+        - ``stable_rank``: of the momentum, relative to the smaller side of the weight; 1 if all directions are equally
+          strong.
+        - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis.
+        - ``orthogonality_error``: largest entry of ``|QᵀQ − I|`` of a basis Q.
+        - ``nonfinite``: number of weights whose momentum is not finite. Their bases are no longer renewed.
+
+        The GPU has to finish its work for this, so do not call it in every step.
+        """
+        found: dict[str, list[float]] = {}
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                matrix, state = self._choice.matrices.get(name), self.state.get(parameter, {})
+                if matrix is None or "exp_avg" not in state:
+                    continue
+                size = float(group["lr"]) * group["update_rms"] * matrix.gain * math.sqrt(parameter.numel())
+                norm = float(to_full(parameter).double().norm())
+                found.setdefault("relative_update", []).append(size / norm if norm else math.inf)
+                momentum = to_full(state["exp_avg"]).double()
+                matrices = momentum if matrix.stacked else momentum.flatten(1)
+                for key, value in measure_rotation(matrices, state.get("basis")).items():
+                    found.setdefault(key, []).append(value)
+        totals: dict[str, Callable[[list[float]], float]] = {"orthogonality_error": max, "nonfinite": sum}
+        return {key: float(totals.get(key, fmean)(values)) for key, values in found.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of named parameters. If the optimizer was given the model, its parameters need no names."""
+        if self._is_built:
+            taken = [name for name, _ in self._named_parameters()]
+            (param_group,) = name_groups([param_group], taken, self._index)
+        # So that a state dict fits with and without torch.compile.
+        param_group["param_names"] = list(map(strip_compile_prefix, param_group["param_names"]))
+        for option in ("maximize", "amsgrad", "capturable", "differentiable"):
+            if param_group.get(option):
+                raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with without_autocast():
+            is_first = not self.state
+            known, matrices = self._choice.matrices, dict[_Kind, list[Tensor]]()
+            for index, group in enumerate(self.param_groups):
+                others = []
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    if self._bound.get(name) is not parameter:
+                        self._bind(name, parameter)
+                    if parameter.grad is None or not parameter.numel():
+                        continue
+                    if (matrix := known.get(name)) is None:
+                        others.append(parameter)
+                    else:
+                        matrices.setdefault((index, matrix.stacked > 0, matrix.gain), []).append(parameter)
+                self._step_adamw(group, others)
+            self._step_matrices(matrices)
+            if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
+                self._forget_empty_step()
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of an optimizer with the same parameters and the same ``rotate``.
+
+        Raises:
+            ValueError: if it does not fit. Nothing is changed then.
+        """
+        check_state_dict(state_dict, self.param_groups, _make_engine, self._expect_shapes)
+        super().load_state_dict(dict(state_dict))
+        # torch casts the state to the parameter's dtype, and keeps the given tensors where nothing is cast. But weights
+        # in half precision have float32 state, and several optimizers may load one state dict.
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, (name, parameter) in zip(saved, self._named_parameters(), strict=True):
+            if key not in state_dict["state"]:
+                continue
+            if name in self._choice.matrices:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                self.state[parameter] = {
+                    entry: value.detach().to("cpu" if entry == "step" else parameter.device, dtype, copy=True)
+                    for entry, value in state_dict["state"][key].items()
+                }
+            else:
+                self.state[parameter] = {entry: value.clone() for entry, value in self.state[parameter].items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; the model is left out."""
+        return super().__getstate__() | {"_choice": self._choice}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a loaded state."""
+        super().__setstate__({"_index": None, "_is_built": True} | state if "_choice" in state else state)
+        self._reset_engine()
+
+    def __repr__(self) -> str:
+        count = len(self._choice.matrices)
+        matrices = pluralize(count, "rotated weight" if self.defaults["rotate"] else "unrotated weight")
+        others = pluralize(len(self._named_parameters()) - count, "other parameter")
+        rates = " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
+        return f"{type(self).__name__}({matrices}, AdamW for {others}, lr={rates})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.plan}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.plan._repr_html_()}"
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        return [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+
+    def _reset_engine(self) -> None:
+        self._engine = _make_engine(self.defaults)
+        self._bound: dict[str, Tensor] = {}  # the parameters as of the last step
+        self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
+
+    def _bind(self, name: str, parameter: Tensor) -> None:
+        """Move the state of a parameter to the one that has taken its place in the groups."""
+        before = self._bound.get(name)
+        if before is not None and before in self.state and parameter not in self.state:
+            if before.shape != parameter.shape:
+                raise ValueError(
+                    f"Parameter '{name}' of shape {tuple(before.shape)} was replaced by one of shape "
+                    f"{tuple(parameter.shape)}, which its state does not fit. Create a new optimizer."
+                )
+            self.state[parameter] = self.state.pop(before)
+        self._bound[name] = parameter
+
+    def _forget_empty_step(self) -> None:
+        """Reset the counters after a first step without a learning rate and gradients.
+
+        torch's checkpoint functions take such a step to create the state that they are about to read or load.
+        """
+        states = list(self.state.values())
+        if not any(bool(to_local(state["exp_avg"]).any()) for state in states):
+            for state in states:
+                if "step" in state:
+                    state["step"].zero_()
+
+    def _step_matrices(self, matrices: Mapping[_Kind, list[Tensor]]) -> None:
+        """Step the weight matrices, by kind."""
+        parts, copies = [], []
+        self._engine.state.clear()
+        for kind, parameters in matrices.items():
+            index, last, gain = kind
+            group, settings = self.param_groups[index], self._settings.setdefault(kind, {})
+            own = {"betas": group["betas"], "every": group["every"], "update_rms": gain * group["update_rms"]}
+            settings.update(self._engine.defaults | own | _numbers(group) | {"matrices_last": last})
+            weights, gradients = [], []
+            for parameter, gradient in zip(parameters, _dense_gradients(parameters), strict=True):
+                weight = parameter
+                if parameter.dtype in (torch.float16, torch.bfloat16):
+                    weight, gradient = self._find_master(parameter), gradient.float()
+                    copies.append((parameter, weight))
+                # The engine steps the copy of a weight in half precision, with the state of the weight itself.
+                self._engine.state[weight] = self.state[parameter]
+                if is_sharded(weight):
+                    self._engine.step_sharded(settings, weight, gradient)
+                else:
+                    weights.append(weight)
+                    gradients.append(gradient)
+            if weights:
+                parts.append((settings, weights, gradients))
+        self._engine.step_parts(parts)
+        for parameter, weight in copies:
+            to_local(parameter).copy_(to_local(weight))
+
+    def _find_master(self, parameter: Tensor) -> Tensor:
+        """Return the float32 copy of a weight in half precision."""
+        state = self.state[parameter]
+        if "master" not in state:
+            state["master"] = parameter.detach().float()
+        master: Tensor = state["master"]
+        # Entries that someone else has changed no longer round to the weight's.
+        local, values = to_local(master), to_local(parameter)
+        local.copy_(torch.where(local.to(values.dtype) == values, local, values.float()))
+        return master
+
+    def _step_adamw(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+        if not parameters:
+            return
+        fused = group["fused"]
+        states = [self.state[parameter] or self._start_adamw(parameter, fused=fused) for parameter in parameters]
+        numbers = _numbers(group)
+        adamw(
+            to_local_parts(parameters),
+            to_local_parts(_dense_gradients(parameters)),
+            to_local_parts([state["exp_avg"] for state in states]),
+            to_local_parts([state["exp_avg_sq"] for state in states]),
+            [],
+            [state["step"] for state in states],
+            foreach=group["foreach"],
+            fused=fused,
+            has_complex=any(parameter.is_complex() for parameter in parameters),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=numbers["lr"],
+            weight_decay=numbers["weight_decay"],
+            eps=numbers["eps"],
+            maximize=False,
+        )
+
+    def _start_adamw(self, parameter: Tensor, *, fused: bool | None) -> dict[str, Any]:
+        """Create the state of a parameter as torch's AdamW does."""
+        state: dict[str, Any] = self.state[parameter]
+        state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
+        for name in _MOMENTS:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _expect_shapes(self, name: str, parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the state of a parameter. A weight has a master copy if it was saved with one."""
+        shapes = {"step": (), **dict.fromkeys(_MOMENTS, tuple(parameter.shape))}
+        if matrix := self._choice.matrices.get(name):
+            if self.defaults["rotate"]:
+                shapes["basis"] = matrix.basis_shape(parameter)
+            else:
+                del shapes["step"]  # nothing counts steps
+            if "master" in entry:
+                shapes["master"] = tuple(parameter.shape)
+        return shapes
+
+
+def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
+    """Create the optimizer of the matrices, which holds no parameters of its own. It checks the settings."""
+    names = ("lr", "betas", "eps", "weight_decay", "update_rms", *(("every",) if settings["rotate"] else ()))
+    options = {name: settings[name] for name in names}
+    return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that may be any kind of number; torch's functions want their own kinds."""
+    values = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+    return {name: value if isinstance(value, Tensor) else float(value) for name, value in values.items()}
+
+
+def _dense_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
+    return gradients
