@@ -1,6 +1,7 @@
 """The study of advice: its problems, one small run of everything, and results from made-up records."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +146,15 @@ def test_rates_are_good_if_one_is_close_to_the_tuned_loss():
     }  # fmt: skip
     assert not targets["rates"].holds
     assert "frozen: 2 of 4 (50%, 95 %: 15% to 85%)" in targets["rates"].finding
+
+
+def test_the_page_of_starting_points_shows_the_records():
+    docs = Path(__file__).parents[3] / "docs"
+    table = AdviceExperiment().results(Store(docs / "records" / "advice.jsonl"), "full").rate_table()
+    lines = [f"| {' | '.join(row)} |" for row in (table.header, *table.rows)]
+    lines.insert(1, "|---" * len(table.header) + "|")
+    shown = (docs / "howto" / "starting-points.md").read_text().split("<!-- records -->\n")[1]
+    assert shown == "\n".join(lines) + "\n", "\n".join(lines)
 
 
 def test_equal_values_share_their_rank():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -288,7 +289,9 @@ class _Racer:
         """Return why a candidate cannot take part; empty if it can."""
         model, _ = self.objective.trainable_copy()
         try:
-            plan: Plan | None = getattr(build_optimizer(candidate.build, model), "plan", None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # EGOP's own warning that it rotates nothing
+                plan: Plan | None = getattr(build_optimizer(candidate.build, model), "plan", None)
         except (MemoryError, ValueError) as error:
             return str(error)
         return "" if plan is None or plan.chosen else "it would leave every weight of this model to AdamW"

@@ -253,7 +253,7 @@ class Results:
         return Table(title, ("problem", "kind", "half", *others, "advice by time"), tuple(rows))
 
     def rate_table(self) -> Table:
-        """Return the best learning rates of full trainings by kind of model."""
+        """Return the median of the best learning rates of full trainings, and their range, by kind of model."""
         kinds = dict.fromkeys(self.settings["problems"][name]["kind"] for name in self.complete)
         rows = []
         for kind in kinds:
@@ -261,7 +261,8 @@ class Results:
             cells = []
             for candidate in CANDIDATES:
                 rates = sorted(self.tuned(name, candidate)[0].lr for name in names)
-                cells.append(f"{rates[0]:g}" if rates[0] == rates[-1] else f"{rates[0]:g} to {rates[-1]:g}")
+                spread = "" if rates[0] == rates[-1] else f" ({rates[0]:g} to {rates[-1]:g})"
+                cells.append(f"{statistics.median_low(rates):g}{spread}")
             rows.append((kind, str(len(names)), *cells))
         return Table("Best learning rates of full trainings", ("kind", "problems", *CANDIDATES), tuple(rows))
 
