@@ -71,7 +71,7 @@ def main(steps: int = STEPS) -> None:
     """Train the same model with both, each at its best learning rate of 1, 2 and 5 times powers of ten."""
     loss = train(model := factory().module, torch.optim.AdamW(model.parameters(), lr=2e-2), steps)
     print(f"AdamW: loss {loss:.3f} after {steps} steps")
-    loss = train(model := factory().module, egop.EGOP(model, lr=2e-2), steps)
+    loss = train(model := factory().module, egop.EGOP(model, lr=1e-2), steps)
     print(f"EGOP:  loss {loss:.3f} after {steps} steps")
 
 

@@ -114,6 +114,22 @@ class AdviceExperiment(Experiment):
         caption = "A point for each problem and candidate: the race's prediction and the result of full trainings."
         return [Picture("advice", caption, [panel])]
 
+    def remarks(self, store: Store, preset: Preset) -> list[str]:
+        """Say how times were taken and which code ran."""
+        times = (
+            "The machine was shared, so times are processor times of single-threaded runs, and the correlation is that "
+            "of steps. The minutes above are wall-clock times of several runs side by side."
+        )
+        code = (
+            "The race and the full trainings ran the same code. Since then, EGOP takes larger steps where a layer has "
+            "more inputs than outputs."
+        )
+        rules = (
+            "The rule that scales learning rates to the planned length was chosen on the open half before the frozen "
+            "half was looked at. The threshold of the advice (0.95 of AdamW's time) was left as it was."
+        )
+        return [times, code, rules]
+
     def tables(self, store: Store, preset: Preset) -> list[Table]:
         """Return one row for each problem, and the starting points."""
         results = self.results(store, preset)
