@@ -118,7 +118,7 @@ class AdviceExperiment(Experiment):
         """Say how times were taken and which code ran."""
         times = (
             "The machine was shared, so times are processor times of single-threaded runs, and the correlation is that "
-            "of steps. The minutes above are wall-clock times of several runs side by side."
+            "of steps. The minutes below are wall-clock times of several runs side by side."
         )
         code = (
             "The race and the full trainings ran the same code. Since then, EGOP takes larger steps where a layer has "

@@ -261,7 +261,7 @@ class Results:
             cells = []
             for candidate in CANDIDATES:
                 rates = sorted(self.tuned(name, candidate)[0].lr for name in names)
-                spread = "" if rates[0] == rates[-1] else f" ({rates[0]:g} to {rates[-1]:g})"
+                spread = "" if rates[0] == rates[-1] else f" ({rates[0]:g}–{rates[-1]:g})"
                 cells.append(f"{statistics.median_low(rates):g}{spread}")
             rows.append((kind, str(len(names)), *cells))
         return Table("Best learning rates of full trainings", ("kind", "problems", *CANDIDATES), tuple(rows))
