@@ -109,9 +109,11 @@ class AdviceExperiment(Experiment):
         for half in ("open", "frozen"):
             pairs = results.pairs(half)
             series.append(Series(half, [each.predicted.steps for each in pairs], [each.true.steps for each in pairs]))
-        label = "steps to the same loss, as a fraction of AdamW's"
-        panel = Panel("Race and full training", f"{label}: race", f"{label}: training", series, "log", "log", "points")
-        caption = "A point for each problem and candidate: the race's prediction and the result of full trainings."
+        xlabel, ylabel = "race: steps, AdamW = 1", "training: steps, AdamW = 1"
+        panel = Panel("Steps to the same loss", xlabel, ylabel, series, "log", "log", "points")
+        caption = (
+            "Steps to the same loss as AdamW, of each candidate on each problem: in the race and in full trainings."
+        )
         return [Picture("advice", caption, [panel])]
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
