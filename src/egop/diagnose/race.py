@@ -410,11 +410,8 @@ def _shorten(lengths: tuple[int, int], factor: float) -> tuple[int, int]:
 def _choose_lengths(steps: int | None) -> tuple[int, int]:
     if steps is None:
         return _LENGTHS
-    first, second = (
-        min(steps, max(shortest, round(fraction * steps)))
-        for fraction, shortest in zip(_FRACTIONS, _SHORTEST, strict=True)
-    )
-    return first, second
+    first, second = (max(shortest, round(part * steps)) for part, shortest in zip(_FRACTIONS, _SHORTEST, strict=True))
+    return min(first, steps), min(second, steps)
 
 
 def _time(comparison: Comparison | None) -> float:

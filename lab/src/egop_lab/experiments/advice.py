@@ -111,9 +111,7 @@ class AdviceExperiment(Experiment):
             series.append(Series(half, [each.predicted.steps for each in pairs], [each.true.steps for each in pairs]))
         xlabel, ylabel = "race: steps, AdamW = 1", "training: steps, AdamW = 1"
         panel = Panel("Steps to the same loss", xlabel, ylabel, series, "log", "log", "points")
-        caption = (
-            "Steps to the same loss as AdamW, of each candidate on each problem: in the race and in full trainings."
-        )
+        caption = "Steps to the same loss as AdamW, by candidate and problem: in the race and in full trainings."
         return [Picture("advice", caption, [panel])]
 
     def remarks(self, store: Store, preset: Preset) -> list[str]:
