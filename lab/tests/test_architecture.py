@@ -15,7 +15,7 @@ PACKAGE = Path(egop_lab.__file__).parent
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # Named as public in docs/architecture.md; of each, what its __all__ offers.
-MODULES = {f"egop.{name}" for name in ("basis", "estimation", "extras", "optim", "refresh")}
+MODULES = {f"egop.{name}" for name in ("basis", "diagnose", "estimation", "extras", "optim", "refresh")}
 # What else is used, and why.
 EXCEPTIONS = {
     ("scaling/parts.py", "egop.basis.Role"): "the type of an argument of make_plan",

@@ -65,8 +65,8 @@ def test_an_optimizer_that_is_really_schedule_free():
 
 def test_it_says_for_which_schedule_and_length_the_rates_hold():
     found = find()
-    assert str(found).startswith(f"Try lr {found.rates[0]:g}, then {found.rates[1]:g}: for warm-up over the first 10 %")
-    assert "with a constant rate try a third. Raced for a training of 20 steps: 3 rates from 0.001 to 0.1" in str(found)
+    assert str(found).startswith(f"Try lr {found.rates[0]:g}, then {found.rates[1]:g} (for warm-up over the first 10 %")
+    assert "with a constant rate, try a third). Raced for a training of 20 steps: 3 rates" in str(found)
     assert repr(found) == f"FoundRates({found.rates[0]:g}, {found.rates[1]:g}; 3 tried)"
     assert "Raced for a short training" in str(find(steps=None, rates=(0.01,)))
 

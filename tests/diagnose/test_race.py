@@ -294,11 +294,13 @@ def test_candidates_with_very_slow_steps_are_left_out_if_the_budget_is_small(mon
         return Slow(model.parameters())
 
     candidates = (ADAMW, Candidate("slow", step_slowly))
-    assert race_candidates(candidates=candidates, budget=2.0).too_slow["slow"].startswith("six steps took longer than")
+    assert race_candidates(candidates=candidates, budget=2.0).left_out["slow"].startswith("six steps took longer than")
     monkeypatch.setattr(race, "_TIMING", 100.0)
     found = race_candidates(candidates=candidates, budget=6.0)
     assert list(found.runs[0]) == ["AdamW"]
-    assert re.fullmatch(r"its steps take \d+ x as long as AdamW's, too long for this budget", found.too_slow["slow"])
+    assert found.ended == "the budget of 6 s was too small for slow"
+    reason = r"its steps take [\d.]+ x as long as AdamW's, too long for this budget"
+    assert re.fullmatch(reason, found.left_out["slow"])
 
 
 def test_a_small_budget_shortens_the_runs(monkeypatch):
@@ -330,6 +332,15 @@ def test_a_candidate_that_cannot_take_part_is_left_out_with_the_reason():
     assert vector.left_out == {"EGOP": "it would leave every weight of this model to AdamW"}
 
 
+def test_rates_are_scaled_down_to_the_planned_length():
+    """Five times as many steps: by the root of the ratio of lengths, and by the ratio itself."""
+    runs = [Run(rate, 0, 20, 10, (4.0, 3.0, loss), 1.0) for rate, loss in ((0.1, 2.0), (0.05, 1.0), (0.02, 3.0))]
+    for planned, expected in ((100, (0.02, 0.01)), (20, (0.05, 0.1)), (None, (0.05, 0.1))):
+        assert Race(planned, (0,), start=4.0, runs=({"AdamW": runs}, {})).propose_rates("AdamW") == expected
+    few = Race(100, (0,), rates=(0.05, 0.1), start=4.0, runs=({"AdamW": runs[:2]}, {}))
+    assert few.propose_rates("AdamW") == (0.05, 0.1)
+
+
 def test_steps_and_time_are_compared_with_the_baseline():
     base = Run(0.1, 0, 20, 10, (4.0, 3.0, 2.0), 1.0)
     fast = Run(0.2, 0, 20, 10, (4.0, 2.0, 1.0), 1.5)
@@ -337,7 +348,7 @@ def test_steps_and_time_are_compared_with_the_baseline():
     found = Race(None, (0,), start=4.0, runs=({"AdamW": [base], "fast": [slow, fast], "slow": [slow]}, {}))
     comparison = found.compare("fast", 0)
     assert (comparison.steps, comparison.slowdown, comparison.time) == (0.5, 1.5, 0.75)
-    assert found.compare("slow", 0).time == math.inf
+    assert found.compare("slow", 0).time == 2 * 3
     assert found.compare("fast", 1) is None
 
 

@@ -3,7 +3,9 @@
 Candidates train copies of the model for a few steps each. The model itself stays as it is.
 """
 
-from egop.diagnose.diagnosis import Diagnosis, diagnose
+from egop.diagnose.diagnosis import CANDIDATES, Diagnosis, diagnose
+from egop.diagnose.race import Comparison, Race
 from egop.diagnose.rates import FoundRates, find_lr
+from egop.diagnose.training import Run
 
-__all__ = ["Diagnosis", "FoundRates", "diagnose", "find_lr"]
+__all__ = ["CANDIDATES", "Comparison", "Diagnosis", "FoundRates", "Race", "Run", "diagnose", "find_lr"]

@@ -26,9 +26,9 @@ from egop.refresh import Online
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["CANDIDATES", "Diagnosis", "diagnose"]
 
-# A candidate is advised if it reaches AdamW's loss in at most this fraction of AdamW's time.
+# A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
 # A spectrum is steep if the paper's ratio, stable rank / (dimension x density of the first eigenvector), is below this.
 STEEP = 0.9
@@ -65,13 +65,13 @@ class Diagnosis:
 
     @property
     def closest(self) -> str | None:
-        """Name of the candidate besides AdamW that reaches AdamW's loss in the least time; None if AdamW ran alone."""
+        """Name of the candidate besides AdamW that needs the least time to the same loss; None if AdamW ran alone."""
         others = {name: each for name, each in self.comparisons.items() if name != ADAMW}
         return min(others, key=lambda name: others[name].time, default=None)
 
     @property
     def comparisons(self) -> dict[str, Comparison]:
-        """Steps and time of each candidate to AdamW's final loss, from the last stage that it and AdamW finished."""
+        """Steps and time of each candidate to the same loss as AdamW, from the last stage that both finished."""
         names = [each.name for each in self.candidates]
         found = {name: self.race.compare(name, 1) or self.race.compare(name, 0) for name in names}
         return {name: comparison for name, comparison in found.items() if comparison is not None}
@@ -79,7 +79,7 @@ class Diagnosis:
     @property
     def rates(self) -> tuple[float, ...]:
         """Up to two learning rates to try with the advised candidate, best first."""
-        return tuple(run.lr for run in self.race.ranked(self.advised)[:2])
+        return self.race.propose_rates(self.advised)
 
     @property
     def lr(self) -> float:
@@ -89,18 +89,15 @@ class Diagnosis:
     @property
     def doubts(self) -> list[str]:
         """Reasons why the answer is uncertain; empty if seeds and stages agree."""
-        race, doubts = self.race, []
-        if race.ended:
-            doubts.append(f"the race is incomplete: {race.ended}")
-        if race.too_slow:
-            doubts.append(f"the budget was too small for {', '.join(race.too_slow)}")
+        race = self.race
+        doubts = [f"the race is incomplete, {race.ended}"] if race.ended else []
         if (name := self.closest) is None:
             return doubts
-        others = {f"the search, with {race.lengths[0]} steps": race.compare(name, 0)}
+        others = {f"the search ({race.lengths[0]} steps)": race.compare(name, 0)}
         others |= {f"seed {seed}": race.compare(name, 1, seed) for seed in race.seeds[1:]}
         for what, comparison in others.items():
             if comparison is not None and (comparison.time <= WORTH) != (self.advised != ADAMW):
-                doubts.append(f"{what}, says otherwise: {_fraction(comparison.time)} of AdamW's time")
+                doubts.append(f"{what} disagrees, with {_percent(comparison.time)} of AdamW's time")
         if WORTH - 0.05 < self.comparisons[name].time < WORTH + 0.1:
             doubts.append("the times are close")
         return doubts
@@ -123,19 +120,18 @@ class Diagnosis:
 
     def _rate_line(self) -> str:
         second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
-        return f"Learning rate: {self.lr:g}{second}; {SCHEDULE}."
+        return f"Learning rate: try {self.lr:g}{second} ({SCHEDULE})."
 
     def _gain(self) -> str:
         if (name := self.closest) is None:
             return "Gain: none. AdamW ran alone, see below."
         comparison = self.comparisons[name]
-        who = "It" if name == self.advised else f"The closest, {name},"
+        who = f"{name} reaches" if name == self.advised else f"none. {name}, the closest, reaches"
         if math.isinf(comparison.steps):
-            return f"Gain: none. {who} did not reach AdamW's loss; its steps take {comparison.slowdown:.2f} x as long."
+            return f"Gain: none. {name}, the closest, did not lower the loss."
         return (
-            f"Gain: {'' if name == self.advised else 'none. '}{who} matched AdamW's final loss after "
-            f"{_fraction(comparison.steps)} of the steps and {_fraction(comparison.time)} of the time "
-            f"(a step takes {comparison.slowdown:.2f} x as long)."
+            f"Gain: {who} the same loss in {_percent(comparison.steps)} of the steps and "
+            f"{_percent(comparison.time)} of the time (a step takes {comparison.slowdown:.2f} x as long)."
         )
 
     def _certainty(self) -> str:
@@ -166,18 +162,17 @@ class Diagnosis:
             runs, comparison = self.race.ranked(name), self.comparisons.get(name)
             cells = [f"{runs[0].lr:g}", f"{runs[0].final:.4g}"] if runs else ["-", "-"]
             if comparison is not None:
-                cells += [_fraction(value) for value in (comparison.steps, comparison.slowdown, comparison.time)]
+                cells += [f"{value:.2f}" for value in (comparison.steps, comparison.slowdown, comparison.time)]
             rows.append([name, *cells, *["-"] * (len(_HEADER) - 1 - len(cells))])
         return rows
 
     def _notes(self) -> list[str]:
         first, second = self.race.lengths
         legend = (
-            f"Loss at the end of runs of {second} steps ({first} in the search); steps and time to AdamW's final loss, "
-            "and the time of a step, as multiples of AdamW's."
+            f"Loss after runs of {second} steps ({first} in the search). Steps and time to the same loss and the time "
+            "of a step are multiples of AdamW's."
         )
-        left_out = self.race.left_out | self.race.too_slow
-        return [legend] + [f"{name} was left out: {reason}." for name, reason in left_out.items()]
+        return [legend] + [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
 
     def __repr__(self) -> str:
         sure = "uncertain" if self.doubts else "sure"
@@ -218,7 +213,7 @@ def diagnose(
 
     The candidates are AdamW, :class:`egop.EGOP` with and without its rotation, and AdamW with :class:`egop.Online`. For
     each one, runs of 8 % of the planned training search for the best learning rate, and runs of 20 % repeat the best
-    two rates. All runs have warm-up and decay. A candidate is advised if it reaches AdamW's final loss in less time.
+    two rates. All runs have warm-up and decay. A candidate is advised if it reaches the same loss in less time.
     The model, its gradients and the random state are left unchanged, even after Ctrl-C, which returns the results so
     far.
 
@@ -284,5 +279,5 @@ CANDIDATES = (
 )
 
 
-def _fraction(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "never"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tqdm.auto import tqdm
 
@@ -38,8 +40,6 @@ _USUAL = 6
 _TIMING = 0.1
 # The second stage begins after this fraction of the budget at the latest.
 _FIRST_STAGE = 0.6
-# If the budget is too small for all, leave out candidates whose steps are slower than the baseline's by this factor.
-_TOO_SLOW = 5.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left{postfix}"
 
 
@@ -51,21 +51,19 @@ class Candidate:
         name: shown in the answer.
         build: builds it for a copy of the model.
         code: what a user writes, with ``{lr}`` for the learning rate.
-        factor: the search starts at this multiple of the first candidate's best learning rate.
     """
 
     name: str
     build: Build
     code: str = ""
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A candidate compared with the baseline, the first candidate.
+    """A candidate compared with the baseline, the first candidate, at the loss that both reach.
 
     Attributes:
-        steps: steps to the baseline's final loss, as a fraction of the baseline's; infinite if it was not reached.
+        steps: steps to that loss, as a multiple of the baseline's; infinite if the candidate never lowered the loss.
         slowdown: time of a step, as a multiple of the baseline's.
     """
 
@@ -74,7 +72,7 @@ class Comparison:
 
     @property
     def time(self) -> float:
-        """Time to the baseline's final loss, as a fraction of the baseline's."""
+        """Time to that loss, as a multiple of the baseline's."""
         return self.steps * self.slowdown
 
 
@@ -86,11 +84,11 @@ class Race:
         planned: length of the planned training, if known.
         lengths: steps of a run in each stage.
         seeds: the seeds; the first one is used in both stages, the others repeat the second.
+        rates: learning rates that may be tried, ascending.
         start: loss before training.
         runs: finished runs of each candidate in each stage.
         left_out: why some candidates did not take part.
-        too_slow: why others were left out: the budget had no time for them.
-        ended: why the race ended early; empty if it is complete.
+        ended: why the race is incomplete; empty if it is complete.
         announcement: number of runs and expected time, as text.
         seconds: time it took.
     """
@@ -98,10 +96,10 @@ class Race:
     planned: int | None
     seeds: tuple[int, ...]
     lengths: tuple[int, int] = _LENGTHS
+    rates: tuple[float, ...] = RATES
     start: float = math.nan
     runs: tuple[dict[str, list[Run]], dict[str, list[Run]]] = field(default_factory=lambda: ({}, {}))
     left_out: dict[str, str] = field(default_factory=dict)
-    too_slow: dict[str, str] = field(default_factory=dict)
     ended: str = ""
     announcement: str = ""
     seconds: float = 0.0
@@ -114,6 +112,23 @@ class Race:
         runs = [run for run in self.runs[stage].get(name, []) if run.seed == seed and run.final < self.start]
         return sorted(runs, key=lambda run: run.final)
 
+    def propose_rates(self, name: str) -> tuple[float, ...]:
+        """Return up to two learning rates for a candidate in the planned training, best first.
+
+        Short runs want larger rates than long ones: the best rate falls with the length of a training, usually between
+        its root and its reciprocal. Both are proposed. If no longer training is planned, these are the best two rates.
+        """
+        runs = self.ranked(name) + self.ranked(name, 0)
+        rates = list(dict.fromkeys(run.lr for run in runs))
+        if runs and self.planned is not None and self.planned > runs[0].steps:
+            ratio = runs[0].steps / self.planned
+            scaled = [self._round_rate(rates[0] * ratio**power) for power in (0.5, 1.0)]
+            rates = list(dict.fromkeys([*scaled, *rates]))
+        return tuple(rates[:2])
+
+    def _round_rate(self, rate: float) -> float:
+        return min(self.rates, key=lambda each: abs(math.log(each / rate)))
+
     def compare(self, name: str, stage: int, seed: int | None = None) -> Comparison | None:
         """Compare a candidate's best run with the baseline's in one stage; None if one of them has no run."""
         seed = self.seeds[0] if seed is None else seed
@@ -124,7 +139,7 @@ class Race:
         slowdown = self._step_seconds(name, stage) / max(self._step_seconds(baseline, stage), 1e-9)
         if not own:
             return Comparison(math.inf, slowdown)
-        target = base[0].final
+        target = max(own[0].final, base[0].final)
         return Comparison(own[0].steps_to(target) / max(base[0].steps_to(target), 1e-9), slowdown)
 
     def _step_seconds(self, name: str, stage: int) -> float:
@@ -143,25 +158,10 @@ def run_race(
     rates: Sequence[float] = RATES,
     progress: bool,
 ) -> Race:
-    """Race candidates against each other on copies of the model.
+    """Race candidates against each other on copies of the model; the first one is the baseline.
 
-    Args:
-        objective: the model, its loss and its batches.
-        candidates: the candidates, the baseline first.
-        steps: number of steps of the planned training.
-        budget: time limit of the race in seconds.
-        seeds: seeds of the order of the batches and of dropout.
-        keep: number of learning rates of each candidate in the second stage.
-        rates: learning rates to try.
-        progress: print the expected time and show a progress bar.
-
-    Returns:
-        The race. It may be incomplete if it was interrupted or its budget was used up after a run of the baseline
-        lowered the loss.
-
-    Raises:
-        TimeoutError: if the budget is used up before that.
-        ValueError: if no learning rate of the baseline lowers the loss.
+    The second stage repeats the best ``keep`` learning rates of each candidate. The race is incomplete if it was
+    interrupted or its budget was used up after the baseline lowered the loss; before that, this is an error.
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective must be an egop.Objective, got {type(objective).__name__}.")
@@ -171,10 +171,10 @@ def run_race(
         raise ValueError(f"Invalid budget value: {budget}. Must be a positive number of seconds.")
     if not seeds:
         raise ValueError("Invalid seeds value: (). Must be at least one seed.")
-    rates = sorted({float(rate) for rate in rates})
+    rates = tuple(sorted({float(rate) for rate in rates}))
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"Invalid rates value: {rates}. Must be one or more positive numbers.")
-    racer = _Racer(objective, candidates, Race(steps, tuple(seeds)), budget, keep, rates, progress)
+    racer = _Racer(objective, list(candidates), Race(steps, tuple(seeds), rates=rates), budget, keep, progress)
     with objective.preserve():
         return racer.run()
 
@@ -183,24 +183,22 @@ class _OutOfTimeError(Exception):
     pass
 
 
+@dataclass
 class _Racer:
     """The runner of a race, which keeps track of time."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        candidates: Sequence[Candidate],
-        race: Race,
-        budget: float,
-        keep: int,
-        rates: Sequence[float],
-        progress: bool,
-    ) -> None:
-        self.objective, self.candidates, self.race = objective, list(candidates), race
-        self.budget, self.keep, self.rates, self.progress = budget, keep, rates, progress
+    objective: Objective
+    candidates: list[Candidate]
+    race: Race
+    budget: float
+    keep: int
+    progress: bool
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)  # candidates that the budget has no time for
+
+    def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.deadline = self.began + budget
-        self.step_seconds: dict[str, float] = {}
+        self.deadline = self.began + self.budget
         self.bar = tqdm(disable=True)
 
     def run(self) -> Race:
@@ -223,6 +221,8 @@ class _Racer:
             race.ended = f"the budget of {self.budget:g} s was used up"
         finally:
             self.bar.close()
+        if self.dropped and not race.ended:
+            race.ended = f"the budget of {self.budget:g} s was too small for {', '.join(self.dropped)}"
         race.seconds = time.monotonic() - self.began
         return race
 
@@ -244,40 +244,43 @@ class _Racer:
             if self.step_seconds:  # the baseline may use all of the time
                 self.deadline = time.monotonic() + _TIMING * self.budget
             try:
-                run = self.trainer.train(candidate.build, self.rates[0], 6, race.seeds[0], 3, self._check_time)
+                run = self.trainer.train(candidate.build, race.rates[0], 6, race.seeds[0], 3, self._check_time)
                 self.step_seconds[candidate.name] = run.step_seconds
             except _OutOfTimeError:
                 if not self.step_seconds:
                     raise
-                race.too_slow[candidate.name] = f"six steps took longer than {_TIMING:.0%} of the budget"
-                self.candidates.remove(candidate)
+                self._drop(candidate, f"six steps took longer than {_TIMING:.0%} of the budget")
         # On a busy machine, steps take longer than the processor time that is measured.
         self.stretch = max(1.0, (time.monotonic() - wall) / max(clock() - busy, 1e-9))
-        self._leave_out_slow(_shorten(lengths, 0.0))
-        race.lengths = first, second = _shorten(lengths, self._time_left() / self._estimate(lengths))
-        seconds = self._estimate(race.lengths)
-        searches, repeats = _USUAL * len(self.candidates), self.keep * len(self.candidates) + self._other_seeds()
-        shortened = f", shortened from {lengths[0]} and {lengths[1]}" if race.lengths != lengths else ""
+        self._drop_slowest(_shorten(lengths, 0.0))
+        race.lengths = _shorten(lengths, self._time_left() / self._estimate(lengths))
+        self._announce("" if race.lengths == lengths else f", shortened from {lengths[0]} and {lengths[1]}")
+
+    def _announce(self, shortened: str) -> None:
+        """Say what the race costs and start the progress bar."""
+        race, (first, second) = self.race, self.race.lengths
+        searches, repeats = _USUAL * len(self.candidates), self._count_repeats()
+        steps = searches * first + repeats * second
         race.announcement = (
             f"Race of {pluralize(len(self.candidates), 'candidate')}: about {searches} runs of {first} steps and "
-            f"{repeats} of {second}{shortened}; {searches * first + repeats * second:,} steps, "
-            f"about {seconds:.0f} s (budget {self.budget:g} s)."
+            f"{repeats} of {second}{shortened}; {steps:,} steps, about {self._estimate(race.lengths):.0f} s "
+            f"(budget {self.budget:g} s)."
         )
         if self.progress:
             tqdm.write(race.announcement, file=sys.stderr)
-            self.bar = tqdm(total=seconds, desc="Race", bar_format=_BAR, delay=1e-9)
+            self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9)
 
-    def _leave_out_slow(self, shortest: tuple[int, int]) -> None:
-        """Leave out candidates with very slow steps until the shortest runs fit into the budget."""
+    def _drop_slowest(self, shortest: tuple[int, int]) -> None:
+        """Leave out the slowest candidates until the shortest runs fit into the budget."""
         while len(self.candidates) > 1 and self._estimate(shortest) > self._time_left():
             slowest = max(self.candidates[1:], key=lambda each: self.step_seconds[each.name])
             slowdown = self.step_seconds[slowest.name] / max(self.step_seconds[self.candidates[0].name], 1e-9)
-            if slowdown < _TOO_SLOW:
-                break
-            self.candidates.remove(slowest)
-            self.race.too_slow[slowest.name] = (
-                f"its steps take {slowdown:.0f} x as long as {self.candidates[0].name}'s, too long for this budget"
-            )
+            self._drop(slowest, f"its steps take {slowdown:.1f} x as long as {self.candidates[0].name}'s")
+
+    def _drop(self, candidate: Candidate, reason: str) -> None:
+        self.candidates.remove(candidate)
+        self.dropped.append(candidate.name)
+        self.race.left_out[candidate.name] = f"{reason}, too long for this budget"
 
     def _time_left(self) -> float:
         return max(0.0, self.began + self.budget - time.monotonic())
@@ -286,47 +289,44 @@ class _Racer:
         """Return why a candidate cannot take part; empty if it can."""
         model, _ = self.objective.trainable_copy()
         try:
-            optimizer = build_optimizer(candidate.build, model)
-            plan: Plan | None = getattr(optimizer, "plan", None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # EGOP's own warning that it rotates nothing
+                plan: Plan | None = getattr(build_optimizer(candidate.build, model), "plan", None)
         except (MemoryError, ValueError) as error:
             return str(error)
         return "" if plan is None or plan.chosen else "it would leave every weight of this model to AdamW"
 
-    def _other_seeds(self) -> int:
-        """Return the number of runs with other seeds: the baseline and one more candidate for each."""
-        return min(2, len(self.candidates)) * (len(self.race.seeds) - 1)
+    def _count_repeats(self) -> int:
+        """Return the number of runs after the search: the best rates of all, and two candidates with other seeds."""
+        return self.keep * len(self.candidates) + min(2, len(self.candidates)) * (len(self.race.seeds) - 1)
 
     def _estimate(self, lengths: tuple[int, int]) -> float:
-        first, second = (
-            [
-                self.step_seconds[each.name] * length + self.trainer.evaluation_seconds * min(length, evaluations)
-                for each in self.candidates
-            ]
-            for length, evaluations in zip(lengths, _EVALUATIONS, strict=True)
+        """Estimate the seconds that a race with runs of these lengths takes."""
+        mean = sum(self.step_seconds[each.name] for each in self.candidates) / len(self.candidates)
+        counts = (_USUAL * len(self.candidates), self._count_repeats())
+        return self.stretch * sum(
+            count * (length * mean + min(length, evaluations) * self.trainer.evaluation_seconds)
+            for count, length, evaluations in zip(counts, lengths, _EVALUATIONS, strict=True)
         )
-        return self.stretch * (_USUAL * sum(first) + self.keep * sum(second) + self._other_seeds() * max(second))
 
     def _search_rates(self) -> None:
         """Search each candidate's learning rate with short runs; move on when the first stage's time is used up."""
         end = self.began + _FIRST_STAGE * self.budget
         start = _START
-        for index, candidate in enumerate(self.candidates):
+        waiting = list(self.candidates)
+        while waiting:
             now = time.monotonic()
-            self.deadline = now + (end - now) / (len(self.candidates) - index)  # an equal share of what is left
+            self.deadline = now + (end - now) / len(waiting)  # an equal share of what is left
+            candidate = waiting.pop(0)
             runs = self.race.runs[0].setdefault(candidate.name, [])
             try:
-                search_rates(
-                    self.rates,
-                    start * candidate.factor,
-                    lambda lr, candidate=candidate: self._train(candidate, lr, 0),  # type: ignore[misc]
-                    self.race.start,
-                )
+                search_rates(self.race.rates, start, partial(self._train, candidate), self.race.start)
             except _OutOfTimeError:
                 if not self._has_result():
                     self.deadline = self.began + self.budget  # the baseline may use all of the time
-                    self._train(candidate, start * candidate.factor, 0)
+                    self._train(candidate, start)
                 if not runs:
-                    self.race.too_slow[candidate.name] = "there was no time left for it"
+                    self._drop(candidate, "no run was finished")
             if candidate is self.candidates[0]:
                 self._check_progress(runs)
                 start = self.race.ranked(candidate.name, 0)[0].lr
@@ -349,9 +349,8 @@ class _Racer:
         """Repeat the best rates of each candidate with longer runs, the most promising candidates first."""
         race = self.race
         promising = sorted(self.candidates[1:], key=lambda each: _time(race.compare(each.name, 0)))
-        if self.bar.total:
-            # The first stage is over, regardless of how many runs it took.
-            self.bar.total = self.bar.n + self._estimate((0, race.lengths[1]))
+        if self.bar.total:  # the search is over, regardless of how many runs it took
+            self.bar.total = self.bar.n + self._count_repeats() * race.lengths[1]
         for candidate in [self.candidates[0], *promising]:
             for run in race.ranked(candidate.name, 0)[: self.keep]:
                 self._train(candidate, run.lr, 1)
@@ -365,18 +364,14 @@ class _Racer:
                 if best := race.ranked(candidate.name):
                     self._train(candidate, best[0].lr, 1, seed)
 
-    def _train(self, candidate: Candidate, lr: float, stage: int, seed: int | None = None) -> Run:
-        self.bar.set_postfix_str(f"{candidate.name}, lr {lr:g}", refresh=False)
-        seed = self.race.seeds[0] if seed is None else seed
-        length, evaluations = self.race.lengths[stage], _EVALUATIONS[stage]
-        seconds = self.step_seconds[candidate.name] + self.trainer.evaluation_seconds * evaluations / length
-        seconds *= self.stretch
-
+    def _train(self, candidate: Candidate, lr: float, stage: int = 0, seed: int | None = None) -> Run:
         def advance() -> None:
-            self.bar.update(min(seconds, max(0.0, (self.bar.total or 0) - self.bar.n)))
+            self.bar.update(0 if self.bar.n == self.bar.total else 1)
             self._check_time()
 
-        run = self.trainer.train(candidate.build, lr, length, seed, evaluations, advance)
+        self.bar.set_postfix_str(f"{candidate.name}, lr {lr:g}", refresh=False)
+        seed = self.race.seeds[0] if seed is None else seed
+        run = self.trainer.train(candidate.build, lr, self.race.lengths[stage], seed, _EVALUATIONS[stage], advance)
         self.race.runs[stage].setdefault(candidate.name, []).append(run)
         return run
 
@@ -386,13 +381,9 @@ class _Racer:
 
 
 def search_rates(rates: Sequence[float], start: float, train: Callable[[float], Run], initial: float) -> None:
-    """Try learning rates from a start upward, then downward, until two in a row are no better.
+    """Try ascending rates from the one nearest to ``start`` upward, then downward, until two in a row are no better.
 
-    Args:
-        rates: the rates, ascending.
-        start: the search begins at the rate nearest to this one.
-        train: trains at a rate.
-        initial: loss before training; rates that do not get below it do not count as good.
+    Rates whose loss does not get below ``initial``, the loss before training, do not count as good.
     """
     middle = min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / start)))
     first = best = train(rates[middle]).final
@@ -419,11 +410,8 @@ def _shorten(lengths: tuple[int, int], factor: float) -> tuple[int, int]:
 def _choose_lengths(steps: int | None) -> tuple[int, int]:
     if steps is None:
         return _LENGTHS
-    first, second = (
-        min(steps, max(shortest, round(fraction * steps)))
-        for fraction, shortest in zip(_FRACTIONS, _SHORTEST, strict=True)
-    )
-    return first, second
+    first, second = (max(shortest, round(part * steps)) for part, shortest in zip(_FRACTIONS, _SHORTEST, strict=True))
+    return min(first, steps), min(second, steps)
 
 
 def _time(comparison: Comparison | None) -> float:

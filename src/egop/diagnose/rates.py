@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["SCHEDULE", "FoundRates", "find_lr"]
 
 SCHEDULE = (
-    f"for warm-up over the first {WARM_UP:.0%} and decay over the last {DECAY:.0%} of training; "
-    "with a constant rate try a third"
-).replace("%", " %")
+    f"for warm-up over the first {100 * WARM_UP:.0f} % and decay over the last {100 * DECAY:.0f} % of training; "
+    "with a constant rate, try a third"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,7 +30,7 @@ class FoundRates:
     """Learning rates to try, from :func:`egop.find_lr`. Iterate over it to get the rates, best first.
 
     Attributes:
-        rates: the best two rates, best first (only one if no other rate lowered the loss).
+        rates: two rates, best first (only one if no other rate lowered the loss).
         race: the runs that they come from.
 
     Example:
@@ -69,11 +69,14 @@ class FoundRates:
         second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
         length = f"a training of {race.planned:,} steps" if race.planned else "a short training"
         runs = f"{pluralize(len(tried), 'rate')} from {min(tried):g} to {max(tried):g}, {race.lengths[0]} steps each"
-        words = [f"Try lr {self.lr:g}{second}: {SCHEDULE}.", f"Raced for {length}: {runs}."]
-        if not race.planned:
-            words.append(f"The best were repeated with {race.lengths[1]} steps; longer trainings often want less.")
-        if self.lr in (min(tried), max(tried)) and len(tried) > 1:
-            words.append(f"{self.lr:g} is at the edge of what was tried, so another rate may be better (rates=).")
+        words = [f"Try lr {self.lr:g}{second} ({SCHEDULE}).", f"Raced for {length}: {runs}."]
+        best = race.ranked(next(iter(race.runs[0])))[0]
+        if race.planned:
+            words.append(f"{best.lr:g} was best in {best.steps} steps; longer trainings want smaller rates.")
+        else:
+            words.append(f"The rates hold for {best.steps} steps; longer trainings want smaller ones (steps=).")
+        if best.lr in (min(tried), max(tried)) and len(tried) > 1:
+            words.append(f"{best.lr:g} is at the edge of what was tried, so another rate may be better (rates=).")
         if diverged := [rate for rate, loss in tried.items() if math.isinf(loss)]:
             words.append(f"Diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
         if race.ended:
@@ -98,7 +101,8 @@ class FoundRates:
             yscale="log" if min(finite.values()) > 0 else "linear",
         )
         axes.plot(list(finite), list(finite.values()), marker=".")
-        axes.plot(list(self.rates), [finite[rate] for rate in self.rates], marker="*", markersize=12, linestyle="none")
+        chosen = [rate for rate in self.rates if rate in finite]
+        axes.plot(chosen, [finite[rate] for rate in chosen], marker="*", markersize=12, linestyle="none")
         return figure
 
 
@@ -114,8 +118,9 @@ def find_lr(
 ) -> FoundRates:
     """Find two learning rates to try, best first, from short runs on copies of the model.
 
-    Each rate trains a copy for 8 % of the planned training, with warm-up and decay. The best three are repeated with
-    20 % of it, and the best two of these are returned. The model is left unchanged, even after Ctrl-C, which returns
+    Each rate trains a copy for 8 % of the planned training, with warm-up and decay, and the best three are repeated
+    with 20 % of it. Longer trainings want smaller rates, so the best one is scaled down for the planned length: by the
+    root of the ratio of lengths, and by the ratio itself. The model is left unchanged, even after Ctrl-C, which returns
     the results so far. Copies train in the mode that the model is in: call ``model.train()`` first.
 
     Args:
@@ -145,10 +150,7 @@ def find_lr(
     race = run_race(
         objective, [candidate], steps=steps, budget=budget, seeds=(seed,), keep=3, rates=rates, progress=progress
     )
-    ranked = [run.lr for run in race.ranked(candidate.name)]
-    # If the second stage has fewer than two rates, take more from the first stage.
-    ranked += [run.lr for run in race.ranked(candidate.name, 0) if run.lr not in ranked]
-    return FoundRates(tuple(ranked[:2]), race)
+    return FoundRates(race.propose_rates(candidate.name), race)
 
 
 def _find_name(optimizer: Build) -> str:

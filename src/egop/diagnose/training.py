@@ -77,9 +77,6 @@ class Trainer:
     Attributes:
         start: loss before training.
         evaluation_seconds: time of one evaluation.
-
-    Raises:
-        ValueError: if the loss is not finite at the start or does not depend on the model.
     """
 
     def __init__(self, objective: Objective, steps: int, seed: int) -> None:
@@ -104,24 +101,9 @@ class Trainer:
             )
 
     def train(
-        self,
-        build: Build,
-        lr: float,
-        steps: int,
-        seed: int,
-        evaluations: int,
-        on_step: Callable[[], object] = lambda: None,
+        self, build: Build, lr: float, steps: int, seed: int, evaluations: int, on_step: Callable[[], object] = int
     ) -> Run:
-        """Train a copy of the model.
-
-        Args:
-            build: the optimizer.
-            lr: peak learning rate.
-            steps: number of steps; the run ends earlier if it diverges.
-            seed: seed of the order of the batches and of dropout.
-            evaluations: approximate number of evaluations of the loss.
-            on_step: called after each step.
-        """
+        """Train a copy of the model until its steps are done or it diverges; call ``on_step`` after each step."""
         every = math.ceil(steps / evaluations)
         order = torch.randperm(len(self._training), generator=torch.Generator().manual_seed(seed), device="cpu")
         stream = itertools.cycle(order.tolist())
@@ -168,12 +150,7 @@ def warm_up_and_decay(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
 
 
 def build_optimizer(build: Build, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer for a copy of the model.
-
-    Args:
-        build: a function of the model, an optimizer class, or a pair of a class and its options.
-        model: the copy.
-    """
+    """Build the optimizer for a copy of the model."""
     kind: Any
     options: Mapping[str, Any]
     kind, options = build if isinstance(build, tuple) else (build, {})

@@ -19,7 +19,7 @@ _PLACES = {
     "convex": "convex:ConvexExperiment",
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
-    "prediction": "prediction:PredictionExperiment",
+    "advice": "advice:AdviceExperiment",
 }
 
 IDS: tuple[str, ...] = tuple(_PLACES)

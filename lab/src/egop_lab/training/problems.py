@@ -1,19 +1,21 @@
-"""Many small problems of different kinds: each is trained in about a second, and judged by one loss."""
+"""Small training problems of many kinds, each of which one CPU core trains in seconds."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import egop
-from egop_lab.data import synthetic
+from egop_lab.data import images, synthetic, text
 from egop_lab.data.digits import digits
 from egop_lab.models import gpt, tiny, vit
 from egop_lab.models.small import cross_entropy, linear_network, perceptron
@@ -21,27 +23,24 @@ from egop_lab.models.small import cross_entropy, linear_network, perceptron
 __all__ = ["PROBLEMS", "Problem", "Task"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
-_DENSE, _AXES = "convex, dense eigenvectors", "convex, eigenvectors on axes"
-_IDLE = "cannot help"
+_BATCHES = 1000  # batches in one pass
 
 
 @dataclass(frozen=True)
 class Task:
-    """A problem made for a seed.
+    """A problem with its random choices made.
 
     Attributes:
-        model: at its start.
-        loss: of the model and a batch.
-        batches: gone through again and again.
-        judged: the batch whose loss is what counts: held-out data, or all of it where nothing is to be learned.
-        rho: where gradients are drawn for a basis from before the training.
+        model: the model before training.
+        loss: the loss of the model on a batch.
+        batches: the training batches, which can be iterated over again.
+        held_out: batches for evaluation. Problems without noise are evaluated on what they are trained on.
     """
 
     model: nn.Module
     loss: Loss
-    batches: Sequence[Any]
-    judged: Any
-    rho: egop.Distribution = field(default_factory=egop.Initialization)
+    batches: Iterable[Any]
+    held_out: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -49,356 +48,366 @@ class Problem:
     """A kind of training.
 
     Attributes:
-        id: its name, which also decides the half of the study that it is in.
-        kind: what it is an example of.
-        make: the task of a seed.
-        steps: of a training.
-        rate: the middle one of the learning rates that AdamW begins with.
-        draws: of gradients, for a basis from before the training.
+        kind: the kind of model.
+        half: "open" problems may be used to tune the advice; "frozen" ones only judge it.
+        make: builds the task for a seed and a data folder.
+        steps: length of a full training.
     """
 
-    id: str
     kind: str
-    make: Callable[[int], Task]
-    steps: int = 300
-    rate: float = 8e-3
-    draws: int = 64
+    half: Literal["open", "frozen"]
+    make: Callable[[int, str | None], Task]
+    steps: int = 500
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+class RandomBatches:
+    """Batches of random rows of tensors; each pass draws the same ones."""
+
+    def __init__(self, tensors: Sequence[Tensor], size: int, seed: int) -> None:
+        self._tensors, self._size, self._seed = tensors, size, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(self._seed)
+        for _ in range(_BATCHES):
+            rows = torch.randint(len(self._tensors[0]), (self._size,), generator=generator)
+            yield tuple(tensor[rows] for tensor in self._tensors)
 
 
-def _built(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """A network whose start depends on the seed alone."""
+_Build = Callable[[], nn.Module]
+_Parts = tuple[Tensor, ...]
+
+
+def _make_task(seed: int, build: _Build, loss: Loss, train: _Parts, held_out: _Parts, size: int) -> Task:
+    """Build a task from tensors to train on and tensors to evaluate on."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build()
-
-
-def _drawn(tensors: Sequence[Tensor], size: int, generator: torch.Generator, count: int = 400) -> list[Any]:
-    """Batches of examples at random."""
-    places = torch.randint(len(tensors[0]), (count, size), generator=generator)
-    return [tuple(tensor[rows] for tensor in tensors) for rows in places]
+        model = build()
+    chunks = list(zip(*(tensor.split(128) for tensor in held_out), strict=True))
+    return Task(model, loss, RandomBatches(train, size, 1000 + seed), chunks)
 
 
 def _squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def _next_symbol(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def _digits(
+    seed: int, data: str | None, build: _Build, *, loss: Loss = cross_entropy, transposed: bool = False
+) -> Task:
+    split = digits()
+    train, held_out = ((part.features - 0.3, part.labels) for part in (split.train, split.validation))
+    if transposed:
+        train, held_out = ((x.view(-1, 8, 8).mT.flatten(1), y) for x, y in (train, held_out))
+    return _make_task(seed, build, loss, train, held_out, size=64)
+
+
+@functools.cache
+def _load_imagenette(data: str | None, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    found = images.load(data, side=side, crop=side, device=torch.device("cpu"), limits=(None, 512))
+    assert isinstance(found, images.HeldImages)
+    train, held_out = ((images.normalize(pixels), labels) for pixels, labels in (found.train, found.held_out))
+    return train, held_out
+
+
+def _imagenette(seed: int, data: str | None, build: _Build, *, side: int) -> Task:
+    train, held_out = _load_imagenette(data, side)
+    return _make_task(seed, build, cross_entropy, train, held_out, size=48)
+
+
+def _reconstruct(seed: int, data: str | None, build: _Build, *, source: str, noise: float = 0.0) -> Task:
+    """Reproduce images, after noise was added to them."""
+    if source == "digits":
+        split = digits()
+        parts = [split.train.features, split.validation.features]
+    else:
+        parts = [part[0] for part in _load_imagenette(data, 12)]
+    dirty = [
+        part + noise * torch.randn(part.shape, generator=torch.Generator().manual_seed(place))
+        for place, part in enumerate(parts)
+    ]
+    return _make_task(seed, build, _squares, (dirty[0], parts[0]), (dirty[1], parts[1]), size=64)
+
+
+def _contrast(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Compute the InfoNCE loss of two noisy views of each image."""
+    noise = torch.randn((2, *batch[0].shape), generator=torch.Generator().manual_seed(int(batch[1].sum())))
+    first, second = (F.normalize(model(batch[0] + 0.3 * part), dim=1) for part in noise)
+    return F.cross_entropy(first @ second.T / 0.2, torch.arange(len(first)))
+
+
+def _paint(seed: int, data: str | None) -> Task:
+    """Fit one photograph as a function of the coordinates, given as Fourier features."""
+    pixels = _load_imagenette(data, 24)[0][0][seed]
+    places = torch.cartesian_prod(torch.linspace(-1, 1, 24), torch.linspace(-1, 1, 24))
+    waves = places @ (torch.randn(2, 32, generator=torch.Generator().manual_seed(seed)) * 4)
+    features, colours = torch.cat([waves.sin(), waves.cos()], 1), pixels.flatten(1).T
+    both = (features, colours)
+    return _make_task(seed, lambda: perceptron(64, 96, 96, 3), _squares, both, both, size=144)
+
+
+def _convolutions(channels: int, inputs: int, pixels: int, norm: Callable[[int], nn.Module] | None = None) -> nn.Module:
+    """Build three convolutions, two of which are followed by pooling, and a linear layer."""
+    layers: list[nn.Module] = []
+    for before, after, pool in ((inputs, channels, True), (channels, channels, False), (channels, 2 * channels, True)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), *([norm(after)] if norm else []), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if pool else []
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2 * channels * (pixels // 4) ** 2, 10))
+
+
+class _Residual(nn.Module):
+    """A residual block of two convolutions with batch norm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        parts = [(nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)) for _ in range(2)]
+        self.layers = nn.Sequential(*parts[0], nn.ReLU(), *parts[1])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.relu(inputs + self.layers(inputs))
+
+
+def _residual_network(channels: int = 16) -> nn.Module:
+    stem = (nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU())
+    head = (nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 10))
+    return nn.Sequential(*stem, _Residual(channels), _Residual(channels), *head)
+
+
+def _flat_images(*widths: int) -> nn.Module:
+    """Build a perceptron on pixels with layer norm and dropout."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in itertools.pairwise(widths[:-1]):
+        layers += [nn.Linear(before, after), nn.LayerNorm(after), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
+
+
+class _Mixer(nn.Module):
+    """Two layers that mix tokens and channels in turn (MLP-Mixer), on rows of 8 x 8 digits."""
+
+    def __init__(self, width: int = 32, hidden: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+        self.tokens = nn.ModuleList(perceptron(8, hidden, 8) for _ in range(2))
+        self.channels = nn.ModuleList(perceptron(width, hidden, width) for _ in range(2))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        stream = self.embed(pixels.view(-1, 8, 8))
+        for place, (tokens, channels) in enumerate(zip(self.tokens, self.channels, strict=True)):
+            stream = stream + tokens(self.norms[2 * place](stream).mT).mT
+            stream = stream + channels(self.norms[2 * place + 1](stream))
+        return self.head(stream.mean(1))
+
+
+class _Encoder(nn.Module):
+    """Torch's transformer encoder: on symbols, with outputs for each, or on the rows of digits, with one output."""
+
+    def __init__(self, outputs: int, length: int, *, width: int, symbols: int = 0, **options: Any) -> None:
+        super().__init__()
+        self.embed: nn.Module = nn.Embedding(symbols, width) if symbols else nn.Linear(8, width)
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True, **options)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, outputs)
+        self.symbols = symbols
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        embedded = self.embed(inputs if self.symbols else inputs.view(-1, 8, 8))
+        stream = self.layers(embedded + self.places)
+        return self.head(stream if self.symbols else stream.mean(1))
+
+
+def _patches() -> nn.Module:
+    return vit.VisionTransformer(classes=10, side=24, patch=6, layers=2, width=32, heads=4, hidden=64)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+_LENGTH = 33
+
+
+@functools.cache
+def _load_text(data: str | None, name: str) -> tuple[Tensor, Tensor]:
+    place = None if data is None else str(Path(data, "text", name))
+    found = text.load(place, torch.device("cpu"), smallest=100_000)
+    train = found.train[: len(found.train) // _LENGTH * _LENGTH].view(-1, _LENGTH)
+    return train.clamp(max=127).long(), found.windows(_LENGTH, 192).clamp(max=127).long()
+
+
+def _predict_next(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     (symbols,) = batch
     return F.cross_entropy(model(symbols[:, :-1]).flatten(0, 1), symbols[:, 1:].flatten())
 
 
-# --- convex -----------------------------------------------------------------------------------------------------------
+def _predict_hidden(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Compute the loss of every fifth symbol from the others."""
+    (symbols,) = batch
+    hidden = torch.zeros(_LENGTH, dtype=torch.bool)
+    hidden[int(symbols[0, 0]) % 5 :: 5] = True
+    logits = model(symbols.masked_fill(hidden, 0))
+    return F.cross_entropy(logits[:, hidden].flatten(0, 1), symbols[:, hidden].flatten())
 
 
-def _least_squares(seed: int, *, dense: bool, batch: int | None, size: int = 48) -> Task:
-    """Ill-conditioned; with batches there is noise in the targets, else none."""
-    generator = _generator(seed)
-    count = 2048 if batch else 256
-    x = synthetic.features(count, size, generator, decay=1.0, dense=dense)
-    y = x @ torch.randn(size, 1, generator=generator)
-    if batch:
-        y += 0.1 * torch.randn(count, 1, generator=generator)
-    batches = [(x, y)] if batch is None else _drawn((x, y), batch, generator)
-    return Task(_built(seed, lambda: nn.Linear(size, 1, bias=False)), _squares, batches, (x, y))
+def _text(seed: int, data: str | None, build: _Build, *, name: str, loss: Loss = _predict_next) -> Task:
+    train, held_out = _load_text(data, name)
+    return _make_task(seed, build, loss, (train,), (held_out,), size=16)
 
 
-def _logistic(seed: int, *, dense: bool, size: int = 48) -> Task:
-    generator = _generator(seed)
-    x = synthetic.features(2048, size, generator, decay=1.0, dense=dense)
-    wanted = x @ (4 * torch.randn(size, 1, generator=generator))
-    y = (torch.rand(wanted.shape, generator=generator) < wanted.sigmoid()).float()
+def _gpt(width: int, layers: int) -> nn.Module:
+    return gpt.GPT(128, layers=layers, width=width, heads=4, context=_LENGTH - 1)
+
+
+def _recurrent(kind: Callable[..., nn.RNNBase]) -> nn.Module:
+    return tiny.Recurrent(kind, 24, 64, symbols=128)
+
+
+# --- matrices and functions -------------------------------------------------------------------------------------------
+
+
+def _matrix(seed: int, data: str | None, *, kind: str, rows: int = 48, columns: int = 32, rank: int = 4) -> Task:
+    """Find a low-rank matrix as a product of factors, from noisy entries or from noisy random measurements."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(size, rank, generator=generator) for size in (rows, columns))
+    wanted = ((left * 2.0 ** -(0.5 * torch.arange(rank))) @ right.T).flatten()
+    maps = torch.eye(rows * columns)[torch.randperm(rows * columns, generator=generator)]
+    if kind == "sensing":
+        maps = torch.randn(rows * columns, rows * columns, generator=generator) / columns
+    values = maps @ wanted
+    values += 0.1 * torch.randn(values.shape, generator=generator)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
-
-    return Task(_built(seed, lambda: nn.Linear(size, 1)), loss, _drawn((x, y), 64, generator), (x, y))
-
-
-@functools.cache
-def _digits(coordinates: str = "pixels") -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """To train and to judge with: pixels, transposed ones, or principal components, which have no correlations."""
-    data = digits()
-    parts = [(part.features, part.labels) for part in (data.train, data.validation)]
-    if coordinates == "transposed":
-        parts = [(x.view(-1, 8, 8).mT.flatten(1), y) for x, y in parts]
-    elif coordinates == "components":
-        mean = parts[0][0].mean(0)
-        axes = torch.linalg.eigh((parts[0][0] - mean).T.cov())[1]
-        parts = [((x - mean) @ axes, y) for x, y in parts]
-    elif coordinates == "sums":  # of rows and columns
-        images = [(x.view(-1, 8, 8), y) for x, y in parts]
-        parts = [(torch.cat([x.mean(1), x.mean(2)], 1), y) for x, y in images]
-    return parts[0], parts[1]
-
-
-def _classifier(seed: int, build: Callable[[], nn.Module], coordinates: str = "pixels", **options: Any) -> Task:
-    train, judged = _digits(coordinates)
-    return Task(_built(seed, build), cross_entropy, _drawn(train, 64, _generator(seed)), judged, **options)
-
-
-# --- matrices ---------------------------------------------------------------------------------------------------------
-
-
-def _low_rank(generator: torch.Generator, rows: int, columns: int, rank: int = 4) -> Tensor:
-    """With singular values that fall."""
-    left, right = (torch.randn(size, rank, generator=generator) for size in (rows, columns))
-    return (left * 2.0 ** -torch.arange(rank)) @ right.T
-
-
-def _matrix(seed: int, *, kind: str, rows: int = 24, columns: int = 16) -> Task:
-    """A matrix to be found as a product: from all entries, half of them, or random measurements."""
-    generator = _generator(seed)
-    wanted = _low_rank(generator, rows, columns)
-    seen = torch.ones(rows, columns)
-    if kind == "completion":
-        seen = (torch.rand(rows, columns, generator=generator) < 0.6).float()
-    model = _built(seed, lambda: tiny.Factors(rows, columns, 6))
-    if kind != "sensing":
-        batch = (wanted, seen)
-
-        def entries(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-            return ((model() - batch[0]) * batch[1]).square().sum() / batch[1].sum()
-
-        return Task(model, entries, [batch], batch, egop.Initialization())
-    maps = torch.randn(800, rows * columns, generator=generator) / 10
-    found = maps @ wanted.flatten()
-
-    def measured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (batch[0] @ model().flatten() - batch[1]).square().mean()
 
-    return Task(model, measured, _drawn((maps, found), 100, generator), (maps, found))
+    train, held_out = (maps[512:], values[512:]), (maps[:512], values[:512])
+    return _make_task(seed, lambda: tiny.Factors(rows, columns, 6), loss, train, held_out, size=128)
 
 
-def _deep_linear(seed: int) -> Task:
-    generator = _generator(seed)
-    x = synthetic.features(2048, 32, generator, decay=0.75, dense=True)
-    y = x @ torch.randn(32, 8, generator=generator)
-    return Task(_built(seed, lambda: linear_network(32, 24, 24, 8)), _squares, _drawn((x, y), 64, generator), (x, y))
+def _linear(seed: int, data: str | None) -> Task:
+    """Train a deep linear network on correlated features."""
+    generator = torch.Generator().manual_seed(seed)
+    x = synthetic.features(4096, 48, generator, decay=0.75, dense=True)
+    y = x @ torch.randn(48, 12, generator=generator) + 0.05 * torch.randn(4096, 12, generator=generator)
+    return _make_task(
+        seed, lambda: linear_network(48, 48, 48, 12), _squares, (x[512:], y[512:]), (x[:512], y[:512]), size=64
+    )
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _table(seed: int, *, mixed: bool) -> Task:
-    """Friedman's function; mixed, its features come through a badly conditioned matrix."""
-    generator = _generator(seed)
-    x, y = synthetic.friedman(4096, generator)
+def _table(seed: int, data: str | None, *, mixed: bool) -> Task:
+    """Learn Friedman's function of ten features; mixed, they are linear combinations of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = synthetic.friedman(6144, generator)
     if mixed:
-        x = (x @ synthetic.rotation(10, generator)) * torch.logspace(0, -1.5, 10) @ synthetic.rotation(10, generator)
-    model = _built(seed, lambda: perceptron(10, 48, 48, 1))
-    return Task(model, _squares, _drawn((x[:3072], y[:3072]), 64, generator), (x[3072:], y[3072:]))
-
-
-# --- sequences --------------------------------------------------------------------------------------------------------
-
-
-def _windows(text: Tensor, length: int) -> Tensor:
-    return text[: len(text) // length * length].view(-1, length)
-
-
-def _rows(kind: str, seed: int, length: int = 33) -> tuple[Tensor, int]:
-    """Sequences of symbols, and how many symbols there are."""
-    generator = _generator(seed)
-    if kind == "copies":
-        return synthetic.copies(1500, length // 2, generator), synthetic.COPY_SYMBOLS
-    if kind == "sums":
-        return _windows(synthetic.sums(50_000, generator), length), synthetic.SUM_SYMBOLS
-    return _windows(synthetic.words(50_000, generator), length), synthetic.WORD_SYMBOLS
-
-
-def _small_gpt(symbols: int) -> nn.Module:
-    return gpt.GPT(symbols, layers=2, width=32, heads=2, context=32)
-
-
-def _sequences(seed: int, kind: str, build: Callable[[int], nn.Module], **options: Any) -> Task:
-    rows, symbols = _rows(kind, seed)
-    cut = len(rows) - 100
-    batches = _drawn((rows[:cut],), 16, _generator(seed + 1))
-    return Task(_built(seed, lambda: build(symbols)), _next_symbol, batches, (rows[cut:],), **options)
-
-
-def _images_by_rows(seed: int, kind: Callable[..., nn.RNNBase]) -> Task:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Unflatten(1, (8, 8)), tiny.Recurrent(kind, 8, 32, 10))
-
-    return _classifier(seed, build)
-
-
-def _patches(seed: int) -> Task:
-    def build() -> nn.Module:
-        shape = {"classes": 10, "side": 8, "patch": 2, "layers": 2, "width": 24, "heads": 2, "hidden": 48}
-        return vit.VisionTransformer(**shape)
-
-    (x, y), (judged, labels) = _digits()
-    colours, seen = (part.view(-1, 1, 8, 8).expand(-1, 3, -1, -1) for part in (x, judged))
-    batches = _drawn((colours, y), 32, _generator(seed))
-    return Task(_built(seed, build), cross_entropy, batches, (seen, labels), egop.Initialization(vit.initialize_))
-
-
-def _autoencoder(seed: int, build: Callable[[], nn.Module]) -> Task:
-    (x, _), (judged, _) = _digits()
-    return Task(_built(seed, build), _squares, _drawn((x, x), 64, _generator(seed)), (judged, judged))
-
-
-# --- physics ----------------------------------------------------------------------------------------------------------
-
-
-def _slope(of: Tensor, by: Tensor) -> Tensor:
-    return torch.autograd.grad(of.sum(), by, create_graph=True)[0]
+        x = (x @ synthetic.rotation(10, generator)) * torch.logspace(0, -1, 10) @ synthetic.rotation(10, generator)
+    return _make_task(
+        seed, lambda: perceptron(10, 64, 64, 1), _squares, (x[1024:], y[1024:]), (x[:1024], y[:1024]), size=64
+    )
 
 
 def _poisson(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    """-u'' = f on [0, 1] with u = 0 at both ends, for u = sin πx + sin(4πx)/4."""
-    with torch.enable_grad():  # judged without gradients, and still differentiated by x
+    """Compute the residual of -u'' = f on [0, 1], u = 0 at both ends, for u = sin(pi x) + sin(4 pi x) / 4."""
+    with torch.enable_grad():  # also in evaluation
         x = batch[0].detach().requires_grad_()
-        bend = _slope(_slope(model(x), x), x)
-        pi = torch.pi
-        residual = bend + pi**2 * torch.sin(pi * x) + 4 * pi**2 * torch.sin(4 * pi * x)
-        ends = model(torch.tensor([[0.0], [1.0]], dtype=x.dtype))
-        return residual.square().mean() / pi**4 + 10 * ends.square().mean()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        residual = bend / torch.pi**2 + torch.sin(torch.pi * x) + 4 * torch.sin(4 * torch.pi * x)
+        ends = model(torch.tensor([[0.0], [1.0]]))
+        return residual.square().mean() + 10 * ends.square().mean()
 
 
-def _burgers(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    """u_t + u u_x = ν u_xx on [-1, 1] from -sin πx, with u = 0 at both ends."""
-    with torch.enable_grad():
-        x, t = batch[0][:, :1].detach().requires_grad_(), batch[0][:, 1:].detach().requires_grad_()
-        u = model(torch.cat([x, t], 1))
-        along = _slope(u, x)
-        residual = _slope(u, t) + u * along - 0.05 * _slope(along, x)
-        start = model(torch.cat([x, torch.zeros_like(t)], 1)) + torch.sin(torch.pi * x)
-        ends = model(torch.cat([torch.sign(x), t], 1))
-        return residual.square().mean() + start.square().mean() + ends.square().mean()
+def _physics(seed: int, data: str | None) -> Task:
+    points = torch.rand(4096, 1, generator=torch.Generator().manual_seed(seed))
+    return _make_task(seed, lambda: tiny.tanh(1, 32, 32, 1), _poisson, (points[256:],), (points[:256],), size=64)
 
 
-def _physics(seed: int, loss: Loss, inputs: int) -> Task:
-    generator = _generator(seed)
-    model = _built(seed, lambda: tiny.tanh(inputs, 24, 24, 1))
-    low = torch.tensor([-1.0, 0.0])[:inputs] if inputs == 2 else torch.zeros(1)
-    points = low + (1 - low) * torch.rand(4000, inputs, generator=generator)
-    return Task(model, loss, _drawn((points,), 64, generator), (points[:512],))
+# --- fine-tuning ------------------------------------------------------------------------------------------------------
 
 
-# --- trained before ---------------------------------------------------------------------------------------------------
-
-
-def _trained(task: Task, steps: int, lr: float) -> nn.Module:
-    """A copy of the model, trained with AdamW."""
+def _pretrain(task: Task, steps: int, lr: float) -> nn.Module:
     model = copy.deepcopy(task.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for step in range(steps):
+    for batch in itertools.islice(task.batches, steps):
         optimizer.zero_grad()
-        task.loss(model, task.batches[step % len(task.batches)]).backward()
+        task.loss(model, batch).backward()
         optimizer.step()
     return model
 
 
-@functools.lru_cache(maxsize=8)
-def _trained_classifier(seed: int) -> nn.Module:
-    return _trained(_classifier(seed, lambda: perceptron(64, 48, 48, 10)), 400, 4e-3)
+@functools.cache
+def _pretrain_cnn(seed: int) -> nn.Module:
+    return _pretrain(_digits(seed, None, partial(_flat_to_convolutions, None)), 400, 2e-3)
 
 
-@functools.lru_cache(maxsize=8)
-def _trained_gpt(seed: int) -> nn.Module:
-    return _trained(_sequences(seed, "words", _small_gpt), 300, 8e-3)
+@functools.cache
+def _pretrain_gpt(seed: int, data: str | None) -> nn.Module:
+    return _pretrain(_text(seed, data, partial(_gpt, 48, 2), name="tinyshakespeare"), 600, 4e-3)
 
 
-def _further(seed: int, trained: Callable[[int], nn.Module], rank: int = 0) -> nn.Module:
-    """A copy of a trained network to be trained further: all of it, or adapters."""
-    model = copy.deepcopy(trained(seed))
-    return _built(seed, lambda: tiny.adapted(model, rank)) if rank else model
+def _further_digits(seed: int, data: str | None) -> Task:
+    """Train all of a network further, on transposed digits."""
+    return _digits(seed, data, lambda: copy.deepcopy(_pretrain_cnn(seed)), transposed=True)
 
 
-def _further_images(seed: int, rank: int = 0) -> Task:
-    """On images that are transposed."""
-    rho = egop.Recentered(0.02 if rank else 0.0)
-    return _classifier(seed, lambda: _further(seed, _trained_classifier, rank), "transposed", rho=rho)
+def _adapt_text(seed: int, data: str | None) -> Task:
+    """Train adapters of a GPT that was trained on another text."""
+    return _text(seed, data, lambda: tiny.adapted(copy.deepcopy(_pretrain_gpt(seed, data)), 8), name="wikitext-2")
 
 
-def _further_text(seed: int, rank: int = 0) -> Task:
-    """On a text of other words."""
-    rho = egop.Recentered(0.02 if rank else 0.0)
-    return _sequences(seed + 500, "words", lambda _: _further(seed, _trained_gpt, rank), rho=rho)
+def _flat_to_convolutions(norm: Callable[[int], nn.Module] | None) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *_convolutions(16, 1, 8, norm))  # type: ignore[misc]
 
 
-# --- what cannot be helped --------------------------------------------------------------------------------------------
+def _group_norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(4, channels)
 
 
-def _white_noise(seed: int, rows: int = 16, columns: int = 24) -> Task:
-    """All directions are alike, and so is the noise of the gradients."""
-    noise = torch.randn(400, rows, columns, generator=_generator(seed))
+_TABLE: list[tuple[str, Problem]] = [
+    ("mlp-digits", Problem("MLP", "open", partial(_digits, build=lambda: perceptron(64, 128, 128, 10)))),
+    ("mlp-norm-imagenette", Problem("MLP", "open", partial(
+        _imagenette, build=lambda: _flat_images(432, 96, 96, 10), side=12))),
+    ("table", Problem("MLP", "open", partial(_table, mixed=False))),
+    ("cnn-digits", Problem("CNN", "open", partial(_digits, build=lambda: _flat_to_convolutions(None)))),
+    ("cnn-norm-digits", Problem("CNN", "open", partial(_digits, build=lambda: _flat_to_convolutions(nn.BatchNorm2d)))),
+    ("resnet-imagenette", Problem("residual network", "open", partial(
+        _imagenette, build=_residual_network, side=24), 300)),
+    ("gpt-shakespeare", Problem("transformer", "open", partial(
+        _text, build=lambda: _gpt(48, 2), name="tinyshakespeare"), 400)),
+    ("encoder-digits", Problem("transformer", "open", partial(
+        _digits, build=lambda: _Encoder(10, 8, width=32, norm_first=True, dropout=0.0)), 350)),
+    ("gru-shakespeare", Problem("recurrent network", "open", partial(
+        _text, build=lambda: _recurrent(nn.GRU), name="tinyshakespeare"), 350)),
+    ("autoencoder-digits", Problem("autoencoder", "open", partial(
+        _reconstruct, build=lambda: perceptron(64, 96, 16, 96, 64), source="digits"))),
+    ("matrix-completion", Problem("factors", "open", partial(_matrix, kind="completion"))),
+    ("linear-network", Problem("factors", "open", _linear)),
+    ("poisson", Problem("physics", "open", _physics)),
+    ("lora-gpt", Problem("LoRA", "open", _adapt_text, 250)),
+    ("mlp-imagenette", Problem("MLP", "frozen", partial(
+        _imagenette, build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 128, 64, 10)), side=12))),
+    ("table-mixed", Problem("MLP", "frozen", partial(_table, mixed=True))),
+    ("mixer-digits", Problem("MLP", "frozen", partial(_digits, build=_Mixer), 300)),
+    ("cnn-imagenette", Problem("CNN", "frozen", partial(
+        _imagenette, build=lambda: _convolutions(12, 3, 24), side=24), 200)),
+    ("cnn-group-digits", Problem("CNN", "frozen", partial(
+        _digits, build=lambda: _flat_to_convolutions(_group_norm)), 300)),
+    ("encoder-wikitext", Problem("transformer", "frozen", partial(
+        _text, build=lambda: _Encoder(128, _LENGTH, width=48, symbols=128, norm_first=True, dropout=0.0),
+        name="wikitext-2", loss=_predict_hidden), 200)),
+    ("gpt-wikitext", Problem("transformer", "frozen", partial(
+        _text, build=lambda: _gpt(64, 2), name="wikitext-2"), 200)),
+    ("vit-imagenette", Problem("transformer", "frozen", partial(_imagenette, build=_patches, side=24), 200)),
+    ("lstm-wikitext", Problem("recurrent network", "frozen", partial(
+        _text, build=lambda: _recurrent(nn.LSTM), name="wikitext-2"), 250)),
+    ("denoising-imagenette", Problem("autoencoder", "frozen", partial(
+        _reconstruct, source="imagenette", noise=0.5,
+        build=lambda: nn.Sequential(nn.Flatten(), *perceptron(432, 64, 432), nn.Unflatten(1, (3, 12, 12)))))),
+    ("contrast-digits", Problem("MLP", "frozen", partial(
+        _digits, build=lambda: perceptron(64, 128, 64, 32), loss=_contrast))),
+    ("matrix-sensing", Problem("factors", "frozen", partial(_matrix, kind="sensing"))),
+    ("photograph", Problem("MLP", "frozen", _paint)),
+    ("further-cnn", Problem("fine-tuning", "frozen", _further_digits, 250)),
+]  # fmt: skip
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        (weight,) = model.parameters()
-        return 0.5 * weight.square().sum() + (batch * weight).sum()
 
-    model = _built(seed, lambda: nn.Linear(columns, rows, bias=False))
-    return Task(model, loss, list(noise), torch.zeros(rows, columns))
-
-
-def _entries(seed: int) -> Task:
-    """Least squares for every entry of a matrix by itself, badly conditioned."""
-    generator = _generator(seed)
-    scales = torch.exp(1.5 * torch.randn(12, 16, generator=generator))
-    x = torch.randn(2048, 12, 16, generator=generator) * scales
-    y = x * torch.randn(12, 16, generator=generator) / scales.sqrt()
-    return Task(_built(seed, lambda: tiny.Elementwise(12, 16)), _squares, _drawn((x, y), 32, generator), (x, y))
-
-
-_make = functools.partial
-_gpt = _make(_sequences, build=_small_gpt, rho=egop.Initialization(gpt.initialize_))
-
-_LIST = [
-    Problem("quadratic-axes", _AXES, _make(_least_squares, dense=False, batch=None), 400, 3.2e-2, 128),
-    Problem("quadratic-dense", _DENSE, _make(_least_squares, dense=True, batch=None), 400, 3.2e-2, 128),
-    Problem("least-squares-axes", _AXES, _make(_least_squares, dense=False, batch=32), 400, 3.2e-2, 128),
-    Problem("least-squares-dense", _DENSE, _make(_least_squares, dense=True, batch=32), 400, 3.2e-2, 128),
-    Problem("logistic-axes", _AXES, _make(_logistic, dense=False), 400, 6.4e-2, 128),
-    Problem("logistic-dense", _DENSE, _make(_logistic, dense=True), 400, 6.4e-2, 128),
-    Problem("softmax-digits", _DENSE, _make(_classifier, build=lambda: nn.Linear(64, 10)), 300, 3.2e-2),
-    Problem(
-        "softmax-components", _AXES, _make(_classifier, build=lambda: nn.Linear(64, 10), coordinates="components"), 300
-    ),
-    Problem("factorisation", "matrix", _make(_matrix, kind="factorisation"), 300, 3.2e-2),
-    Problem("completion", "matrix", _make(_matrix, kind="completion"), 300, 3.2e-2),
-    Problem("sensing", "matrix", _make(_matrix, kind="sensing"), 300, 3.2e-2),
-    Problem("deep-linear", "matrix", _deep_linear),
-    Problem("mlp-digits", "MLP, digits", _make(_classifier, build=lambda: perceptron(64, 32, 10))),
-    Problem("mlp-digits-deep", "MLP, digits", _make(_classifier, build=lambda: tiny.tanh(64, 32, 32, 32, 10))),
-    Problem(
-        "mlp-components", _IDLE, _make(_classifier, build=lambda: perceptron(64, 32, 10), coordinates="components")
-    ),
-    Problem("mlp-sums", "MLP, table", _make(_classifier, build=lambda: perceptron(16, 48, 10), coordinates="sums")),
-    Problem("mlp-friedman", "MLP, table", _make(_table, mixed=False)),
-    Problem("mlp-friedman-mixed", "MLP, table", _make(_table, mixed=True)),
-    Problem("cnn-digits", "CNN", _make(_classifier, build=tiny.convolutions), 250),
-    Problem("cnn-depthwise", "CNN", _make(_classifier, build=tiny.depthwise), 250),
-    Problem("gpt-words", "GPT", _make(_gpt, kind="words"), 300),
-    Problem("gpt-sums", "GPT", _make(_gpt, kind="sums"), 300),
-    Problem("gpt-copies", "GPT", _make(_gpt, kind="copies"), 300),
-    Problem("vit-digits", "ViT", _patches, 250),
-    Problem("gru-digits", "RNN", _make(_images_by_rows, kind=nn.GRU), 250),
-    Problem("rnn-digits", "RNN", _make(_images_by_rows, kind=nn.RNN), 250),
-    Problem(
-        "gru-words",
-        "RNN",
-        _make(_sequences, kind="words", build=lambda symbols: tiny.Recurrent(nn.GRU, 16, 48, symbols, symbols)),
-        150,
-    ),
-    Problem("autoencoder", "autoencoder", _make(_autoencoder, build=lambda: perceptron(64, 48, 8, 48, 64))),
-    Problem("autoencoder-tanh", "autoencoder", _make(_autoencoder, build=lambda: tiny.tanh(64, 32, 8, 32, 64))),
-    Problem("pinn-poisson", "physics-informed", _make(_physics, loss=_poisson, inputs=1), 400),
-    Problem("pinn-burgers", "physics-informed", _make(_physics, loss=_burgers, inputs=2), 400),
-    Problem("further-mlp", "fine-tuning", _further_images, 200, 4e-3),
-    Problem("further-gpt", "fine-tuning", _further_text, 150, 4e-3),
-    Problem("lora-mlp", "LoRA", _make(_further_images, rank=4), 200),
-    Problem("lora-gpt", "LoRA", _make(_further_text, rank=2), 150),
-    Problem("white-noise", _IDLE, _white_noise, 300),
-    Problem("entries", _IDLE, _entries, 300, 3.2e-2),
-    Problem("bigrams", _IDLE, _make(_sequences, kind="words", build=tiny.Bigrams), 300, 3.2e-2),
-]
-
-PROBLEMS: Mapping[str, Problem] = {problem.id: problem for problem in _LIST}
+PROBLEMS: Mapping[str, Problem] = dict(_TABLE)
