@@ -122,7 +122,7 @@ class AdviceExperiment(Experiment):
         )
         code = (
             "The race and the full trainings ran the same code. Since then, EGOP takes larger steps where a layer has "
-            "more outputs than inputs."
+            "more inputs than outputs."
         )
         rules = (
             "The rule that scales learning rates to the planned length was chosen on the open half before the frozen "
