@@ -313,7 +313,9 @@ class _Racer:
         """Search each candidate's learning rate with short runs; move on when the first stage's time is used up."""
         end = self.began + _FIRST_STAGE * self.budget
         start = _START
-        waiting = list(self.candidates)
+        # The fastest first, so that slow candidates do not use up the time of the others.
+        baseline, *others = self.candidates
+        waiting = [baseline, *sorted(others, key=lambda each: self.step_seconds[each.name])]
         while waiting:
             now = time.monotonic()
             self.deadline = now + (end - now) / len(waiting)  # an equal share of what is left
