@@ -38,6 +38,8 @@ _WORSE = 2
 _USUAL = 6
 # Timing the first steps of a candidate may take this fraction of the budget.
 _TIMING = 0.1
+# If the budget is too small for all, leave out candidates whose steps are slower than the baseline's by this factor.
+_TOO_SLOW = 5.0
 # The second stage begins after this fraction of the budget at the latest.
 _FIRST_STAGE = 0.6
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left{postfix}"
@@ -271,10 +273,12 @@ class _Racer:
             self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9)
 
     def _drop_slowest(self, shortest: tuple[int, int]) -> None:
-        """Leave out the slowest candidates until the shortest runs fit into the budget."""
+        """Leave out candidates with very slow steps until the shortest runs fit into the budget."""
         while len(self.candidates) > 1 and self._estimate(shortest) > self._time_left():
             slowest = max(self.candidates[1:], key=lambda each: self.step_seconds[each.name])
             slowdown = self.step_seconds[slowest.name] / max(self.step_seconds[self.candidates[0].name], 1e-9)
+            if slowdown < _TOO_SLOW:
+                break
             self._drop(slowest, f"its steps take {slowdown:.1f} x as long as {self.candidates[0].name}'s")
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
@@ -313,7 +317,9 @@ class _Racer:
         """Search each candidate's learning rate with short runs; move on when the first stage's time is used up."""
         end = self.began + _FIRST_STAGE * self.budget
         start = _START
-        waiting = list(self.candidates)
+        # The fastest first, so that slow candidates do not use up the time of the others.
+        baseline, *others = self.candidates
+        waiting = [baseline, *sorted(others, key=lambda each: self.step_seconds[each.name])]
         while waiting:
             now = time.monotonic()
             self.deadline = now + (end - now) / len(waiting)  # an equal share of what is left
