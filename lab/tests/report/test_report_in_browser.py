@@ -45,7 +45,7 @@ def test_a_link_opens_its_part_and_figures_fit_in_the_pages_own_colours(tmp_path
     )
     sections = [
         reproduction.Section(experiment(id), "full", rows, (Picture(id, "Caption.", panels),))
-        for id in ("digits", "resnet", "coordinates")
+        for id in ("digits", "resnet", "advice")
     ]
     reproduction.write_html(sections, tmp_path / "report.html")
     (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><title>x</title><body>{FRAMES}{PROBE}</body>")
