@@ -126,7 +126,7 @@ class Diagnosis:
         if (name := self.closest) is None:
             return "Gain: none. AdamW ran alone, see below."
         comparison = self.comparisons[name]
-        who = f"{name} reaches" if name == self.advised else f"none. {name}, the closest, reaches"
+        who = f"{name} reaches" if name == self.advised else f"no time saved. {name}, the closest, reaches"
         if math.isinf(comparison.steps):
             return f"Gain: none. {name}, the closest, did not lower the loss."
         return (
