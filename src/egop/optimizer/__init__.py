@@ -10,7 +10,6 @@ from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
 from egop.optimizer.stacks import Stack, Stacks
-from egop.optimizer.state_dicts import check_state_dict
 
 __all__ = [
     "BoundBlock",
@@ -22,7 +21,6 @@ __all__ = [
     "Stack",
     "Stacks",
     "check_moments",
-    "check_state_dict",
     "find_user_level",
     "name_groups",
     "named_parameters",

@@ -18,8 +18,9 @@ from egop.distributed import is_sharded, to_full, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
-from egop.optimizer import check_state_dict, name_groups
+from egop.optimizer import name_groups
 from egop.recipes.choice import WeightChoice
+from egop.recipes.state_dicts import check_state_dict
 
 __all__ = ["EGOP"]
 
