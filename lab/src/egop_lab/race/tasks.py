@@ -126,8 +126,8 @@ _TEST |= {"multiples": (1.5,), "evaluations": 3, "windows": 16, "guesses": _gues
 _TEST["betas"] = IMAGE_BETAS | TEXT_BETAS
 
 _ALL = (
-    Task(name="gpt-6x384-400", steps=400, guesses=_guess(2, 5, 4, 4, 4), **_WIKITEXT),
-    Task(name="gpt-6x384-1600", steps=1600, guesses=_guess(2, 4, 3, 3, 3), **_WIKITEXT),
+    Task(name="gpt-6x384-400", steps=400, guesses=_guess(2, 5, 4, 4, 2), **_WIKITEXT),
+    Task(name="gpt-6x384-1600", steps=1600, guesses=_guess(2, 4, 3, 3, 1), **_WIKITEXT),
     Task(
         name="gpt-12x768-400",
         data="wikitext-2",
@@ -135,7 +135,7 @@ _ALL = (
         batch=32,
         steps=400,
         seeds=5,
-        guesses=_guess(-1, 3, 2, 3, 4),
+        guesses=_guess(-1, 3, 2, 3, 1),
         step_seconds=0.025,
     ),
     Task(  # 65,536 tokens a batch; clipping and betas as on gpt-6x384-400, where all methods but NorMuon chose clipping
@@ -145,7 +145,7 @@ _ALL = (
         batch=64,
         steps=573,
         seeds=3,
-        guesses=_guess(-1, 3, 2, 3, 3),
+        guesses=_guess(-1, 3, 2, 3, 1),
         betas={**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)},
         warmups=(50,),
         clips=(1.0,),
@@ -161,7 +161,7 @@ _ALL = (
         network="resnet",
         model={"depths": [3, 4, 6, 3], "width": 64, "classes": 10},
         steps=730,
-        guesses=_guess(0, 6, 6, 4, 6, SGD=13),
+        guesses=_guess(0, 6, 6, 4, 4, SGD=13),
         weight_decay=1e-4,
         step_seconds=0.012,
         **_IMAGES,
@@ -171,7 +171,7 @@ _ALL = (
         network="vit",
         model={"classes": 10, "side": 96, "patch": 8, "layers": 6, "width": 384, "heads": 6, "hidden": 1024},
         steps=1168,
-        guesses=_guess(-4, 2, 2, 2, 3),
+        guesses=_guess(-4, 2, 2, 2, 0),
         **_IMAGES,
     ),
     Task(name="tiny", model={**_TINY, "context": 16}, **_TEST),
