@@ -41,7 +41,7 @@ class ReferenceEGOP(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        every: int = 20,
+        every: int = 200,
         update_rms: float = 0.4,
     ) -> None:
         groups = [{"params": list(weights), "rotate": True}, {"params": list(others), "rotate": False}]
@@ -86,15 +86,14 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return True after steps 1, 2, 4, 8, ... below ``every``, and after every ``every`` steps."""
-    return step % every == 0 or (step < every and step.bit_count() == 1)
+    """Return True after steps 1, 2, 3, 4, 6, 8, 12, 16, 24, ... below ``every``, and after every ``every`` steps."""
+    return step % every == 0 or (step < every and step % 2 ** max(0, step.bit_length() - 2) == 0)
 
 
 def renew(state: dict[str, Any]) -> None:
     """Take one step of orthogonal iteration on M Mᵀ and rotate the moments into the new basis."""
     Q, M, V = (state[name] for name in "QMV")
-    ones = torch.eye(len(M), dtype=M.dtype, device=M.device)
-    R = power_iteration(M @ M.mT, ones)  # the new basis in the coordinates of the old one
+    R = power_iteration(M @ M.mT)  # the new basis in the coordinates of the old one
     state |= {"Q": Q @ R, "M": R.mT @ M, "V": R.mT.square() @ V}
 
 

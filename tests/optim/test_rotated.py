@@ -44,8 +44,9 @@ def distance(one, other):
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def test_bases_are_renewed_after_powers_of_two_and_then_periodically():
-    assert [step for step in range(70) if _is_due(step, 20)] == [1, 2, 4, 8, 16, 20, 40, 60]
+def test_bases_are_renewed_ever_more_rarely_and_then_periodically():
+    assert [step for step in range(70) if _is_due(step, 20)] == [1, 2, 3, 4, 6, 8, 12, 16, 20, 40, 60]
+    assert [step for step in range(30, 700) if _is_due(step, 200)] == [32, 48, 64, 96, 128, 192, 200, 400, 600]
     assert [step for step in range(7) if _is_due(step, 1)] == [1, 2, 3, 4, 5, 6]
 
 

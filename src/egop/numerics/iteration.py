@@ -13,14 +13,18 @@ _PROBES = 4  # vectors on which a new basis is tested
 _SHIFT = 1e-6  # weight of the old basis, relative to the mean eigenvalue: it keeps directions without gradient in place
 
 
-def power_iteration(gram: Tensor, basis: Tensor) -> Tensor:
+def power_iteration(gram: Tensor, basis: Tensor | None = None) -> Tensor:
     """Take one step of orthogonal iteration towards the eigenvectors of a Gram matrix, strongest first.
+
+    The iteration starts from the basis, by default from the identity.
 
     The shift keeps weak directions close to the old ones. Directions whose gradient is only rounding error stay exactly
     where they are: they are orthonormalized first, so that no error of the others reaches them, and then moved last.
     """
     with exact_products():  # with fewer digits, the weak directions would change randomly every time
-        image = gram @ basis
+        image = gram if basis is None else gram @ basis
+        if basis is None:
+            basis = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
         held = (basis * image).sum(-2, keepdim=True)
         noise = ROUNDING * torch.finfo(held.dtype).eps * held.amax(-1, keepdim=True)
         null = (held <= noise) & noise.isfinite()

@@ -58,6 +58,10 @@ class ElementwiseOps:
         """
         layout = self._layout(weights[0], last)
         out = tensors[0].new_empty(len(tensors), *layout.shape, dtype=dtype)
+        kernels = self._kernels(weights[0], layout, tensors)
+        if kernels is not None and out.dtype in (torch.float32, torch.bfloat16):
+            kernels.stack(self._address(kernels, tensors), out)
+            return out
         views = _permute(tensors, layout)
         copy_all([matrix.view(views[0].shape) for matrix in out.unbind()], views)
         return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["addresses", "apply_updates", "check", "scale", "update_moments"]
+__all__ = ["addresses", "apply_updates", "check", "scale", "stack", "update_moments"]
 
 _BLOCK = 1024  # entries for each program
 
@@ -46,6 +46,14 @@ def _update_moments(
         tl.store(squares, square, inside)
         result = result / (tl.sqrt_rn(square) + eps)
     tl.store(out + number.to(tl.int64) * size + entries, result, inside)
+
+
+@triton.jit
+def _stack(addresses, out, size, BLOCK: tl.constexpr):
+    number = tl.program_id(1)
+    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < size
+    tl.store(out + number.to(tl.int64) * size + entries, tl.load(_at(addresses, number) + entries, inside, 0.0), inside)
 
 
 @triton.jit
@@ -93,6 +101,13 @@ def update_moments(
             addresses, out if stack is None else stack, out, count, size, *numbers,
             nesterov, second is not None, stack is not None, _BLOCK,
         )  # fmt: skip
+
+
+def stack(addresses: Tensor, out: Tensor) -> None:
+    """Write the tensors at these addresses to ``out``, stacked, in its dtype."""
+    count, size = len(out), out[0].numel()
+    with torch.cuda.device_of(out):
+        _stack[_grid(count, size)](addresses, out, size, _BLOCK)
 
 
 def apply_updates(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tensor) -> None:

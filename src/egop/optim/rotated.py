@@ -40,9 +40,10 @@ class RotatedPolarAdam(PolarAdam):
     r"""PolarAdam on rotated coordinates of each weight, :math:`Q^\top W` or :math:`W Q`, whichever side is smaller.
 
     The basis :math:`Q` starts as the identity and follows the eigenvectors of :math:`M M^\top`, where :math:`M` is the
-    momentum. A renewal is one step of orthogonal iteration, before step 2, 3, 5, 9, ... and then every ``every`` steps.
-    Gradients are rotated and updates rotated back, so the weights keep their own coordinates. ``exp_avg`` and
-    ``exp_avg_sq`` are in the basis; a renewal rotates the first exactly, the second by the squared rotation.
+    momentum. A renewal is one step of orthogonal iteration, after steps 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and then
+    every ``every`` steps. Gradients are rotated and updates rotated back, so the weights keep their own coordinates.
+    ``exp_avg`` and ``exp_avg_sq`` are in the basis; a renewal rotates the first exactly, the second by the squared
+    rotation.
 
     On a GPU a new basis is computed on another stream right after the step before, alongside the next forward and
     backward pass. Until the step that installs it, the state stays as it is.
@@ -56,7 +57,7 @@ class RotatedPolarAdam(PolarAdam):
 
     recordable = True
 
-    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *, every: int = 20, **options: Any) -> None:
+    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *, every: int = 200, **options: Any) -> None:
         check_positive_int("every", every)
         super().__init__(params, lr, **options)
         self.defaults["every"] = every
@@ -199,7 +200,7 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
         bases: the old bases.
     """
     ones = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device).expand_as(grams)
-    turns = power_iteration(grams, ones)
+    turns = power_iteration(grams)
     turns = torch.where(is_sound(turns, ones)[..., None, None], turns, ones)
     with exact_products():
         fresh = bases @ turns
@@ -234,7 +235,8 @@ def _find_due(group: Mapping[str, Any], weights: Sequence[Tensor], steps: Sequen
 
 
 def _is_due(step: int, every: int) -> bool:
-    is_early = step < every and step & (step - 1) == 0
+    """Return True after steps 1, 2, 3, 4, 6, 8, 12, 16, 24, ... below ``every``, and after every ``every`` steps."""
+    is_early = step < every and step % 2 ** max(0, step.bit_length() - 2) == 0
     return step > 0 and (is_early or step % every == 0)
 
 

@@ -40,8 +40,8 @@ class EGOP(Optimizer):
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
-    rotation is renewed every ``every`` steps. AdamW updates embeddings, output heads, norms and biases.
-    ``print(optimizer.plan)`` shows which weights are rotated, and why others are not.
+    rotation is renewed often at first, and then every ``every`` steps. AdamW updates embeddings, output heads, norms
+    and biases. ``print(optimizer.plan)`` shows which weights are rotated, and why others are not.
 
     Weights in half precision have float32 copies, which are stepped in their place. With FSDP2, the moments are sharded
     like the weights.
@@ -54,7 +54,8 @@ class EGOP(Optimizer):
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
             their own.
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
-        every: number of steps between renewals of a rotation.
+        every: largest number of steps between renewals of a rotation. There are more at first: after steps 1, 2, 3, 4,
+            6, 8, 12, 16, 24, ...
         exclude: name patterns, such as ``"*.gate"``, of layers or weights to leave to AdamW.
         update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
             functions instead of modules.
@@ -84,7 +85,7 @@ class EGOP(Optimizer):
         weight_decay: float = 0.01,
         *,
         rotate: bool = True,
-        every: int = 20,
+        every: int = 200,
         exclude: Sequence[str] = (),
         update_rms: float | None = None,
         model: nn.Module | None = None,

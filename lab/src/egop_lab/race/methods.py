@@ -126,7 +126,7 @@ def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[di
 
 def build_egop(setup: Setup) -> Optimizer:
     """Build what egop.EGOP is, with the outside betas of every other arm; ``beta`` is PolarAdam's beta2."""
-    return build_polar(setup, RotatedPolarAdam, every=20)
+    return build_polar(setup, RotatedPolarAdam)
 
 
 def build_random(setup: Setup) -> Optimizer:

@@ -8,6 +8,7 @@ from typing import Any
 
 RIVALS = ("AdamW", "Muon", "NorMuon", "SOAP", "SGD")
 TUNING_SEEDS = (10000, 10001, 10002)
+FOLLOWERS = {"EGOP, random rotation": "EGOP"}  # controls, which run with the tuned values of another method
 DECAY = 0.4  # part of the run over which the learning rate falls to 0
 
 
@@ -119,7 +120,11 @@ def _guess(adamw: int, muon: int, normuon: int, soap: int, egop: int, **further:
 _SMALL: dict[str, Any] = {"layers": 6, "width": 384, "heads": 6, "context": 256}
 _TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2}
 _WIKITEXT: dict[str, Any] = {"data": "wikitext-2", "model": _SMALL, "batch": 64, "seeds": 8}
-_IMAGES: dict[str, Any] = {"data": "imagenette", "batch": 128, "seeds": 5, "betas": IMAGE_BETAS, "beta2": 0.99}
+# Of the larger tasks only the rate is tuned.
+_RATE_ONLY: dict[str, Any] = {"warmups": (50,), "clips": (1.0,), "room": 1}
+_LARGE_BETAS: dict[str, tuple[float, ...]] = {**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)}
+_IMAGES: dict[str, Any] = {"data": "imagenette", "batch": 128, "seeds": 5, "beta2": 0.99, **_RATE_ONLY}
+_IMAGES["betas"] = _LARGE_BETAS | dict.fromkeys(_ADAMS, (0.99,)) | {"SGD": (0.9,)}
 # For tests: seconds on a CPU.
 _TEST: dict[str, Any] = {"data": "synthetic", "batch": 8, "steps": 12, "seeds": 2, "warmups": (2, 4)}
 _TEST |= {"multiples": (1.5,), "evaluations": 3, "windows": 16, "guesses": _guess(13, 15, 15, 14, 14, SGD=13)}
@@ -135,10 +140,12 @@ _ALL = (
         batch=32,
         steps=400,
         seeds=5,
-        guesses=_guess(-1, 3, 2, 3, 1),
+        guesses=_guess(-1, 3, 2, 3, 0),
+        betas=_LARGE_BETAS,
         step_seconds=0.025,
+        **_RATE_ONLY,
     ),
-    Task(  # 65,536 tokens a batch; clipping and betas as on gpt-6x384-400, where all methods but NorMuon chose clipping
+    Task(  # 65,536 tokens a batch
         name="gpt-12x768-code",
         data="code",
         model={"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 32_768},
@@ -146,15 +153,13 @@ _ALL = (
         steps=573,
         seeds=3,
         guesses=_guess(-1, 3, 2, 3, 1),
-        betas={**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)},
-        warmups=(50,),
-        clips=(1.0,),
-        room=1,
+        betas=_LARGE_BETAS,
         tuning_steps=144,
         multiples=(),
         windows=64,
         compiled=True,
         step_seconds=0.14,
+        **_RATE_ONLY,
     ),
     Task(
         name="resnet-34",
