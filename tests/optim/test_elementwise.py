@@ -77,6 +77,7 @@ def test_transform_that_depends_on_the_column_order_gets_the_original_order():
 
 def test_missing_triton_is_logged(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "egop.optim.kernels", None)  # the import fails
+    monkeypatch.delattr(egop.optim, "kernels", raising=False)  # set if the kernels were loaded before
     elementwise._load_kernels.cache_clear()
     with caplog.at_level(logging.INFO, "egop"):
         assert elementwise._load_kernels(torch.device("cuda")) is None
