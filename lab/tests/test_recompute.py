@@ -1,11 +1,13 @@
 """The script that recomputes verdicts says what the lab's judge says."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from egop_lab.experiments.registry import experiment
 from egop_lab.experiments.reproduce import open_store
+from egop_lab.race.tables import METHODS, TITLES
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, RECORDS = ROOT / "lab" / "recompute.py", ROOT / "docs" / "records"
@@ -25,3 +27,20 @@ def test_five_verdicts_are_the_same_without_the_lab():
         for item in experiment(id).judge(open_store(RECORDS, id), "full")
     }
     assert found == {claim: judged[claim] for claim in found}
+
+
+def test_the_readme_has_the_results_that_the_records_give_without_the_lab():
+    script = ROOT / "lab" / "recompute_race.py"
+    assert not [line for line in script.read_text(encoding="utf-8").splitlines() if "import" in line and "egop" in line]
+    done = subprocess.run([sys.executable, script, RECORDS / "race.jsonl"], capture_output=True, text=True, check=True)
+    found = dict(line.split(": ") for line in done.stdout.splitlines())
+    table = re.search(r"<!-- race: results -->\n(.*?)<!-- end -->", (ROOT / "README.md").read_text("utf-8"), re.S)[1]
+    header, _, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()]
+    names = {title: name for name, title in TITLES.items()}
+    shown = {}
+    for title, *cells, needed in rows:
+        task = names[title.removesuffix(" *")]
+        shown |= {f"{task}, {method}": cell for method, cell in zip(header[1:-1], cells, strict=True) if cell != "–"}
+        if needed[0].isdigit():
+            shown[f"{task}, AdamW needs"] = needed.removesuffix(" the steps")
+    assert shown == {key: value for key, value in found.items() if key.split(", ", 1)[1] in {*METHODS, "AdamW needs"}}

@@ -9,6 +9,7 @@ import pytest
 from egop_lab.race import tables
 from egop_lab.race.results import load_records
 from egop_lab.race.tasks import TASKS
+from egop_lab.race.tune import read_losses
 
 ROOT = Path(__file__).parents[3]
 RECORDS = ROOT / "docs" / "records"
@@ -40,6 +41,21 @@ def test_a_method_without_all_of_its_seeds_has_no_loss(records):
     assert tables.final_losses(fewer, task, "AdamW") == []
     assert tables.format_losses([]) == "–"
     assert "| – |" in tables.fill_tables("<!-- race: results -->\n<!-- end -->", fewer, {})
+
+
+def test_egop_without_tuning_has_the_rate_of_adamw_and_its_controls_that_of_egop(records):
+    task = TASKS["gpt-12x768-400"]
+    losses = read_losses(record for run, record in records.items() if run.method == "AdamW")
+    for method in tables.CONTROLS:
+        choice = tables.choose_run(task, method, losses)
+        assert (choice.method, choice.rate) == (method, tables.choose_run(task, "AdamW", losses).rate)
+    assert tables.make_title(task, {}).endswith(" *")
+    assert tables.choose_run(task, "Muon", losses) is None
+
+
+def test_rates_compare_medians_of_tuning_runs(records):
+    _, row, *_ = tables.make_rates_table(records, {})
+    assert row == ["GPT 6×384, 400 steps", "2.0e-3", "1.4e-3", "0.005"]
 
 
 def test_the_length_that_reaches_a_loss_is_between_finished_ones():

@@ -160,6 +160,16 @@ def test_a_plan_does_not_depend_on_where_it_was_interrupted():
     assert part == whole
 
 
+def test_a_control_runs_with_the_tuned_values_of_egop():
+    control = "EGOP, random rotation"
+    losses = finish(TASK, ("EGOP", control), bowl({"EGOP": 3, control: 9}, clip=-0.1))
+    runs = {method: {run for run in losses if run.method == method} for method in ("EGOP", control)}
+    assert len(runs[control]) == TASK.seeds  # none of them is for tuning
+    finals = {(run.seed, run.rate, run.clip) for run in runs["EGOP"] if not run.is_tuning}
+    assert {(run.seed, run.rate, run.clip) for run in runs[control]} == finals
+    assert {rate for _, rate, _ in finals} == {3}
+
+
 def test_tasks_know_every_method():
     for task in TASKS.values():
         assert set(task.guesses) <= set(task.betas), task.name

@@ -6,7 +6,9 @@ what is between them, so that measured numbers are never typed by hand; a test c
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 import statistics
 import sys
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from egop_lab.race.results import Records, interval, load_records
 from egop_lab.race.tasks import TASKS, Run, Task
-from egop_lab.race.tune import Losses, final_runs, plan_longer, plan_tuning, read_losses
+from egop_lab.race.tune import Losses, final_runs, plan_longer, plan_tuning, read_losses, start_tuning
 
 PAGES = ("README.md", "docs/results.md")
 TITLES = {
@@ -36,6 +38,8 @@ METHODS = {
     "SOAP": "SOAP",
     "SGD": "SGD",
 }
+# Whose values a method runs with while it is not tuned itself: a control takes EGOP's, EGOP takes AdamW's.
+_LEADERS = {"EGOP": "AdamW", "PolarAdam": "EGOP", "EGOP, random rotation": "EGOP"}
 CONTROLS = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "EGOP, random rotation": "random rotation"}
 _MISSING = "–"
 _MARKED = re.compile(r"(<!-- race: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -44,8 +48,21 @@ Times = Mapping[tuple[str, str, str], Sequence[float]]
 
 
 def choose_run(task: Task, method: str, losses: Losses) -> Run | None:
-    """Return a run of a method as tuned; None while its tuning is not finished."""
-    return plan_tuning(task, [method], losses)[1].get(method) if method in task.guesses else None
+    """Return a run of a method as tuned; else, if it is EGOP or a control, with the values of another method."""
+    if method not in task.guesses or is_tuned(task, method, losses):
+        return plan_tuning(task, [method], losses)[1].get(method) if method in task.guesses else None
+    leader = choose_run(task, _LEADERS[method], losses) if method in _LEADERS else None
+    return dataclasses.replace(leader, method=method, beta=task.betas[method][0]) if leader else None
+
+
+def is_tuned(task: Task, method: str, losses: Losses) -> bool:
+    """Return True if the tuning of a method is finished."""
+    return method in plan_tuning(task, [method], losses)[1]
+
+
+def make_title(task: Task, records: Records) -> str:
+    """Return the name of a task, with a star where EGOP is not tuned."""
+    return TITLES[task.name] + ("" if is_tuned(task, "EGOP", read_losses(records.values())) else " *")
 
 
 def read_test_losses(runs: Sequence[Run], records: Records) -> list[float]:
@@ -101,7 +118,7 @@ def make_results_table(records: Records, times: Times) -> list[list[str]]:
         needed = (
             f"{steps_needed(means, statistics.fmean(losses['EGOP']))} the steps" if losses["EGOP"] and means else ""
         )
-        rows.append([TITLES[task.name], *map(format_losses, losses.values()), needed or _MISSING])
+        rows.append([make_title(task, records), *map(format_losses, losses.values()), needed or _MISSING])
     return _drop_empty_columns(rows)
 
 
@@ -113,7 +130,21 @@ def make_controls_table(records: Records, times: Times) -> list[list[str]]:
         pairs = zip(losses["EGOP"], losses["PolarAdam"], strict=False)
         differences = [ours - base for ours, base in pairs]
         gain = "{:+.3f} ± {:.3f}".format(*interval(differences)) if differences else _MISSING
-        rows.append([TITLES[task.name], *map(format_losses, losses.values()), gain])
+        rows.append([make_title(task, records), *map(format_losses, losses.values()), gain])
+    return rows
+
+
+def make_rates_table(records: Records, times: Times) -> list[list[str]]:
+    """Return the best learning rates of AdamW and EGOP, and what EGOP loses at AdamW's, in tuning runs."""
+    rows = [["learning rate", "AdamW's best", "EGOP's best", "EGOP at AdamW's: above its own best"]]
+    losses = read_losses(records.values())
+    for task in _list_tasks(records):
+        adamw, ours = (choose_run(task, method, losses) for method in ("AdamW", "EGOP"))
+        if adamw and ours and is_tuned(task, "EGOP", losses):
+            tuning = start_tuning(task, "EGOP", losses)
+            above = tuning.median(rate=adamw.rate) - tuning.tried[tuning.best]
+            rates = [f"{run.lr:.1e}".replace("e-0", "e-") for run in (adamw, ours)]
+            rows.append([TITLES[task.name], *rates, _MISSING if math.isnan(above) else f"{above:.3f}"])
     return rows
 
 
@@ -144,6 +175,7 @@ def make_times_table(records: Records, times: Times) -> list[list[str]]:
 TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
     "results": make_results_table,
     "controls": make_controls_table,
+    "rates": make_rates_table,
     "longer": make_longer_table,
     "times": make_times_table,
 }
