@@ -1,4 +1,4 @@
-"""Formatting of numbers, names and tables, as plain text and as HTML for notebooks.
+"""Formatting of numbers, names and tables as plain text.
 
 Every package may use this module; it imports nothing from egop.
 """
@@ -6,12 +6,10 @@ Every package may use this module; it imports nothing from egop.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 
 __all__ = [
     "format_bytes",
-    "format_html_table",
     "format_percent",
     "format_table",
     "mask_layer_numbers",
@@ -70,13 +68,3 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join([first[0].ljust(first[1])] + [cell.rjust(width) for cell, width in others]).rstrip()
 
     return "\n".join([format_line(header), "  ".join("-" * width for width in widths), *map(format_line, rows)])
-
-
-def format_html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table for a notebook. Cells are escaped."""
-
-    def format_line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    body = "".join(format_line(row, "td") for row in rows)
-    return f"<table><thead>{format_line(header, 'th')}</thead><tbody>{body}</tbody></table>"

@@ -10,7 +10,6 @@ from torch import nn
 
 import cases
 import egop
-import pages
 from egop.diagnose import diagnosis as module
 from egop.diagnose import training
 from egop.diagnose.race import Race
@@ -241,16 +240,6 @@ def test_the_answer_is_uncertain_where_stages_or_seeds_disagree(options, words):
     assert "\nUncertain: " in found.verdict
     assert words in found.verdict
     assert repr(found).endswith("uncertain)")
-
-
-def test_a_notebook_shows_the_same_and_escapes_it():
-    found = made_up(early=(0.5,), late=(0.5,))
-    found.race.left_out["Online"] = "<script>alert(1)</script>"
-    page = pages.Page(found._repr_html_())
-    assert page.count("tr") == 3
-    assert page.count("script") == 0
-    for line in found.verdict.splitlines():
-        assert line in page.text
 
 
 def test_the_race_is_plotted():

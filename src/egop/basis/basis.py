@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from egop.basis import files
-from egop.basis.display import BlockInfo, format_blocks, format_blocks_html
+from egop.basis.display import BlockInfo, format_blocks
 from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
@@ -124,10 +123,5 @@ class Basis(Mapping[str, ChangeOfBasis]):
         return f"Basis({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{unrotated}, {size})"
 
     def __str__(self) -> str:
-        return format_blocks(self._block_info(), self.unrotated)
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{format_blocks_html(self._block_info(), self.unrotated)}"
-
-    def _block_info(self) -> list[BlockInfo]:
-        return [BlockInfo.from_change(change, self.spectrum.get(name)) for name, change in self.items()]
+        blocks = [BlockInfo.from_change(change, self.spectrum.get(name)) for name, change in self.items()]
+        return format_blocks(blocks, self.unrotated)

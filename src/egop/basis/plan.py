@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal, NamedTuple
 
-from egop.basis.display import BlockInfo, format_blocks, format_blocks_html
+from egop.basis.display import BlockInfo, format_blocks
 from egop.basis.partition import Block, match
 from egop.basis.roles import Role
 from egop.basis.structures import Full, Kronecker, Shared, Structure
@@ -60,9 +59,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({pluralize(len(self.chosen), 'block')}, {len(self.unrotated)} not rotated)"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{format_blocks_html(self.block_info(), self.unrotated)}"
 
 
 def make_plan(

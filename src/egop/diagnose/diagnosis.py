@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from egop.basis import Basis
 from egop.diagnose.race import Candidate, Comparison, Race, run_race
 from egop.diagnose.rates import SCHEDULE
 from egop.estimation import Gaussian, Objective, estimate
-from egop.formatting import format_html_table, format_table
+from egop.formatting import format_table
 from egop.optimizer import ReparameterizedOptimizer
 from egop.plots import create_axes
 from egop.recipes import EGOP
@@ -180,11 +179,6 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return "\n".join([self.verdict, "", format_table(_HEADER, self._rows()), *self._notes()])
-
-    def _repr_html_(self) -> str:
-        lines = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
-        notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in self._notes())
-        return f"{lines}{format_html_table(_HEADER, self._rows())}{notes}"
 
     def plot(self) -> Figure:
         """Plot the race: the loss of each candidate at its best learning rate, by step."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 from egop.diagnose.race import RATES, Candidate, Race, run_race
 from egop.diagnose.training import DECAY, WARM_UP, Build
 from egop.estimation import Objective
-from egop.formatting import format_html_table, pluralize
+from egop.formatting import pluralize
 from egop.plots import create_axes
 
 if TYPE_CHECKING:
@@ -82,13 +81,6 @@ class FoundRates:
         if race.ended:
             words.append(f"The race is incomplete: {race.ended}.")
         return words
-
-    def _repr_html_(self) -> str:
-        rows = [
-            [f"{rate:g}", f"{loss:.4g}" if math.isfinite(loss) else "diverged", "try" if rate in self.rates else ""]
-            for rate, loss in self.tried.items()
-        ]
-        return f"<p>{escape(str(self))}</p>{format_html_table(['learning rate', 'loss', ''], rows)}"
 
     def plot(self) -> Figure:
         """Plot the final losses of the first stage by learning rate."""
