@@ -144,7 +144,7 @@ def _split_block(block: Block, structure: Structure, padded: Collection[str]) ->
     pieces: dict[Block, Structure] = {}
     for piece in [block] if structure.joint or len(block.shapes) == 1 else block.per_tensor():
         with_padding = [name for name in piece.parameters if name in padded]
-        if not with_padding or not structure.mixes_rows(piece):
+        if not with_padding or structure.empty_change(piece).is_rowwise:
             pieces[piece] = structure
             continue
         rest, embeddings = piece.split_off(with_padding)

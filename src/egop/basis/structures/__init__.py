@@ -1,6 +1,7 @@
 """Structures, one file each: how gradients accumulate, and the change of basis they give."""
 
-from egop.basis.structures.base import CHANGE_TYPES, Accumulator, ChangeOfBasis, Cost, Structure
+from egop.basis.structures.accumulators import Accumulator
+from egop.basis.structures.base import CHANGE_TYPES, ChangeOfBasis, Cost, Structure
 from egop.basis.structures.full import Full
 from egop.basis.structures.identity import Identity
 from egop.basis.structures.kronecker import Kronecker

@@ -1,29 +1,47 @@
-"""Accumulators that structures share."""
+"""Accumulators: they collect the gradients of a block and turn them into a basis."""
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
 from egop.numerics import OuterProducts
+
+if TYPE_CHECKING:
+    from egop.basis.structures.base import ChangeOfBasis, Structure
+
+
+class Accumulator(abc.ABC):
+    """A collector of a block's gradients, in any order and chunking, that turns them into a basis.
+
+    It must be possible to pickle it: processes that share the work send theirs to each other.
+    """
+
+    @abc.abstractmethod
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add gradients: for each parameter of the block, a stack with one entry per sample."""
+
+    @abc.abstractmethod
+    def merge(self, other: Self) -> None:
+        """Add everything that another accumulator of the same block has seen."""
+
+    @abc.abstractmethod
+    def finish(self) -> tuple[Spectrum | None, ChangeOfBasis]:
+        """Return the spectrum (None if the structure has none) and the change of basis."""
 
 
 class NoAccumulator(Accumulator):
-    """Accumulator of a structure that needs no gradients.
+    """Accumulator of a structure that needs no gradients, only a change of basis."""
 
-    Args:
-        build: builds the change of basis.
-    """
-
-    def __init__(self, build: Callable[[], ChangeOfBasis]) -> None:
-        self.build = build
+    def __init__(self, change: ChangeOfBasis) -> None:
+        self.change = change
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         pass
@@ -32,7 +50,7 @@ class NoAccumulator(Accumulator):
         pass
 
     def finish(self) -> tuple[None, ChangeOfBasis]:
-        return None, self.build()
+        return None, self.change
 
 
 class EigenAccumulator(Accumulator):
@@ -54,14 +72,11 @@ class EigenAccumulator(Accumulator):
         for name, products in self.products.items():
             products.merge(other.products[name])
 
-    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        return [products.eigenbasis() for products in self.products.values()]
-
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
         sums = list(self.products.values())
         draws = sums[0].draws
         check_count(draws, self.block)
-        bases = self.eigenbases()
+        bases = [products.eigenbasis() for products in sums]
         (values, vectors), *others = bases
         densities = density(vectors)
         for other_values, other_vectors in others:
@@ -70,7 +85,9 @@ class EigenAccumulator(Accumulator):
             product = (scale * torch.outer(values, other_values)).flatten()
             values, order = product.sort(descending=True, stable=True)
             densities = torch.outer(densities, density(other_vectors)).flatten()[order]
-        reliability = compute_reliability([each.anisotropy(own) for each, (own, _) in zip(sums, bases, strict=True)])
+        sides = [each.anisotropy(own) for each, (own, _) in zip(sums, bases, strict=True)]
+        known = [side for side in sides if side is not None]
+        reliability = sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None
         tensors = {name: basis.to(self.block.dtype) for name, (_, basis) in zip(self.products, bases, strict=True)}
         return Spectrum(values, densities, draws, reliability), self.structure.change(self.block, tensors)
 
@@ -108,29 +125,16 @@ class StackAccumulator(Accumulator):
         values = torch.cat([spectrum.eigenvalues for spectrum in spectra])
         values, order = values.sort(descending=True, stable=True)
         densities = torch.cat([spectrum.density for spectrum in spectra])[order] / len(spectra)
-        spectrum = Spectrum(values, densities, spectra[0].samples, _average_reliability(spectra))
+        known = [spectrum.reliability for spectrum in spectra if spectrum.reliability is not None]
+        reliability = sum(known) / len(known) if known else None
+        spectrum = Spectrum(values, densities, spectra[0].samples, reliability)
         return spectrum, self.structure.change(self.block, tensors)
-
-    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        sides = zip(*(part.eigenbases() for part in self.parts), strict=True)
-        return [(torch.stack([v for v, _ in side]), torch.stack([w for _, w in side])) for side in sides]
 
 
 def check_count(count: int, block: Block) -> None:
     """Raise ValueError if no gradients were added."""
     if count == 0:
         raise ValueError(f"Block '{block.name}' has seen no gradients.")
-
-
-def compute_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
-    """Compute the reliability of a spectrum from the anisotropy of each side; None if unknown."""
-    known = [side for side in sides if side is not None]
-    return sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None
-
-
-def _average_reliability(spectra: Sequence[Spectrum]) -> float | None:
-    known = [spectrum.reliability for spectrum in spectra if spectrum.reliability is not None]
-    return sum(known) / len(known) if known else None
 
 
 def density(vectors: Tensor) -> Tensor:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.accumulators import NoAccumulator
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.basis.structures.accumulators import Accumulator, NoAccumulator
+from egop.basis.structures.base import ChangeOfBasis, Structure
 from egop.basis.structures.views import (
     Coordinates,
     as_matrix,
@@ -52,10 +51,6 @@ class IdentityChange(ChangeOfBasis):
     def structure(self) -> Structure:
         return Identity()
 
-    @property
-    def cost_per_step(self) -> int:
-        return 0
-
 
 def _is_kernel(block: Block) -> bool:
     """Return True for one weight of more than two dimensions, such as a convolution's."""
@@ -81,4 +76,4 @@ class Identity(Structure):
         return 0
 
     def accumulator(self, block: Block) -> Accumulator:
-        return NoAccumulator(partial(self.change, block, {}))
+        return NoAccumulator(self.change(block, {}))

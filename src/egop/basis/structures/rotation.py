@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.accumulators import NoAccumulator
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.basis.structures.accumulators import Accumulator, NoAccumulator
+from egop.basis.structures.base import ChangeOfBasis, Structure
 from egop.basis.structures.full import Full
 from egop.numerics import random_orthonormal
 
@@ -53,9 +52,6 @@ class RandomRotation(Structure):
         return self.like.basis_shapes(block)
 
     def accumulator(self, block: Block) -> Accumulator:
-        return NoAccumulator(partial(self._draw, block))
-
-    def _draw(self, block: Block) -> ChangeOfBasis:
         # The name makes blocks of one shape differ. (hash() would differ between processes.)
         seed = self.seed * 1_000_003 + sum(ord(c) * 131**i for i, c in enumerate(block.name)) % 2**31
         generator = torch.Generator().manual_seed(seed)
@@ -63,4 +59,4 @@ class RandomRotation(Structure):
             name: random_orthonormal(shape[-2], shape[-1], generator, shape[:-2]).to(block.dtype)
             for name, shape in self.basis_shapes(block).items()
         }
-        return self.change(block, tensors)
+        return NoAccumulator(self.change(block, tensors))
