@@ -12,6 +12,7 @@ __all__ = [
     "format_bytes",
     "format_percent",
     "format_table",
+    "list_first",
     "mask_layer_numbers",
     "parse_bytes",
     "pluralize",
@@ -52,6 +53,12 @@ def format_percent(fraction: float) -> str:
 def pluralize(number: int, noun: str) -> str:
     """Format a count of things: "1 run", "2 runs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def list_first(items: Sequence[str], limit: int) -> str:
+    """Join the first items with commas and count the rest: "a, b and 3 more"."""
+    rest = len(items) - limit
+    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def mask_layer_numbers(name: str) -> str:
