@@ -1,6 +1,7 @@
 """What diagnose advises, how sure it says it is, and how it shows that."""
 
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -162,8 +163,9 @@ def test_ctrl_c_returns_an_uncertain_answer():
 
 
 def test_the_budget_is_kept():
+    began = time.monotonic()
     found = diagnose(make_objective(), steps=100_000, budget=2.0)
-    assert found.race.seconds < 4
+    assert time.monotonic() - began < 4
     assert found.race.lengths[1] < 20_000
 
 

@@ -61,9 +61,6 @@ class FoundRates:
         return f"FoundRates({', '.join(f'{rate:g}' for rate in self.rates)}; {len(self.tried)} tried)"
 
     def __str__(self) -> str:
-        return " ".join(self._sentences())
-
-    def _sentences(self) -> list[str]:
         race, tried = self.race, self.tried
         second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
         length = f"a training of {race.planned:,} steps" if race.planned else "a short training"
@@ -80,7 +77,7 @@ class FoundRates:
             words.append(f"Diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
         if race.ended:
             words.append(f"The race is incomplete: {race.ended}.")
-        return words
+        return " ".join(words)
 
     def plot(self) -> Figure:
         """Plot the final losses of the first stage by learning rate."""
@@ -138,13 +135,9 @@ def find_lr(
         True
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=best)
     """
-    candidate = Candidate(_find_name(optimizer), optimizer)
+    kind = optimizer[0] if isinstance(optimizer, tuple) else optimizer
+    candidate = Candidate(kind.__name__ if isinstance(kind, type) else "the optimizer", optimizer)
     race = run_race(
         objective, [candidate], steps=steps, budget=budget, seeds=(seed,), keep=3, rates=rates, progress=progress
     )
     return FoundRates(race.propose_rates(candidate.name), race)
-
-
-def _find_name(optimizer: Build) -> str:
-    kind = optimizer[0] if isinstance(optimizer, tuple) else optimizer
-    return kind.__name__ if isinstance(kind, type) else "the optimizer"
