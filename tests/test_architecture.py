@@ -81,9 +81,9 @@ def test_every_file_is_in_a_room():
 
 
 def test_the_tests_are_laid_out_as_the_rooms_are():
-    """Beside the rooms' folders: ``clients``, the frameworks that the optimizer runs in."""
+    """Beside the rooms' folders: ``clients``, the frameworks that the optimizer runs in, and several processes."""
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
-    assert folders == {*(room for room in PACKAGES if (PACKAGE / room).is_dir()), "clients"}
+    assert folders == {*(room for room in PACKAGES if (PACKAGE / room).is_dir()), "clients", "distributed"}
     assert (TESTS / "test_reference.py").exists()
 
 

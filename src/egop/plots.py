@@ -27,11 +27,9 @@ def create_axes(**labels: Any) -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("matplotlib"):
-            raise
         raise ModuleNotFoundError(
-            "Plots need matplotlib, which is not installed. Run: pip install 'egop[plot]'", name="matplotlib"
-        ) from None
+            "Plots need matplotlib, which is not installed. Run: pip install 'egop[plot]'"
+        ) from error
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.set(**labels)

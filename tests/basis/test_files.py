@@ -16,7 +16,7 @@ import cases
 import egop
 from damage import WRONG, changed, forge, paths
 from egop.basis import files
-from egop.basis.structures.identity import IdentityChange
+from egop.basis.structures.unsampled import IdentityChange
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Bases and their parts: roles of parameters, blocks, structures (one file each), spectra, plans and files.
+"""Bases and their parts: roles of parameters, blocks, structures, spectra, plans and files.
 
 To add a structure, write a file in ``structures/`` or subclass ``Structure`` and ``ChangeOfBasis`` in your own code.
 ``__all__`` lists the public names; those imported ``as`` themselves are for the other packages of egop only.

@@ -28,7 +28,7 @@ from egop.basis import (
     make_plan,
     partition_parameters,
 )
-from egop.distributed import processes
+from egop.estimation import processes
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
 from egop.estimation.sampling import SamplingMethod, sample_gradients

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from egop.distributed import processes
+from egop.estimation import processes
 from egop.estimation.objective import Objective
 from egop.formatting import list_first
 from egop.numerics import seed_everything

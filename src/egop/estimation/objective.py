@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egop.basis import strip_compile_prefix
-from egop.distributed import is_sharded, processes
+from egop.distributed import is_sharded
+from egop.estimation import processes
 from egop.estimation.batches import move_batches
 from egop.numerics import get_random_state, seed_everything, set_random_state
 

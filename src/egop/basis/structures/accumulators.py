@@ -37,22 +37,6 @@ class Accumulator(abc.ABC):
         """Return the spectrum (None if the structure has none) and the change of basis."""
 
 
-class NoAccumulator(Accumulator):
-    """Accumulator of a structure that needs no gradients, only a change of basis."""
-
-    def __init__(self, change: ChangeOfBasis) -> None:
-        self.change = change
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def merge(self, other: Self) -> None:
-        pass
-
-    def finish(self) -> tuple[None, ChangeOfBasis]:
-        return None, self.change
-
-
 class EigenAccumulator(Accumulator):
     """Accumulator of the outer products that each basis of a block diagonalizes, see :meth:`ChangeOfBasis.rows`.
 
