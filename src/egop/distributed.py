@@ -14,21 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LocalShards",
-    "has_first_shard",
-    "is_sharded",
-    "is_sharded_by_rows",
-    "shard_like",
-    "sharding_layout",
-    "sum_over_shards",
-    "take_shard",
-    "to_full",
-    "to_local",
-    "to_local_parts",
-    "write_shard",
-]
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

@@ -8,16 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = [
-    "format_bytes",
-    "format_percent",
-    "format_table",
-    "list_first",
-    "mask_layer_numbers",
-    "parse_bytes",
-    "pluralize",
-]
-
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _FACTORS |= {f"{letter}I": 1024**power for power, letter in enumerate("KMGT", start=1)}
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["create_axes", "plot_spectra"]
-
 # With more spectra than this, those of the same weight in several layers share a line.
 _MANY = 12
 # Eigenvalues below this fraction of the largest are rounding errors.

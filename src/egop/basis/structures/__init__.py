@@ -7,19 +7,3 @@ from egop.basis.structures.kronecker import Kronecker
 from egop.basis.structures.low_rank import Auxiliary, Reduced
 from egop.basis.structures.shared import Shared, Side
 from egop.basis.structures.unsampled import Identity, RandomRotation
-
-__all__ = [
-    "CHANGE_TYPES",
-    "Accumulator",
-    "Auxiliary",
-    "ChangeOfBasis",
-    "Cost",
-    "Full",
-    "Identity",
-    "Kronecker",
-    "RandomRotation",
-    "Reduced",
-    "Shared",
-    "Side",
-    "Structure",
-]
