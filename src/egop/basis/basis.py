@@ -52,8 +52,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
         self.unrotated = dict(unrotated or {})
 
     def __getitem__(self, block: str) -> ChangeOfBasis:
-        if block not in self._changes:
-            raise KeyError(f"There is no block '{block}'. There are: {', '.join(self._changes)}.")
         return self._changes[block]
 
     def __iter__(self) -> Iterator[str]:
@@ -66,8 +64,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
         """Return the coordinates of parameters or gradients, by block. Tensors outside every block are ignored."""
         encoded = {}
         for name, change in self.items():
-            if missing := [parameter for parameter in change.block.parameters if parameter not in tensors]:
-                raise KeyError(f"Block '{name}' needs {missing}, which are not among the given tensors.")
             # As in the optimizer, half-precision tensors have single-precision coordinates.
             encoded[name] = change.encode([tensors[key].to(change.block.dtype) for key in change.block.parameters])
         return encoded

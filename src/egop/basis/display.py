@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures import ChangeOfBasis, Structure
+from egop.basis.structures import ChangeOfBasis
 from egop.formatting import format_bytes, format_percent, format_table, mask_layer_numbers, pluralize
 
 # Costs are given for a step with this many rows: tokens, examples, or positions of a convolution.
@@ -46,12 +45,6 @@ class BlockInfo:
             return cls(*known)
         draws = None if spectrum.is_supported else spectrum.samples
         return cls(*known, spectrum.stable_rank, len(spectrum.eigenvalues), draws)
-
-    @classmethod
-    def from_plan(cls, block: Block, structure: Structure, why: str = "") -> BlockInfo:
-        """Describe a block that is about to get a basis."""
-        info = cls.from_change(structure.empty_change(block))
-        return replace(info, structure=type(structure).__name__, why=why)
 
 
 def format_blocks(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> str:

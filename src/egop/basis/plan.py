@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from egop.basis.display import BlockInfo, format_blocks
@@ -52,10 +52,11 @@ class Plan:
 
     def block_info(self) -> list[BlockInfo]:
         """Return the rows of the table."""
-        return [
-            BlockInfo.from_plan(block, structure, self.why.get(block.name, ""))
-            for block, structure in self.chosen.items()
-        ]
+        rows = []
+        for block, structure in self.chosen.items():
+            row = BlockInfo.from_change(structure.empty_change(block))
+            rows.append(replace(row, structure=type(structure).__name__, why=self.why.get(block.name, "")))
+        return rows
 
     def __str__(self) -> str:
         return format_blocks(self.block_info(), self.unrotated)

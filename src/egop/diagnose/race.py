@@ -20,6 +20,7 @@ from egop.basis import Plan
 from egop.diagnose.training import Build, Run, Trainer, build_optimizer, clock
 from egop.estimation import Objective
 from egop.formatting import pluralize
+from egop.numerics import check_positive_int
 
 __all__ = ["RATES", "Candidate", "Comparison", "Race", "run_race"]
 
@@ -156,8 +157,8 @@ def run_race(
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective must be an egop.Objective, got {type(objective).__name__}.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
+    if steps is not None:
+        check_positive_int("steps", steps)
     if not budget > 0:
         raise ValueError(f"Invalid budget value: {budget}. Must be a positive number of seconds.")
     if not seeds:

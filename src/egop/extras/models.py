@@ -42,26 +42,25 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
         for prefix, part in model.named_modules()
         for name, _ in part.named_parameters(recurse=False)
     }
+    decoded: list[tuple[nn.Module, str, _DecodedTensor]] = []
     for name, change in basis.items():
-        for key, shape in zip(change.block.parameters, change.block.shapes, strict=True):
+        for key in change.block.parameters:
             if key not in places:
                 raise ValueError(
                     f"Block '{name}' of the basis needs a parameter '{key}', which the model does not have. "
                     f"It has: {', '.join(places)}."
                 )
             parameter = getattr(*places[key])
-            if parameter.shape != shape:
-                raise ValueError(
-                    f"Block '{name}' of the basis needs a parameter '{key}' of shape {tuple(shape)}, "
-                    f"but the model's has shape {tuple(parameter.shape)}."
-                )
             if tied := [other for other, place in places.items() if other != key and getattr(*place) is parameter]:
                 raise ValueError(
                     f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
                     "them. Use egop.ReparameterizedOptimizer, which does not change the model."
                 )
-    for change in basis.values():
-        _parametrize_block(change, [places[key] for key in change.block.parameters])
+        decoded += _decode_block(change, [places[key] for key in change.block.parameters])
+    for part, name, tensor in decoded:  # only now, so that a basis that does not fit changes nothing
+        torch_parametrize.register_parametrization(part, name, tensor, unsafe=True)
+        if tensor.index == 0:
+            tensor.home.append(cast(nn.ModuleDict, part.parametrizations)[name])
     return model
 
 
@@ -141,7 +140,10 @@ def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool
     return rotated
 
 
-def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, str]]) -> None:
+def _decode_block(
+    change: ChangeOfBasis, places: Sequence[tuple[nn.Module, str]]
+) -> list[tuple[nn.Module, str, _DecodedTensor]]:
+    """Return the parametrization of each tensor of a block."""
     tensors = [getattr(part, name).detach() for part, name in places]
     exact = [tensor.to(change.block.dtype) for tensor in tensors]
     change = change.to(tensors[0].device, change.block.dtype)
@@ -150,13 +152,10 @@ def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, 
     if not change.is_complete and change.settings["keep_rest"]:
         rest = [whole - part for whole, part in zip(exact, change.decode(coordinates), strict=True)]
     home: _Home = []
-    for index, (part, name) in enumerate(places):
-        decoded = _DecodedTensor(
-            change, index, coordinates if index == 0 else (), rest[index], tensors[index].dtype, home
-        )
-        torch_parametrize.register_parametrization(part, name, decoded, unsafe=True)
-        if index == 0:
-            home.append(cast(nn.ModuleDict, part.parametrizations)[name])
+    return [
+        (part, name, _DecodedTensor(change, index, () if index else coordinates, rest[index], tensor.dtype, home))
+        for index, ((part, name), tensor) in enumerate(zip(places, tensors, strict=True))
+    ]
 
 
 # The parametrization that holds a block's coordinates: the first tensor's. In a list, because a module in an attribute
