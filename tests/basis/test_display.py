@@ -100,7 +100,7 @@ def test_basis_and_spectrum_have_plots():
     for figure in (known.plot(), egop.Basis([shared("a", 3, 4)], {"a": known}).plot()):
         (axes,) = figure.axes
         assert axes.lines[0].get_ydata().tolist() == [1.0, 0.25]
-    with pytest.raises(ValueError, match="no spectra"):
+    with pytest.raises(ValueError, match="no spectrum to plot"):
         egop.Basis([shared("a", 3, 4)]).plot()
 
 

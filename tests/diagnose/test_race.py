@@ -130,17 +130,11 @@ def test_steps_to_a_loss_are_interpolated():
 CAPTURED = nn.Linear(6, 3)
 
 
-class WithoutRate(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {})
-
-
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
         (lambda model: None, TypeError, "must return a torch.optim.Optimizer, got NoneType"),
         (lambda model: torch.optim.SGD(CAPTURED.parameters()), ValueError, "an optimizer of other parameters"),
-        (WithoutRate, ValueError, "WithoutRate has no learning rate"),
         ((torch.optim.SGD, {"lr": 0.0}), ValueError, "has lr 0. It must be positive"),
     ],
 )

@@ -185,8 +185,6 @@ def clock() -> float:
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the first group; the others keep their ratio to it."""
-    if any("lr" not in group for group in optimizer.param_groups):
-        raise ValueError(f"{type(optimizer).__name__} has no learning rate: its parameter groups have no 'lr'.")
     given = [float(group["lr"]) for group in optimizer.param_groups]
     if not given[0] > 0:
         raise ValueError(

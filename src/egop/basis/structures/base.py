@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.accumulators import Accumulator, EigenAccumulator, StackAccumulator
+from egop.basis.structures.accumulators import Accumulator, EigenAccumulator
 from egop.basis.structures.views import Coordinates, flatten
 
 # All classes of changes of basis, by kind: a saved basis finds its class here.
@@ -239,8 +239,6 @@ class Structure(abc.ABC):
 
     def accumulator(self, block: Block) -> Accumulator:
         """Return an empty accumulator, by default of the outer products of :meth:`ChangeOfBasis.rows`."""
-        if any(block.stacked) and not self.joint:
-            return StackAccumulator(block, self)
         return EigenAccumulator(block, self)
 
     def settings(self, block: Block) -> dict[str, Any]:
