@@ -29,20 +29,13 @@ _users = 0  # number of active scopes that need precise matrix products, in all 
 _undo = contextlib.ExitStack()  # restores the settings when the last scope ends
 
 
-def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Compute in the precision of the tensors, even inside ``torch.autocast``."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return _disable_autocast(kinds) if kinds else _NOTHING
-
-
-_NOTHING = contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _disable_autocast(kinds: list[str]) -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
+    """Compute in the precision of the tensors, even inside ``torch.autocast``."""
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
