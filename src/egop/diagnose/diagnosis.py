@@ -24,8 +24,6 @@ from egop.refresh import Online
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CANDIDATES", "Diagnosis", "diagnose"]
-
 # A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
 # A spectrum is steep if the paper's ratio, stable rank / (dimension x density of the first eigenvector), is below this.

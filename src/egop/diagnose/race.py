@@ -22,8 +22,6 @@ from egop.estimation import Objective
 from egop.formatting import pluralize
 from egop.numerics import check_positive_int
 
-__all__ = ["RATES", "Candidate", "Comparison", "Race", "run_race"]
-
 # Steps of a run in each stage: a fraction of the planned training, or a fixed number if its length is unknown.
 _FRACTIONS, _LENGTHS = (0.08, 0.2), (60, 150)
 # Runs are never shorter than this, whatever the budget or the planned training.

@@ -16,8 +16,6 @@ from egop.plots import create_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SCHEDULE", "FoundRates", "find_lr"]
-
 SCHEDULE = (
     f"for warm-up over the first {100 * WARM_UP:.0f} % and decay over the last {100 * DECAY:.0f} % of training; "
     "with a constant rate, try a third"

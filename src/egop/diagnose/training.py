@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from egop.estimation import Objective
 
-__all__ = ["Build", "Run", "Trainer", "build_optimizer", "clock", "warm_up_and_decay"]
-
 Build = (
     Callable[[nn.Module], torch.optim.Optimizer]
     | type[torch.optim.Optimizer]

@@ -12,8 +12,6 @@ from egop.optimizer import ReparameterizedOptimizer
 from egop.recipes import EGOP
 from egop.refresh import Refresh
 
-__all__ = ["TrainerEGOP", "TrainerOptimizer", "trainer_optimizer"]
-
 
 class TrainerOptimizer(ReparameterizedOptimizer):
     """:class:`egop.ReparameterizedOptimizer` as Hugging Face's ``Trainer`` constructs it: from unnamed groups.
