@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from egop.formatting import (
     format_bytes,
-    format_html_table,
     format_percent,
     format_table,
     mask_layer_numbers,
@@ -87,13 +86,6 @@ def test_format_table_aligns_columns():
         "a         1",
         "longer  100",
     ]
-
-
-def test_html_table_escapes_cells():
-    table = format_html_table(["<a>", "b"], [["<script>", "1"]])
-    assert "<script>" not in table
-    assert "<th>&lt;a&gt;</th>" in table
-    assert "<td>&lt;script&gt;</td><td>1</td>" in table
 
 
 def test_mask_layer_numbers():

@@ -1,4 +1,4 @@
-"""Formatting of numbers, names and tables, as plain text and as HTML for notebooks.
+"""Formatting of numbers, names and tables as plain text.
 
 Every package may use this module; it imports nothing from egop.
 """
@@ -6,18 +6,7 @@ Every package may use this module; it imports nothing from egop.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from html import escape
-
-__all__ = [
-    "format_bytes",
-    "format_html_table",
-    "format_percent",
-    "format_table",
-    "mask_layer_numbers",
-    "parse_bytes",
-    "pluralize",
-]
+from collections.abc import Sequence
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _FACTORS |= {f"{letter}I": 1024**power for power, letter in enumerate("KMGT", start=1)}
@@ -56,6 +45,12 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def list_first(items: Sequence[str], limit: int) -> str:
+    """Join the first items with commas and count the rest: "a, b and 3 more"."""
+    rest = len(items) - limit
+    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def mask_layer_numbers(name: str) -> str:
     """Replace the numbers in a parameter's name: ``layers.3.weight`` becomes ``layers.*.weight``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
@@ -70,13 +65,3 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join([first[0].ljust(first[1])] + [cell.rjust(width) for cell, width in others]).rstrip()
 
     return "\n".join([format_line(header), "  ".join("-" * width for width in widths), *map(format_line, rows)])
-
-
-def format_html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table for a notebook. Cells are escaped."""
-
-    def format_line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    body = "".join(format_line(row, "td") for row in rows)
-    return f"<table><thead>{format_line(header, 'th')}</thead><tbody>{body}</tbody></table>"

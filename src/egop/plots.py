@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["create_axes", "plot_spectra"]
-
 # With more spectra than this, those of the same weight in several layers share a line.
 _MANY = 12
 # Eigenvalues below this fraction of the largest are rounding errors.
@@ -27,11 +25,9 @@ def create_axes(**labels: Any) -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("matplotlib"):
-            raise
         raise ModuleNotFoundError(
-            "Plots need matplotlib, which is not installed. Run: pip install 'egop[plot]'", name="matplotlib"
-        ) from None
+            "Plots need matplotlib, which is not installed. Run: pip install 'egop[plot]'"
+        ) from error
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.set(**labels)

@@ -1,4 +1,4 @@
-"""How bases, plans and spectra are shown: as a line, a table, HTML and a plot."""
+"""How bases, plans and spectra are shown: as a line, a table and a plot."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import egop
 from egop.basis import BlockInfo, format_blocks, make_plan
 from egop.basis.structures.shared import SharedChange
 from egop.plots import plot_spectra
-from pages import Page
-
-HOSTILE = '<script>alert("x")</script>'
 
 
 def spectrum(*eigenvalues, **known):
@@ -42,16 +39,6 @@ def test_the_cost_is_relative_to_the_products_of_the_weights():
     assert f"{100 * 4 * 400 / (6 * 1024):.0f} %" in row
 
 
-def test_names_are_escaped_in_html():
-    basis = egop.Basis([shared(HOSTILE, 3, 4)], {HOSTILE: spectrum(4.0, 2.0, 1.0)}, unrotated={f"{HOSTILE}2": HOSTILE})
-    shown = basis._repr_html_()
-    assert "<script" not in shown
-    page = Page(shown)
-    assert page.count("script") == 0
-    assert page.count("tr") == 4  # header, block, what was left, total
-    assert HOSTILE in page.text
-
-
 def test_repr_of_a_spectrum_is_a_summary():
     known = spectrum(4.0, 1.0, 0.0)
     assert repr(known) == "Spectrum(3 eigenvalues, stable rank 1.5, 90 % in 2, 10 draws)"
@@ -63,7 +50,7 @@ def test_plan_prints_as_a_line_and_a_table():
     blocks = [cases.block("a", a=(3, 4)), cases.block("b", b=(5, 2))]
     plan = make_plan(blocks, {}, {"a": egop.Shared()}, 10**6)
     assert repr(plan) == "Plan(1 block, 1 not rotated)"
-    assert "no pattern matches it" in Page(plan._repr_html_()).text
+    assert "no pattern matches it" in str(plan)
 
 
 def test_similar_blocks_share_a_row_if_there_are_many():
@@ -113,7 +100,7 @@ def test_basis_and_spectrum_have_plots():
     for figure in (known.plot(), egop.Basis([shared("a", 3, 4)], {"a": known}).plot()):
         (axes,) = figure.axes
         assert axes.lines[0].get_ydata().tolist() == [1.0, 0.25]
-    with pytest.raises(ValueError, match="no spectra"):
+    with pytest.raises(ValueError, match="no spectrum to plot"):
         egop.Basis([shared("a", 3, 4)]).plot()
 
 

@@ -211,8 +211,8 @@ def test_patterns_match_like_file_names(names, pattern):
         ({"a": ["0.*", "nothing*"]}, "Pattern 'nothing.' matches no parameter"),
         ({"a": ["0.WEIGHT"]}, "Pattern '0.WEIGHT' matches no parameter"),
         ({"a": ["*.weight"], "b": ["2.*"]}, "'2.weight' is in two blocks, 'a' and 'b'"),
-        ({}, r"The partition is empty: name at least one block, such as \{'all': \['\*'\]\}"),
-        ({"a": []}, "Block 'a' has no patterns"),
+        ({}, r"A partition needs at least one block, and each block a pattern: \{'all': \['\*'\]\}"),
+        ({"a": []}, "each block a pattern"),
         ({"a": "0.weight", "0.weight": ["2.*"]}, "Two blocks are named '0.weight'.*another name"),
     ],
 )

@@ -1,6 +1,7 @@
 """What diagnose advises, how sure it says it is, and how it shows that."""
 
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,6 @@ from torch import nn
 
 import cases
 import egop
-import pages
 from egop.diagnose import diagnosis as module
 from egop.diagnose import training
 from egop.diagnose.race import Race
@@ -163,8 +163,9 @@ def test_ctrl_c_returns_an_uncertain_answer():
 
 
 def test_the_budget_is_kept():
+    began = time.monotonic()
     found = diagnose(make_objective(), steps=100_000, budget=2.0)
-    assert found.race.seconds < 4
+    assert time.monotonic() - began < 4
     assert found.race.lengths[1] < 20_000
 
 
@@ -241,16 +242,6 @@ def test_the_answer_is_uncertain_where_stages_or_seeds_disagree(options, words):
     assert "\nUncertain: " in found.verdict
     assert words in found.verdict
     assert repr(found).endswith("uncertain)")
-
-
-def test_a_notebook_shows_the_same_and_escapes_it():
-    found = made_up(early=(0.5,), late=(0.5,))
-    found.race.left_out["Online"] = "<script>alert(1)</script>"
-    page = pages.Page(found._repr_html_())
-    assert page.count("tr") == 3
-    assert page.count("script") == 0
-    for line in found.verdict.splitlines():
-        assert line in page.text
 
 
 def test_the_race_is_plotted():

@@ -1,7 +1,6 @@
 """Single runs, the search for a learning rate, and the race as a whole."""
 
 import math
-import re
 import time
 from typing import ClassVar
 
@@ -131,18 +130,11 @@ def test_steps_to_a_loss_are_interpolated():
 CAPTURED = nn.Linear(6, 3)
 
 
-class WithoutRate(torch.optim.Optimizer):
-    def __init__(self, params):
-        super().__init__(params, {})
-
-
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
         (lambda model: None, TypeError, "must return a torch.optim.Optimizer, got NoneType"),
-        ("AdamW", TypeError, "optimizer must be an optimizer class"),
         (lambda model: torch.optim.SGD(CAPTURED.parameters()), ValueError, "an optimizer of other parameters"),
-        (WithoutRate, ValueError, "WithoutRate has no learning rate"),
         ((torch.optim.SGD, {"lr": 0.0}), ValueError, "has lr 0. It must be positive"),
     ],
 )
@@ -282,7 +274,7 @@ def test_a_budget_too_small_for_one_run_is_an_error():
         race_candidates(budget=1e-6)
 
 
-def test_candidates_with_very_slow_steps_are_left_out_if_the_budget_is_small(monkeypatch):
+def test_candidates_with_very_slow_steps_are_left_out_if_the_budget_is_small():
     class Slow(torch.optim.SGD):
         def step(self, closure=None):
             end = time.process_time() + 0.05
@@ -294,30 +286,24 @@ def test_candidates_with_very_slow_steps_are_left_out_if_the_budget_is_small(mon
         return Slow(model.parameters())
 
     candidates = (ADAMW, Candidate("slow", step_slowly))
-    assert race_candidates(candidates=candidates, budget=2.0).left_out["slow"].startswith("six steps took longer than")
-    monkeypatch.setattr(race, "_TIMING", 100.0)
-    found = race_candidates(candidates=candidates, budget=6.0)
+    found = race_candidates(candidates=candidates, budget=2.0)
     assert list(found.runs[0]) == ["AdamW"]
-    assert found.ended == "the budget of 6 s was too small for slow"
-    reason = r"its steps take [\d.]+ x as long as AdamW's, too long for this budget"
-    assert re.fullmatch(reason, found.left_out["slow"])
+    assert found.ended == "the budget of 2 s was too small for slow"
+    assert found.left_out["slow"].startswith("six steps took longer than")
 
 
-def test_a_small_budget_shortens_the_runs(monkeypatch):
+def test_a_small_budget_shortens_the_runs(monkeypatch, capsys):
     slow = race._Racer._estimate
     monkeypatch.setattr(race._Racer, "_estimate", lambda self, lengths: 1000 * slow(self, lengths))
-    found = race_candidates(steps=2000, budget=30.0, rates=(1e-2, 1e-1))
+    found = race_candidates(steps=2000, budget=30.0, rates=(1e-2, 1e-1), progress=True)
     assert found.lengths[0] < 160
-    assert "shortened from 160 and 400" in found.announcement
+    assert "shortened from 160 and 400" in capsys.readouterr().err
 
 
 def test_the_cost_is_said_before_the_race_and_a_bar_shows_the_time_left(capsys):
-    found = race_candidates(progress=True)
+    race_candidates(progress=True)
     shown = capsys.readouterr().err
-    assert shown.startswith(found.announcement)
-    assert found.announcement.startswith(
-        "Race of 2 candidates: about 12 runs of 20 steps and 4 of 20; 320 steps, about"
-    )
+    assert shown.startswith("Race of 2 candidates: about 12 runs of 20 steps and 4 of 20; 320 steps, about")
     assert "elapsed" in shown
     assert "left" in shown
 

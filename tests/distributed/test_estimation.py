@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import egop
 from egop.basis.structures import low_rank
-from egop.distributed import processes
-from egop.estimation import partition_objective, sampling
+from egop.estimation import partition_objective, processes, sampling
 from processes import run
 from training import batch, loss_of, network, sharded, steps, weights
 

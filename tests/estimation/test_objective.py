@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import re
 
 import numpy as np
 import pytest
@@ -395,23 +394,6 @@ def test_gpu_random_states_are_restored_for_a_cpu_model():
 def test_invalid_objectives_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("criterion", "name"),
-    [
-        (nn.CrossEntropyLoss(), "CrossEntropyLoss"),
-        (nn.MSELoss(reduction="sum"), "MSELoss"),
-        (nn.functional.cross_entropy, "cross_entropy"),
-    ],
-)
-def test_loss_of_outputs_and_targets_raises(criterion, name):
-    message = (
-        f"loss_fn is called as loss_fn(model, batch), but {name} takes outputs and targets. "
-        "Wrap it: lambda model, batch: criterion(model(batch[0]), batch[1])."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        egop.Objective(cases.mlp(), criterion, [])
 
 
 class OfModelAndBatch(nn.CrossEntropyLoss):

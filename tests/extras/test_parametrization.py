@@ -171,7 +171,7 @@ def foreign(name, shape):
                 r"not have\. It has: 0\.weight, 0\.bias, 2\.weight, 2\.bias"
             ),
         ),
-        (("0.weight", (6, 5)), r"needs a parameter '0\.weight' of shape \(6, 5\), but the model's has shape \(5, 6\)"),
+        (("0.weight", (6, 5)), r"'0\.weight' has shape \(6, 5\), got a tensor of \(5, 6\)"),
     ],
 )
 def test_basis_of_another_model_is_refused_and_nothing_changes(basis, message):

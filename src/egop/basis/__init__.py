@@ -1,4 +1,4 @@
-"""Bases and their parts: roles of parameters, blocks, structures (one file each), spectra, plans and files.
+"""Bases and their parts: roles of parameters, blocks, structures, spectra, plans and files.
 
 To add a structure, write a file in ``structures/`` or subclass ``Structure`` and ``ChangeOfBasis`` in your own code.
 ``__all__`` lists the public names; those imported ``as`` themselves are for the other packages of egop only.
@@ -7,7 +7,6 @@ To add a structure, write a file in ``structures/`` or subclass ``Structure`` an
 from egop.basis.basis import Basis
 from egop.basis.display import BlockInfo as BlockInfo
 from egop.basis.display import format_blocks as format_blocks
-from egop.basis.display import format_blocks_html as format_blocks_html
 from egop.basis.files import build_change as build_change
 from egop.basis.partition import Block
 from egop.basis.partition import Partition as Partition

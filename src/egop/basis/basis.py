@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from egop.basis import files
-from egop.basis.display import BlockInfo, format_blocks, format_blocks_html
+from egop.basis.display import BlockInfo, format_blocks
 from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
@@ -53,8 +52,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
         self.unrotated = dict(unrotated or {})
 
     def __getitem__(self, block: str) -> ChangeOfBasis:
-        if block not in self._changes:
-            raise KeyError(f"There is no block '{block}'. There are: {', '.join(self._changes)}.")
         return self._changes[block]
 
     def __iter__(self) -> Iterator[str]:
@@ -67,8 +64,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
         """Return the coordinates of parameters or gradients, by block. Tensors outside every block are ignored."""
         encoded = {}
         for name, change in self.items():
-            if missing := [parameter for parameter in change.block.parameters if parameter not in tensors]:
-                raise KeyError(f"Block '{name}' needs {missing}, which are not among the given tensors.")
             # As in the optimizer, half-precision tensors have single-precision coordinates.
             encoded[name] = change.encode([tensors[key].to(change.block.dtype) for key in change.block.parameters])
         return encoded
@@ -109,11 +104,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
 
     def plot(self) -> Figure:
         """Plot the spectrum of every block; ``basis.plot().savefig("spectra.png")`` writes a file."""
-        if not self.spectrum:
-            raise ValueError(
-                "This basis has no spectra: egop.estimate computes them. For a basis that follows the training, use "
-                "optimizer.plot_spectra()."
-            )
         return plot_spectra({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
 
     def __repr__(self) -> str:
@@ -124,10 +114,5 @@ class Basis(Mapping[str, ChangeOfBasis]):
         return f"Basis({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{unrotated}, {size})"
 
     def __str__(self) -> str:
-        return format_blocks(self._block_info(), self.unrotated)
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{format_blocks_html(self._block_info(), self.unrotated)}"
-
-    def _block_info(self) -> list[BlockInfo]:
-        return [BlockInfo.from_change(change, self.spectrum.get(name)) for name, change in self.items()]
+        blocks = [BlockInfo.from_change(change, self.spectrum.get(name)) for name, change in self.items()]
+        return format_blocks(blocks, self.unrotated)

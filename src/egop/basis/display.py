@@ -1,22 +1,13 @@
-"""The table of blocks that bases, plans and optimizers print, as plain text and as HTML."""
+"""The table of blocks that bases, plans and optimizers print."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import dataclass
 
-from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures import ChangeOfBasis, Structure
-from egop.formatting import (
-    format_bytes,
-    format_html_table,
-    format_percent,
-    format_table,
-    mask_layer_numbers,
-    pluralize,
-)
+from egop.basis.structures import ChangeOfBasis
+from egop.formatting import format_bytes, format_percent, format_table, mask_layer_numbers, pluralize
 
 # Costs are given for a step with this many rows: tokens, examples, or positions of a convolution.
 _ROWS = 1024
@@ -55,40 +46,20 @@ class BlockInfo:
         draws = None if spectrum.is_supported else spectrum.samples
         return cls(*known, spectrum.stable_rank, len(spectrum.eigenvalues), draws)
 
-    @classmethod
-    def from_plan(cls, block: Block, structure: Structure, why: str = "") -> BlockInfo:
-        """Describe a block that is about to get a basis."""
-        info = cls.from_change(structure.empty_change(block))
-        return replace(info, structure=type(structure).__name__, why=why)
-
 
 def format_blocks(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> str:
     """Format blocks, and the weights left in original coordinates with the reason, as plain text."""
-    header, rows = _build_table(blocks, unrotated)
-    if header[-1] != "why":
-        return f"{format_table(header, rows)}\n{_COST_NOTE}"
-    # Reasons are aligned left, unlike numbers.
-    lines = format_table(header[:-1], [row[:-1] for row in rows]).splitlines()
-    width = max(map(len, lines))
-    reasons = ["why", "---", *(row[-1] for row in rows)]
-    table = [f"{line:<{width}}  {reason}".rstrip() for line, reason in zip(lines, reasons, strict=True)]
-    return "\n".join([*table, _COST_NOTE])
-
-
-def format_blocks_html(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> str:
-    """Format the same table for a notebook."""
-    return f"{format_html_table(*_build_table(blocks, unrotated))}<p><small>{escape(_COST_NOTE)}</small></p>"
-
-
-def _build_table(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows, without empty columns."""
     rows = [_format_row(name, group) for name, group in _group(blocks)]
     rows += [[name, "-", "", "", "", "", reason] for name, reason in unrotated.items()]
     size, flops = sum(block.size for block in blocks), sum(block.flops for block in blocks)
     total = format_bytes(sum(block.bytes for block in blocks))
     rows.append(["total", "", "", total, _format_cost(flops, size), "", ""])
-    kept = [column for column in range(len(_HEADER)) if column < 5 or any(row[column] for row in rows)]
-    return [_HEADER[column] for column in kept], [[row[column] for column in kept] for row in rows]
+    width = len(_HEADER) - (1 if any(row[5] for row in rows) else 2)  # without an empty column of stable ranks
+    lines = format_table(_HEADER[:width], [row[:width] for row in rows]).splitlines()
+    if any(row[-1] for row in rows):  # reasons are aligned left, unlike numbers
+        reasons, longest = ["why", "---", *(row[-1] for row in rows)], max(map(len, lines))
+        lines = [f"{line:<{longest}}  {reason}".rstrip() for line, reason in zip(lines, reasons, strict=True)]
+    return "\n".join([*lines, _COST_NOTE])
 
 
 def _group(blocks: Sequence[BlockInfo]) -> list[tuple[str, list[BlockInfo]]]:
@@ -126,10 +97,6 @@ def _format_rank(group: Sequence[BlockInfo]) -> str:
     ranks = sorted(block.stable_rank for block in group if block.stable_rank is not None)
     if not ranks:
         return ""
-    text = f"{_format_range([f'{rank:.1f}' for rank in ranks])} of {group[0].dimension}"
+    text = "–".join(dict.fromkeys(f"{rank:.1f}" for rank in (ranks[0], ranks[-1]))) + f" of {group[0].dimension}"
     few = [block.draws for block in group if block.draws is not None]
     return f"{text} ({pluralize(min(few), 'draw')}: lower bound)" if few else text
-
-
-def _format_range(values: Sequence[str]) -> str:
-    return "–".join(dict.fromkeys([values[0], values[-1]])) if values else ""

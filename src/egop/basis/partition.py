@@ -87,11 +87,6 @@ class Block:
             rest = [replace(self, **fields)]
         return rest, [block for name, block in alone.items() if name in names]
 
-    def unstack(self) -> Block:
-        """Return the block for a single matrix of a stack. The block must consist of one tensor."""
-        (shape,), (stacked,) = self.shapes, self.stacked
-        return replace(self, shapes=(shape[stacked:],), stacked=(0,))
-
 
 def partition_parameters(
     parameters: Mapping[str, Tensor], roles: Mapping[str, Role], partition: Partition
@@ -107,7 +102,10 @@ def partition_parameters(
     """
     parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
     if isinstance(partition, Mapping):
-        groups = _group_by_pattern(partition, list(parameters))
+        patterns = {name: [own] if isinstance(own, str) else list(own) for name, own in partition.items()}
+        groups = {name: match(own, list(parameters), "parameter") for name, own in patterns.items()}
+        if not groups or not all(groups.values()):
+            raise ValueError("A partition needs at least one block, and each block a pattern: {'all': ['*']}.")
     elif partition in ("global", "layer", "parameter"):
         weights = {name: roles[name] for name in parameters if roles[name].kind not in ("bias", "norm")}
         if not weights:
@@ -140,17 +138,6 @@ def match(patterns: Sequence[str], names: Sequence[str], noun: str) -> list[str]
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"Pattern {pattern!r} matches no {noun}. There are: {', '.join(names)}.")
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _group_by_pattern(partition: Mapping[str, str | Sequence[str]], names: list[str]) -> dict[str, list[str]]:
-    if not partition:
-        raise ValueError("The partition is empty: name at least one block, such as {'all': ['*']}.")
-    groups: dict[str, list[str]] = {}
-    for block, patterns in partition.items():
-        groups[block] = match([patterns] if isinstance(patterns, str) else list(patterns), names, "parameter")
-        if not groups[block]:
-            raise ValueError(f"Block '{block}' has no patterns.")
-    return groups
 
 
 def _group_weights(partition: str, weights: Mapping[str, Role]) -> dict[str, list[str]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from egop.basis.display import BlockInfo, format_blocks, format_blocks_html
+from egop.basis.display import BlockInfo, format_blocks
 from egop.basis.partition import Block, match
 from egop.basis.roles import Role
 from egop.basis.structures import Full, Kronecker, Shared, Structure
@@ -30,6 +29,9 @@ WIDTH_LIMIT = 8192
 # this. (In ResNet-34 it is at most 41 thousand; 10 rows of 3072 columns have nearly a million, 10 seconds on a CPU.)
 WORK_LIMIT = 2**20
 
+# The structure of each block and the reason for it.
+_Choice = dict[Block, tuple[Structure, str]]
+
 _FOR_ALL = "the structure for all weights"
 _COLUMNS_ONLY = "columns only: its padding row must not mix with others"
 
@@ -50,19 +52,17 @@ class Plan:
 
     def block_info(self) -> list[BlockInfo]:
         """Return the rows of the table."""
-        return [
-            BlockInfo.from_plan(block, structure, self.why.get(block.name, ""))
-            for block, structure in self.chosen.items()
-        ]
+        rows = []
+        for block, structure in self.chosen.items():
+            row = BlockInfo.from_change(structure.empty_change(block))
+            rows.append(replace(row, structure=type(structure).__name__, why=self.why.get(block.name, "")))
+        return rows
 
     def __str__(self) -> str:
         return format_blocks(self.block_info(), self.unrotated)
 
     def __repr__(self) -> str:
         return f"Plan({pluralize(len(self.chosen), 'block')}, {len(self.unrotated)} not rotated)"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{format_blocks_html(self.block_info(), self.unrotated)}"
 
 
 def make_plan(
@@ -89,21 +89,27 @@ def make_plan(
     """
     check_structure(structure)
     padded = {name for name, role in roles.items() if role.has_padding_row}
+    unrotated: dict[str, str] = {}
     if isinstance(structure, Structure):
-        unrotated = {} if all_weights else _find_unrotated(blocks, roles, padded, (structure, *candidates))
+        if not all_weights:
+            unrotated = _find_unrotated(blocks, roles, padded, (structure, *candidates))
         asked = {block: (structure, _FOR_ALL) for block in blocks if block.name not in unrotated}
-        return _plan_as_asked(asked, unrotated, memory, padded)
-    if isinstance(structure, Mapping):
+    elif isinstance(structure, Mapping):
+        patterns = {pattern: match([pattern], [block.name for block in blocks], "block") for pattern in structure}
         asked = {}
-        for pattern, own in structure.items():
-            names = match([pattern], [block.name for block in blocks], "block")
-            for block in blocks:
-                if block.name in names:
-                    asked.setdefault(block, (own, f"matches '{pattern}'"))
-        asked = {block: asked[block] for block in blocks if block in asked}
-        unrotated = {block.name: "no pattern matches it" for block in blocks if block not in asked}
-        return _plan_as_asked(asked, unrotated, memory, padded)
-    return _plan_automatically(blocks, roles, memory, padded, candidates)
+        for block in blocks:
+            pattern = next((pattern for pattern, names in patterns.items() if block.name in names), None)
+            if pattern is None:
+                unrotated[block.name] = "no pattern matches it"
+            else:
+                asked[block] = structure[pattern], f"matches '{pattern}'"
+    else:
+        return _plan_automatically(blocks, roles, memory, padded, candidates)
+    chosen: _Choice = {}
+    for block, (own, reason) in asked.items():
+        chosen |= _split_block(block, own, padded, reason)
+    _check_choice(chosen, memory)
+    return _build_plan(chosen, unrotated)
 
 
 def check_structure(structure: object) -> None:
@@ -125,47 +131,25 @@ def call_hint(given: object, kind: type) -> str:
     return f" Call it: egop.{given.__name__}()." if isinstance(given, type) and issubclass(given, kind) else ""
 
 
-def _plan_as_asked(
-    asked: Mapping[Block, tuple[Structure, str]], unrotated: dict[str, str], memory: int, padded: Collection[str]
-) -> Plan:
-    chosen: dict[Block, Structure] = {}
-    why: dict[str, str] = {}
-    for block, (structure, reason) in asked.items():
-        pieces = _split_block(block, structure, padded)
-        chosen |= pieces
-        why |= _give_reasons(pieces, structure, reason)
-    for block, structure in chosen.items():
-        structure.check(block)
-    _check_memory(chosen, memory)
-    return Plan(chosen, why, unrotated)
+def _build_plan(chosen: _Choice, unrotated: dict[str, str]) -> Plan:
+    structures = {block: structure for block, (structure, _) in chosen.items()}
+    return Plan(structures, {block.name: reason for block, (_, reason) in chosen.items()}, unrotated)
 
 
-def _split_block(block: Block, structure: Structure, padded: Collection[str]) -> dict[Block, Structure]:
+def _split_block(block: Block, structure: Structure, padded: Collection[str], reason: str) -> _Choice:
     """Split a block into the blocks that a structure needs.
 
     An embedding with a padding row gets its own block with ``Shared()`` if the structure would mix its rows.
     """
-    pieces: dict[Block, Structure] = {}
+    pieces: _Choice = {}
     for piece in [block] if structure.joint or len(block.shapes) == 1 else block.per_tensor():
         with_padding = [name for name in piece.parameters if name in padded]
-        if not with_padding or not structure.mixes_rows(piece):
-            pieces[piece] = structure
+        if not with_padding or structure.empty_change(piece).is_rowwise:
+            pieces[piece] = structure, reason
             continue
         rest, embeddings = piece.split_off(with_padding)
-        pieces |= dict.fromkeys(rest, structure) | dict.fromkeys(embeddings, Shared())
+        pieces |= dict.fromkeys(rest, (structure, reason)) | dict.fromkeys(embeddings, (Shared(), _COLUMNS_ONLY))
     return pieces
-
-
-def _give_reasons(pieces: Mapping[Block, Structure], structure: Structure, reason: str) -> dict[str, str]:
-    return {piece.name: reason if own == structure else _COLUMNS_ONLY for piece, own in pieces.items()}
-
-
-class _Option(NamedTuple):
-    """A structure for a block, the blocks it is split into, and the bytes of their bases."""
-
-    structure: Structure
-    pieces: dict[Block, Structure]
-    bytes: int
 
 
 def _find_unrotated(
@@ -177,7 +161,7 @@ def _find_unrotated(
         reasons = [roles[name].skip_reason for name in block.parameters]
         if all(reasons):
             unrotated[block.name] = reasons[0]
-        elif not any(_make_option(structure, block, padded) for structure in candidates):
+        elif not _measure(block, padded, candidates):
             unrotated[block.name] = _explain_width(block)
     return unrotated
 
@@ -190,62 +174,47 @@ def _plan_automatically(
     candidates: Sequence[Structure],
 ) -> Plan:
     unrotated = _find_unrotated(blocks, roles, padded, candidates)
-    options: dict[Block, list[_Option]] = {}
-    for block in blocks:
-        if block.name not in unrotated:
-            made = [_make_option(structure, block, padded) for structure in candidates]
-            options[block] = _drop_full([option for option in made if option is not None])
-    # Give as many blocks as possible their leanest option, then upgrade while there is memory.
-    leanest_first = sorted(options, key=lambda block: options[block][-1].bytes)
+    sizes = {block: _measure(block, padded, candidates) for block in blocks if block.name not in unrotated}
+    # Give as many blocks as possible their leanest structure, then upgrade while there is memory.
+    leanest = {block: list(sizes[block].values())[-1] for block in sizes}
     fitting = []
-    for block in leanest_first:
-        needed = options[block][-1].bytes
+    for block, needed in sorted(leanest.items(), key=lambda item: item[1]):
         if needed <= memory:
             fitting.append(block)
             memory -= needed
-        else:
+        elif fitting:
             unrotated[block.name] = f"needs at least {format_bytes(needed)}, and {format_bytes(memory)} are left"
-    if leanest_first and not fitting:
-        block = leanest_first[0]
-        raise MemoryError(
-            f"No basis fits into memory={format_bytes(memory)}: the smallest, of block '{block.name}', takes "
-            f"{format_bytes(options[block][-1].bytes)}. Raise memory=."
-        )
-    why: dict[str, str] = {}
-    chosen: dict[Block, Structure] = {}
+        else:
+            raise MemoryError(
+                f"No basis fits into memory={format_bytes(memory)}: the smallest, of block '{block.name}', takes "
+                f"{format_bytes(needed)}. Raise memory=."
+            )
+    chosen: _Choice = {}
     for block in fitting:
-        richest, leanest = options[block][0], options[block][-1]
-        best = next(option for option in options[block] if option.bytes <= memory + leanest.bytes)
-        memory -= best.bytes - leanest.bytes
-        chosen |= best.pieces
-        why |= _give_reasons(best.pieces, best.structure, _explain_choice(best.structure, richest.structure))
+        memory += leanest[block]
+        richest, best = next(iter(sizes[block])), next(own for own, size in sizes[block].items() if size <= memory)
+        memory -= sizes[block][best]
+        chosen |= _split_block(block, best, padded, _explain_choice(best, richest))
     order = {name: index for index, name in enumerate(name for block in blocks for name in block.parameters)}
-    chosen = dict(sorted(chosen.items(), key=lambda item: order[item[0].parameters[0]]))
-    return Plan(chosen, why, unrotated)
+    return _build_plan(dict(sorted(chosen.items(), key=lambda item: order[item[0].parameters[0]])), unrotated)
 
 
-def _drop_full(options: list[_Option]) -> list[_Option]:
-    """Drop Full if the block has rows of more than one entry that can share a basis."""
-    shared = [piece for option in options if isinstance(option.structure, Shared) for piece in option.pieces]
-    if any(max(Shared().basis_shapes(piece)["basis"]) > 1 for piece in shared):
-        return [option for option in options if not isinstance(option.structure, Full)]
-    return options
-
-
-def _make_option(structure: Structure, block: Block, padded: Collection[str]) -> _Option | None:
-    """Return what a structure costs for a block, or None if it does not apply or exceeds a limit."""
-    try:
-        pieces = _split_block(block, structure, padded)
-        for piece, own in pieces.items():
-            own.check(piece)
-    except ValueError:
-        return None
-    if isinstance(structure, Full):
-        if block.size > FULL_LIMIT:
-            return None
-    elif any(_is_too_costly(own, piece) for piece, own in pieces.items()):
-        return None
-    return _Option(structure, pieces, sum(own.cost(piece).bytes for piece, own in pieces.items()))
+def _measure(block: Block, padded: Collection[str], candidates: Sequence[Structure]) -> dict[Structure, int]:
+    """Return the bytes that each candidate takes for a block, without those that do not apply or exceed a limit."""
+    sizes: dict[Structure, int] = {}
+    for structure in candidates:
+        try:
+            pieces = [(piece, own) for piece, (own, _) in _split_block(block, structure, padded, "").items()]
+            for piece, own in pieces:
+                own.check(piece)
+        except ValueError:
+            continue
+        is_full = isinstance(structure, Full)
+        if block.size <= FULL_LIMIT if is_full else not any(_is_too_costly(own, piece) for piece, own in pieces):
+            sizes[structure] = sum(own.cost(piece).bytes for piece, own in pieces)
+    if Shared() in sizes and any(max(Shared().basis_shapes(piece)["basis"]) > 1 for piece in block.per_tensor()):
+        sizes.pop(Full(), None)  # rows of more than one entry can share a basis
+    return sizes
 
 
 def _is_too_costly(structure: Structure, block: Block) -> bool:
@@ -269,12 +238,15 @@ def _explain_choice(structure: Structure, richest: Structure) -> str:
     return "rows share a basis" if isinstance(structure, Shared) else "the richest that applies"
 
 
-def _check_memory(chosen: Mapping[Block, Structure], memory: int) -> None:
-    costs = {block: structure.cost(block).bytes for block, structure in chosen.items()}
+def _check_choice(chosen: _Choice, memory: int) -> None:
+    """Raise ValueError if a structure does not fit its block, MemoryError if all bases together need too much."""
+    for block, (structure, _) in chosen.items():
+        structure.check(block)
+    costs = {block: structure.cost(block).bytes for block, (structure, _) in chosen.items()}
     if sum(costs.values()) <= memory:
         return
     block = max(costs, key=lambda candidate: costs[candidate])
-    shapes = " and ".join(" x ".join(map(str, shape)) for shape in chosen[block].basis_shapes(block).values())
+    shapes = " and ".join(" x ".join(map(str, shape)) for shape in chosen[block][0].basis_shapes(block).values())
     problem = f"Block '{block.name}' needs a {shapes} basis ({format_bytes(costs[block])})"
     if costs[block] <= memory:
         problem = f"All bases together need {format_bytes(sum(costs.values()))}; the largest is: {problem}"

@@ -81,9 +81,7 @@ class Spectrum:
         few = "" if self.is_supported else ": too few, the stable rank is a lower bound"
         return (
             f"Spectrum({pluralize(len(self.eigenvalues), 'eigenvalue')}, stable rank {self.stable_rank:.1f}, "
-            f"{_LEADING:.0%} in {self.effective_dimension()}, {pluralize(self.samples, 'draw')}{few})".replace(
-                "%", " %"
-            )
+            f"{100 * _LEADING:.0f} % in {self.effective_dimension()}, {pluralize(self.samples, 'draw')}{few})"
         )
 
     def plot(self) -> Figure:

@@ -7,17 +7,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from egop.basis import Basis
 from egop.diagnose.race import Candidate, Comparison, Race, run_race
 from egop.diagnose.rates import SCHEDULE
 from egop.estimation import Gaussian, Objective, estimate
-from egop.formatting import format_html_table, format_table
+from egop.formatting import format_table
 from egop.optimizer import ReparameterizedOptimizer
 from egop.plots import create_axes
 from egop.recipes import EGOP
@@ -25,8 +23,6 @@ from egop.refresh import Online
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["CANDIDATES", "Diagnosis", "diagnose"]
 
 # A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
@@ -105,22 +101,16 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """The answer in four lines, five if a fixed basis took part."""
-        return "\n".join([self._advice(), self._rate_line(), self._gain(), self._certainty(), *self._steepness()])
+        advice = "Keep AdamW" if self.advised == ADAMW else f"Use {self.advised}"
+        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
+        rates = f"Learning rate: try {self.lr:g}{second} ({SCHEDULE})."
+        return "\n".join([f"{advice}: {self.code}", rates, self._gain(), self._certainty(), *self._steepness()])
 
     @property
     def code(self) -> str:
         """Code to paste for the advised candidate."""
         (candidate,) = [each for each in self.candidates if each.name == self.advised]
         return candidate.code.format(lr=f"{self.lr:g}")
-
-    def _advice(self) -> str:
-        if self.advised == ADAMW:
-            return f"Keep AdamW: {self.code}"
-        return f"Use {self.advised}: {self.code}"
-
-    def _rate_line(self) -> str:
-        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
-        return f"Learning rate: try {self.lr:g}{second} ({SCHEDULE})."
 
     def _gain(self) -> str:
         if (name := self.closest) is None:
@@ -135,9 +125,8 @@ class Diagnosis:
         )
 
     def _certainty(self) -> str:
-        doubts = self.doubts
-        if doubts:
-            return f"Uncertain: {'; '.join(doubts)}."
+        if self.doubts:
+            return f"Uncertain: {'; '.join(self.doubts)}."
         seeds = len(self.race.seeds)
         return f"Sure: both stages of the race{f' and {seeds} seeds' if seeds > 1 else ''} agree."
 
@@ -166,25 +155,17 @@ class Diagnosis:
             rows.append([name, *cells, *["-"] * (len(_HEADER) - 1 - len(cells))])
         return rows
 
-    def _notes(self) -> list[str]:
+    def __repr__(self) -> str:
+        return f"Diagnosis({self.advised}, lr={self.lr:g}, {'uncertain' if self.doubts else 'sure'})"
+
+    def __str__(self) -> str:
         first, second = self.race.lengths
         legend = (
             f"Loss after runs of {second} steps ({first} in the search). Steps and time to the same loss and the time "
             "of a step are multiples of AdamW's."
         )
-        return [legend] + [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
-
-    def __repr__(self) -> str:
-        sure = "uncertain" if self.doubts else "sure"
-        return f"Diagnosis({self.advised}, lr={self.lr:g}, {sure})"
-
-    def __str__(self) -> str:
-        return "\n".join([self.verdict, "", format_table(_HEADER, self._rows()), *self._notes()])
-
-    def _repr_html_(self) -> str:
-        lines = "".join(f"<p>{escape(line)}</p>" for line in self.verdict.splitlines())
-        notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in self._notes())
-        return f"{lines}{format_html_table(_HEADER, self._rows())}{notes}"
+        left_out = [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
+        return "\n".join([self.verdict, "", format_table(_HEADER, self._rows()), legend, *left_out])
 
     def plot(self) -> Figure:
         """Plot the race: the loss of each candidate at its best learning rate, by step."""
@@ -247,24 +228,12 @@ def diagnose(
     if fixed:
         rho = Gaussian() if isinstance(objective, Objective) and objective.module is None else None
         basis = estimate(objective, rho=rho, progress=progress)
-        candidates.append(
-            Candidate(
-                "AdamW in a fixed basis",
-                partial(_build_fixed, basis=basis),
-                "egop.ReparameterizedOptimizer(model, torch.optim.AdamW, egop.estimate(objective), lr={lr})",
-            )
-        )
+        build = partial(ReparameterizedOptimizer, optimizer_class=torch.optim.AdamW, basis=basis, lr=1e-3)
+        code = "egop.ReparameterizedOptimizer(model, torch.optim.AdamW, egop.estimate(objective), lr={lr})"
+        candidates.append(Candidate("AdamW in a fixed basis", build, code))
     race = run_race(objective, candidates, steps=steps, budget=budget, seeds=seeds, keep=2, progress=progress)
     took_part = tuple(each for each in candidates if race.runs[0].get(each.name))
     return Diagnosis(took_part, race, basis)
-
-
-def _build_online(model: nn.Module) -> torch.optim.Optimizer:
-    return ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=Online(), lr=1e-3)
-
-
-def _build_fixed(model: nn.Module, basis: Basis) -> torch.optim.Optimizer:
-    return ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-3)
 
 
 CANDIDATES = (
@@ -272,7 +241,7 @@ CANDIDATES = (
     Candidate("EGOP", EGOP, "egop.EGOP(model, lr={lr})"),
     Candidate(
         "AdamW with Online",
-        _build_online,
+        partial(ReparameterizedOptimizer, optimizer_class=torch.optim.AdamW, refresh=Online(), lr=1e-3),
         "egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Online(), lr={lr})",
     ),
     Candidate("EGOP without rotation", (EGOP, {"rotate": False}), "egop.EGOP(model, lr={lr}, rotate=False)"),

@@ -20,8 +20,7 @@ from egop.basis import Plan
 from egop.diagnose.training import Build, Run, Trainer, build_optimizer, clock
 from egop.estimation import Objective
 from egop.formatting import pluralize
-
-__all__ = ["RATES", "Candidate", "Comparison", "Race", "run_race"]
+from egop.numerics import check_positive_int
 
 # Steps of a run in each stage: a fraction of the planned training, or a fixed number if its length is unknown.
 _FRACTIONS, _LENGTHS = (0.08, 0.2), (60, 150)
@@ -38,8 +37,6 @@ _WORSE = 2
 _USUAL = 6
 # Timing the first steps of a candidate may take this fraction of the budget.
 _TIMING = 0.1
-# If the budget is too small for all, leave out candidates whose steps are slower than the baseline's by this factor.
-_TOO_SLOW = 5.0
 # The second stage begins after this fraction of the budget at the latest.
 _FIRST_STAGE = 0.6
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left{postfix}"
@@ -91,8 +88,6 @@ class Race:
         runs: finished runs of each candidate in each stage.
         left_out: why some candidates did not take part.
         ended: why the race is incomplete; empty if it is complete.
-        announcement: number of runs and expected time, as text.
-        seconds: time it took.
     """
 
     planned: int | None
@@ -103,8 +98,6 @@ class Race:
     runs: tuple[dict[str, list[Run]], dict[str, list[Run]]] = field(default_factory=lambda: ({}, {}))
     left_out: dict[str, str] = field(default_factory=dict)
     ended: str = ""
-    announcement: str = ""
-    seconds: float = 0.0
 
     def ranked(self, name: str, stage: int | None = None, seed: int | None = None) -> list[Run]:
         """Return a candidate's runs that lowered the loss, best first; by default those of its last stage."""
@@ -124,12 +117,9 @@ class Race:
         rates = list(dict.fromkeys(run.lr for run in runs))
         if runs and self.planned is not None and self.planned > runs[0].steps:
             ratio = runs[0].steps / self.planned
-            scaled = [self._round_rate(rates[0] * ratio**power) for power in (0.5, 1.0)]
+            scaled = [_find_nearest(self.rates, rates[0] * ratio**power) for power in (0.5, 1.0)]
             rates = list(dict.fromkeys([*scaled, *rates]))
         return tuple(rates[:2])
-
-    def _round_rate(self, rate: float) -> float:
-        return min(self.rates, key=lambda each: abs(math.log(each / rate)))
 
     def compare(self, name: str, stage: int, seed: int | None = None) -> Comparison | None:
         """Compare a candidate's best run with the baseline's in one stage; None if one of them has no run."""
@@ -138,15 +128,13 @@ class Race:
         own, base = self.ranked(name, stage, seed), self.ranked(baseline, stage, seed)
         if not base or not any(run.seed == seed for run in self.runs[stage].get(name, [])):
             return None
-        slowdown = self._step_seconds(name, stage) / max(self._step_seconds(baseline, stage), 1e-9)
+        # The fastest runs count: other programs may have slowed down the rest.
+        seconds, base_seconds = (min(run.step_seconds for run in self.runs[stage][key]) for key in (name, baseline))
+        slowdown = seconds / max(base_seconds, 1e-9)
         if not own:
             return Comparison(math.inf, slowdown)
         target = max(own[0].final, base[0].final)
         return Comparison(own[0].steps_to(target) / max(base[0].steps_to(target), 1e-9), slowdown)
-
-    def _step_seconds(self, name: str, stage: int) -> float:
-        """Return the time of a step in the fastest run: other programs may have slowed down the rest."""
-        return min(run.step_seconds for run in self.runs[stage][name])
 
 
 def run_race(
@@ -167,8 +155,8 @@ def run_race(
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective must be an egop.Objective, got {type(objective).__name__}.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"Invalid steps value: {steps}. Must be at least 1.")
+    if steps is not None:
+        check_positive_int("steps", steps)
     if not budget > 0:
         raise ValueError(f"Invalid budget value: {budget}. Must be a positive number of seconds.")
     if not seeds:
@@ -225,7 +213,6 @@ class _Racer:
             self.bar.close()
         if self.dropped and not race.ended:
             race.ended = f"the budget of {self.budget:g} s was too small for {', '.join(self.dropped)}"
-        race.seconds = time.monotonic() - self.began
         return race
 
     def _has_result(self) -> bool:
@@ -254,40 +241,28 @@ class _Racer:
                 self._drop(candidate, f"six steps took longer than {_TIMING:.0%} of the budget")
         # On a busy machine, steps take longer than the processor time that is measured.
         self.stretch = max(1.0, (time.monotonic() - wall) / max(clock() - busy, 1e-9))
-        self._drop_slowest(_shorten(lengths, 0.0))
-        race.lengths = _shorten(lengths, self._time_left() / self._estimate(lengths))
-        self._announce("" if race.lengths == lengths else f", shortened from {lengths[0]} and {lengths[1]}")
+        time_left = max(0.0, self.began + self.budget - time.monotonic())
+        race.lengths = _shorten(lengths, time_left / self._estimate(lengths))
+        if self.progress:
+            self._announce("" if race.lengths == lengths else f", shortened from {lengths[0]} and {lengths[1]}")
 
     def _announce(self, shortened: str) -> None:
-        """Say what the race costs and start the progress bar."""
-        race, (first, second) = self.race, self.race.lengths
+        """Print what the race costs and start the progress bar."""
+        first, second = self.race.lengths
         searches, repeats = _USUAL * len(self.candidates), self._count_repeats()
         steps = searches * first + repeats * second
-        race.announcement = (
+        tqdm.write(
             f"Race of {pluralize(len(self.candidates), 'candidate')}: about {searches} runs of {first} steps and "
-            f"{repeats} of {second}{shortened}; {steps:,} steps, about {self._estimate(race.lengths):.0f} s "
-            f"(budget {self.budget:g} s)."
+            f"{repeats} of {second}{shortened}; {steps:,} steps, about {self._estimate(self.race.lengths):.0f} s "
+            f"(budget {self.budget:g} s).",
+            file=sys.stderr,
         )
-        if self.progress:
-            tqdm.write(race.announcement, file=sys.stderr)
-            self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9)
-
-    def _drop_slowest(self, shortest: tuple[int, int]) -> None:
-        """Leave out candidates with very slow steps until the shortest runs fit into the budget."""
-        while len(self.candidates) > 1 and self._estimate(shortest) > self._time_left():
-            slowest = max(self.candidates[1:], key=lambda each: self.step_seconds[each.name])
-            slowdown = self.step_seconds[slowest.name] / max(self.step_seconds[self.candidates[0].name], 1e-9)
-            if slowdown < _TOO_SLOW:
-                break
-            self._drop(slowest, f"its steps take {slowdown:.1f} x as long as {self.candidates[0].name}'s")
+        self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9)
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self.candidates.remove(candidate)
         self.dropped.append(candidate.name)
         self.race.left_out[candidate.name] = f"{reason}, too long for this budget"
-
-    def _time_left(self) -> float:
-        return max(0.0, self.began + self.budget - time.monotonic())
 
     def _find_obstacle(self, candidate: Candidate) -> str:
         """Return why a candidate cannot take part; empty if it can."""
@@ -391,7 +366,7 @@ def search_rates(rates: Sequence[float], start: float, train: Callable[[float], 
 
     Rates whose loss does not get below ``initial``, the loss before training, do not count as good.
     """
-    middle = min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / start)))
+    middle = rates.index(_find_nearest(rates, start))
     first = best = train(rates[middle]).final
     # Every rate above a diverging one diverges too.
     for direction in (rates[middle + 1 :] if math.isfinite(first) else [], rates[:middle][::-1]):
@@ -403,6 +378,10 @@ def search_rates(rates: Sequence[float], start: float, train: Callable[[float], 
             best = min(best, loss)
             if worse == _WORSE or (rate > rates[middle] and math.isinf(loss)):
                 break
+
+
+def _find_nearest(rates: Sequence[float], rate: float) -> float:
+    return min(rates, key=lambda each: abs(math.log(each / rate)))
 
 
 def _shorten(lengths: tuple[int, int], factor: float) -> tuple[int, int]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 from egop.diagnose.race import RATES, Candidate, Race, run_race
 from egop.diagnose.training import DECAY, WARM_UP, Build
 from egop.estimation import Objective
-from egop.formatting import format_html_table, pluralize
+from egop.formatting import pluralize
 from egop.plots import create_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["SCHEDULE", "FoundRates", "find_lr"]
 
 SCHEDULE = (
     f"for warm-up over the first {100 * WARM_UP:.0f} % and decay over the last {100 * DECAY:.0f} % of training; "
@@ -62,9 +59,6 @@ class FoundRates:
         return f"FoundRates({', '.join(f'{rate:g}' for rate in self.rates)}; {len(self.tried)} tried)"
 
     def __str__(self) -> str:
-        return " ".join(self._sentences())
-
-    def _sentences(self) -> list[str]:
         race, tried = self.race, self.tried
         second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
         length = f"a training of {race.planned:,} steps" if race.planned else "a short training"
@@ -81,14 +75,7 @@ class FoundRates:
             words.append(f"Diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
         if race.ended:
             words.append(f"The race is incomplete: {race.ended}.")
-        return words
-
-    def _repr_html_(self) -> str:
-        rows = [
-            [f"{rate:g}", f"{loss:.4g}" if math.isfinite(loss) else "diverged", "try" if rate in self.rates else ""]
-            for rate, loss in self.tried.items()
-        ]
-        return f"<p>{escape(str(self))}</p>{format_html_table(['learning rate', 'loss', ''], rows)}"
+        return " ".join(words)
 
     def plot(self) -> Figure:
         """Plot the final losses of the first stage by learning rate."""
@@ -146,13 +133,9 @@ def find_lr(
         True
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=best)
     """
-    candidate = Candidate(_find_name(optimizer), optimizer)
+    kind = optimizer[0] if isinstance(optimizer, tuple) else optimizer
+    candidate = Candidate(kind.__name__ if isinstance(kind, type) else "the optimizer", optimizer)
     race = run_race(
         objective, [candidate], steps=steps, budget=budget, seeds=(seed,), keep=3, rates=rates, progress=progress
     )
     return FoundRates(race.propose_rates(candidate.name), race)
-
-
-def _find_name(optimizer: Build) -> str:
-    kind = optimizer[0] if isinstance(optimizer, tuple) else optimizer
-    return kind.__name__ if isinstance(kind, type) else "the optimizer"

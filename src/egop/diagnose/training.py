@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from egop.estimation import Objective
 
-__all__ = ["Build", "Run", "Trainer", "build_optimizer", "clock", "warm_up_and_decay"]
-
 Build = (
     Callable[[nn.Module], torch.optim.Optimizer]
     | type[torch.optim.Optimizer]
@@ -158,13 +156,8 @@ def build_optimizer(build: Build, model: nn.Module) -> torch.optim.Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # egop's own optimizers need the module to know which parameters are embeddings, heads and norms.
         optimizer = kind(model if getattr(kind, "has_own_basis", False) else trained, **options)  # type: ignore[arg-type]
-    elif callable(kind) and not options:
-        optimizer = kind(model)
     else:
-        raise TypeError(
-            "optimizer must be an optimizer class, a pair of a class and its options, or a function of the model that "
-            f"returns an optimizer, got {build!r}."
-        )
+        optimizer = kind(model, **options)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer(model) must return a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     own = {id(parameter) for parameter in model.parameters()}
@@ -190,8 +183,6 @@ def clock() -> float:
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the first group; the others keep their ratio to it."""
-    if any("lr" not in group for group in optimizer.param_groups):
-        raise ValueError(f"{type(optimizer).__name__} has no learning rate: its parameter groups have no 'lr'.")
     given = [float(group["lr"]) for group in optimizer.param_groups]
     if not given[0] > 0:
         raise ValueError(

@@ -5,13 +5,9 @@ themselves are for the other packages of egop only.
 """
 
 from egop.estimation.estimator import NoGradientError as NoGradientError
-from egop.estimation.estimator import count_draws as count_draws
 from egop.estimation.estimator import estimate
 from egop.estimation.estimator import estimate_plan as estimate_plan
 from egop.estimation.estimator import partition_objective as partition_objective
-from egop.estimation.estimator import require_gradient as require_gradient
-from egop.estimation.estimator import resolve_arguments as resolve_arguments
-from egop.estimation.estimator import warn_if_identical as warn_if_identical
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Ball, Distribution, Gaussian, Initialization, Recentered
 from egop.estimation.sampling import sample_gradients

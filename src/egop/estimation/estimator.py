@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from egop.basis import (
     Accumulator,
     Basis,
     Block,
+    ChangeOfBasis,
     Partition,
     Plan,
     Role,
@@ -24,12 +28,11 @@ from egop.basis import (
     make_plan,
     partition_parameters,
 )
-from egop.distributed import processes
-from egop.estimation import parallel
+from egop.estimation import processes
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution, Initialization
 from egop.estimation.sampling import SamplingMethod, sample_gradients
-from egop.formatting import parse_bytes
+from egop.formatting import list_first, parse_bytes
 from egop.numerics import check_positive_int
 
 logger = logging.getLogger("egop")
@@ -89,15 +92,25 @@ def estimate(
 
     Reference: *Faster Adaptive Optimization via Expected Gradient Outer Product Reparameterization*, Algorithm 1.
     """
+    rho = Initialization() if rho is None else rho
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
 
-    def prepare() -> tuple[Distribution, torch.Generator, Plan]:
-        arguments = resolve_arguments(objective, rho, samples, generator)
-        return *arguments, make_plan(*partition_objective(objective, partition), structure, parse_bytes(memory))
+    def check_and_plan() -> Plan:
+        if not isinstance(objective, Objective):
+            raise TypeError(
+                f"objective must be an egop.Objective, got {type(objective).__name__}. "
+                "Use egop.Objective(model, loss_fn, batches)."
+            )
+        if not isinstance(rho, Distribution):
+            raise TypeError(f"rho must be a distribution such as egop.Gaussian(), got {rho!r}.")
+        if samples is not None:
+            check_positive_int("samples", samples)
+        return make_plan(*partition_objective(objective, partition), structure, parse_bytes(memory))
 
-    distribution, source, plan = processes.run_collectively(prepare)
+    plan = processes.run_collectively(check_and_plan)
     if progress and structure == "auto" and processes.rank() == 0:
         tqdm.write(str(plan), file=sys.stderr)
-    basis = estimate_plan(objective, plan, distribution, samples, source, sampling, progress)
+    basis = estimate_plan(objective, plan, rho, samples, generator, sampling, progress)
     _warn_if_too_few_samples(basis.spectrum)
     return basis
 
@@ -106,34 +119,12 @@ class NoGradientError(ValueError):
     """Error for a loss that does not depend on the parameters of any block: every sampled gradient is exactly zero."""
 
 
-def resolve_arguments(
-    objective: Objective, rho: Distribution | None, samples: int | None, generator: torch.Generator | None
-) -> tuple[Distribution, torch.Generator]:
-    """Check the arguments and return the distribution and the generator, with defaults filled in."""
-    if not isinstance(objective, Objective):
-        raise TypeError(
-            f"objective must be an egop.Objective, got {type(objective).__name__}. "
-            "Use egop.Objective(model, loss_fn, batches)."
-        )
-    if samples is not None:
-        check_positive_int("samples", samples)
-    rho = Initialization() if rho is None else rho
-    if not isinstance(rho, Distribution):
-        raise TypeError(f"rho must be a distribution such as egop.Gaussian(), got {rho!r}.")
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"generator must be a torch.Generator, got {generator!r}. Use torch.Generator().manual_seed(0)."
-        )
-    return rho, generator
-
-
 def partition_objective(objective: Objective, partition: Partition) -> tuple[list[Block], dict[str, Role]]:
     """Partition an objective's parameters into blocks; return the blocks and the role of each parameter."""
-    layers = find_roles(objective.parameters, objective.module)
+    roles = find_roles(objective.parameters, objective.module)
     if objective.module is None:  # every tensor of a function is a weight, even a vector
-        layers = {name: Role("weight") for name in layers}
-    return partition_parameters(objective.parameters, layers, partition), layers
+        roles = {name: Role("weight") for name in roles}
+    return partition_parameters(objective.parameters, roles, partition), roles
 
 
 def estimate_plan(
@@ -146,10 +137,10 @@ def estimate_plan(
     progress: bool,
 ) -> Basis:
     """Estimate the basis of each block of a plan. In a process group all processes must call this."""
-    draws = count_draws(plan, samples)
-    parallel.check_agreement(
-        objective, plan, generator, {"samples": draws, "rho": type(rho).__name__, "sampling": sampling}
-    )
+    draws = max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
+    draws = draws and (samples or draws)  # none if no structure needs gradients
+    options = {"samples": draws, "rho": type(rho).__name__, "sampling": sampling}
+    _check_agreement(objective, plan, generator, options)
     accumulators = {block: structure.accumulator(block) for block, structure in plan.chosen.items()}
 
     def accumulate() -> bool:
@@ -157,37 +148,83 @@ def estimate_plan(
 
     with objective.synchronize():
         has_gradient = processes.run_collectively(accumulate)
-    require_gradient(plan, draws, any(processes.gather_results(lambda: has_gradient)))
-    owners = parallel.assign_blocks(plan)
+    if draws and not any(processes.gather_results(lambda: has_gradient)):
+        names = [f"'{name}'" for block in plan.chosen for name in block.parameters]
+        raise NoGradientError(
+            f"The gradient of {list_first(names, _MAX_LISTED)} is exactly zero at "
+            f"all {draws} draws: the loss does not reach these parameters. Check that the loss function uses the model "
+            "it is given, not another one, and does not detach. If a layer after them starts at zero, sample where it "
+            "does not: rho=egop.Recentered(scale) once it has been trained, or egop.Gaussian(scale)."
+        )
+    # Each block is decomposed by one process, so that all have about the same amount of work.
+    shapes = [structure.basis_shapes(block).values() for block, structure in plan.chosen.items()]
+    work = [sum(math.prod(shape) * shape[-1] for shape in each) for each in shapes]
+    owners = dict(zip(plan.chosen, processes.assign_owners(work), strict=True))
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
-    own = parallel.merge_accumulators(accumulators, plan, owners, devices)
+    own = _merge_accumulators(accumulators, plan, owners, devices)
     # Each accumulator is dropped once it is finished, to free its memory.
-    results = processes.run_collectively(lambda: {block: own.pop(block).finish() for block in list(own)})
-    results = parallel.share_results(results, owners, devices)
-    spectra = {block.name: spectrum for block, (spectrum, _) in results.items() if spectrum is not None}
-    return Basis([change for _, change in results.values()], spectra, plan.unrotated)
+    finished = processes.run_collectively(lambda: {block: own.pop(block).finish() for block in list(own)})
+    changes, spectra = [], {}
+    for block, owner in owners.items():  # now all processes get the same results, bit for bit
+        result = processes.broadcast_object(finished.get(block), owner, devices[block])
+        spectrum, change = cast(tuple[Spectrum | None, ChangeOfBasis], result)
+        changes.append(change)
+        if spectrum is not None:
+            spectra[block.name] = spectrum
+    return Basis(changes, spectra, plan.unrotated)
 
 
-def count_draws(plan: Plan, samples: int | None) -> int:
-    """Return the number of points to draw: by default what the structures ask for, and 0 if none needs gradients."""
-    default = max((structure.samples(block) for block, structure in plan.chosen.items()), default=0)
-    return default and (samples or default)
-
-
-def require_gradient(plan: Plan, draws: int, has_gradient: bool) -> None:
-    """Raise NoGradientError if all gradients of all draws are zero, which is almost certainly a mistake."""
-    if has_gradient or draws == 0:
+def _check_agreement(objective: Objective, plan: Plan, generator: torch.Generator, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if the processes want different estimates, and set all generators to the first one's state."""
+    if processes.world_size() == 1:
         return
-    names = _join([name for block in plan.chosen for name in block.parameters])
-    raise NoGradientError(
-        f"The gradient of {names} is exactly zero at all {draws} draws: the loss does not reach these parameters. "
-        "Check that the loss function uses the model it is given, not another one, and does not detach. If a layer "
-        "after them starts at zero, sample where it does not: rho=egop.Recentered(scale) once it has been trained, or "
-        "egop.Gaussian(scale)."
-    )
+
+    def describe() -> tuple[dict[str, str], Tensor]:
+        objective.check_unsharded()
+        module = objective.module
+        others = [*module.named_parameters(), *module.named_buffers()] if module is not None else []
+        tensors = [*objective.parameters.items(), *others]
+        return {
+            **{name: repr(value) for name, value in options.items()},
+            "the model": repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]),
+            "the structures": repr([(block.name, structure) for block, structure in plan.chosen.items()]),
+            "the generator's device": repr(generator.device.type),
+        }, generator.get_state()
+
+    answers = processes.gather_results(describe)
+    first, state = answers[0]
+    for rank, (settings, _) in enumerate(answers):
+        for name, value in settings.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"The processes want different estimates: {name} is {first[name]:.200} in process 0 and "
+                    f"{value:.200} in process {rank}. Call it with the same arguments in all processes."
+                )
+    generator.set_state(state)
 
 
-def warn_if_identical(gradients: Mapping[str, Tensor]) -> None:
+def _merge_accumulators(
+    accumulators: dict[Block, Accumulator],
+    plan: Plan,
+    owners: Mapping[Block, int],
+    devices: Mapping[Block, torch.device],
+) -> dict[Block, Accumulator]:
+    """Merge what all processes have accumulated; return the accumulators of the blocks that this process owns."""
+    if processes.world_size() == 1:
+        return accumulators
+    own = {}
+    for block, structure in plan.chosen.items():
+        accumulator, merged = accumulators.pop(block), structure.accumulator(block)
+        is_owner = owners[block] == processes.rank()
+        if is_owner:
+            own[block] = merged
+        for sender in range(processes.world_size()):
+            part = processes.broadcast_object(accumulator, sender, devices[block])
+            processes.run_collectively(partial(merged.merge, part) if is_owner else lambda: None)
+    return own
+
+
+def _warn_if_identical(gradients: Mapping[str, Tensor]) -> None:
     """Log a warning if all gradients of a chunk are the same: one point and one batch, without noise."""
     count = len(next(iter(gradients.values())))
     if count > 1 and all(bool((gradient == gradient[:1]).all()) for gradient in gradients.values()):
@@ -218,12 +255,11 @@ def _accumulate(
         progress=progress and processes.rank() == 0,
         share=processes.local_share(draws),
     )
-    is_first, has_gradient = True, False
+    has_gradient = False
     with closing(chunks):  # restores the model immediately if sampling is interrupted
-        for gradients in chunks:
-            if is_first:
-                warn_if_identical(gradients)
-            is_first = False
+        for index, gradients in enumerate(chunks):
+            if index == 0:
+                _warn_if_identical(gradients)
             has_gradient = has_gradient or any(bool(gradient.any()) for gradient in gradients.values())
             for block, accumulator in accumulators.items():
                 accumulator.add([gradients[name] for name in block.parameters])
@@ -239,12 +275,6 @@ def _warn_if_too_few_samples(spectra: Mapping[str, Spectrum]) -> None:
         "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Use samples=%d. If that "
         "does not help, leave the weight in original coordinates.",
         "1 draw is" if samples == 1 else f"{samples} draws are",
-        _join(list(unsupported)),
+        list_first([f"'{name}'" for name in unsupported], _MAX_LISTED),
         _MORE_SAMPLES * samples,
     )
-
-
-def _join(names: Sequence[str]) -> str:
-    quoted = [f"'{name}'" for name in names]
-    rest = len(quoted) - _MAX_LISTED
-    return ", ".join(quoted[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -54,8 +54,9 @@ def vmap_gradients(objective: Objective, names: Sequence[str], points: Points) -
         return _vmap_group(objective, names, points, groups[0])
     parts = [_vmap_group(objective, names, points.select(group.indices), group) for group in groups]
     losses, gradients = zip(*parts, strict=True)
-    order = [torch.tensor(group.indices, device=losses[0].device) for group in groups]
-    return _reorder(losses, order), [_reorder(pieces, order) for pieces in zip(*gradients, strict=True)]
+    indices = torch.tensor([index for group in groups for index in group.indices], device=losses[0].device)
+    order = indices.argsort()  # back to the order of the points
+    return torch.cat(losses)[order], [torch.cat(pieces)[order] for pieces in zip(*gradients, strict=True)]
 
 
 def matches_loop(objective: Objective, names: Sequence[str], point: Points) -> bool:
@@ -165,14 +166,6 @@ def _split_tensors(batch: Any) -> tuple[Any, list[Tensor]]:
         return _Slot(len(tensors) - 1, leaf.shape, leaf.dtype, leaf.device)
 
     return map_leaves(replace_tensor, batch), tensors
-
-
-def _reorder(parts: Sequence[Tensor], order: Sequence[Tensor]) -> Tensor:
-    """Put the parts back into the order of the points."""
-    result = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
-    for part, indices in zip(parts, order, strict=True):
-        result[indices] = part
-    return result
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from egop.distributed import processes
+from egop.estimation import processes
 from egop.estimation.objective import Objective
+from egop.formatting import list_first
 from egop.numerics import seed_everything
 
 logger = logging.getLogger("egop")
@@ -60,19 +60,19 @@ def log_mismatches(objective: Objective, initializer: Initializer) -> None:
         for name in current
         if torch.equal(drawn[name], current[name]) and torch.equal(drawn_from_other[name], other[name])
     ]
-    rescaled = _find_scale_changes(drawn, current)
     if unchanged:
         _log_once(
             objective,
-            f"egop.Initialization() leaves {_join(unchanged)} unchanged: nothing in the model initializes them. "
-            "Pass init_fn=... to draw them too.",
+            f"egop.Initialization() leaves {list_first(unchanged, _MAX_LISTED)} unchanged: nothing in the model "
+            "initializes them. Pass init_fn=... to draw them too.",
         )
-    if rescaled:
+    if rescaled := _find_scale_changes(drawn, current):
         _log_once(
             objective,
-            f"egop.Initialization() draws weights at another scale than the model has: {_join(rescaled)} (root "
-            "mean squares). If they are pretrained or trained, sample around them: rho=egop.Recentered(scale). If "
-            "the model was initialized in another way, pass it: rho=egop.Initialization(init_fn=...).",
+            "egop.Initialization() draws weights at another scale than the model has: "
+            f"{list_first(rescaled, _MAX_LISTED)} (root mean squares). If they are pretrained or trained, sample "
+            "around them: rho=egop.Recentered(scale). If the model was initialized in another way, pass it: "
+            "rho=egop.Initialization(init_fn=...).",
         )
 
 
@@ -109,9 +109,14 @@ def find_initializer(module: nn.Module) -> Initializer | None:
     ]
 
     def initialize(_: nn.Module) -> None:
-        with _remove_marks(marked):
+        for parameter in marked:
+            setattr(parameter, _INITIALIZED_MARK, False)
+        try:
             for step in steps:
                 step()
+        finally:
+            for parameter in marked:
+                setattr(parameter, _INITIALIZED_MARK, True)
 
     return initialize
 
@@ -156,10 +161,11 @@ def _get_author_functions(module: nn.Module) -> tuple[_Step | None, Initializer 
     for name in _NAMES:
         function = getattr(module, name) if callable(getattr(type(module), name, None)) else None
         required = None if function is None else _get_required_arguments(function)
-        if required == [] and whole is None:
-            whole = function
-        elif required is not None and len(required) == 1 and per_module is None and _takes_module(required[0]):
-            per_module = function
+        if required == []:
+            whole = whole or function
+        elif required is not None and len(required) == 1:
+            takes_module = required[0].name in _MODULE_ARGUMENTS or "Module" in str(required[0].annotation)
+            per_module = per_module or (function if takes_module else None)
     # init_weights() of transformers only ties weights once a model has been built.
     is_transformers = any(kind.__module__ == "transformers.modeling_utils" for kind in type(module).__mro__)
     return None if is_transformers else whole, per_module
@@ -174,23 +180,8 @@ def _get_required_arguments(function: Callable[..., object]) -> list[inspect.Par
     return [argument for argument in parameters if argument.default is argument.empty and argument.kind not in variadic]
 
 
-def _takes_module(parameter: inspect.Parameter) -> bool:
-    return parameter.name in _MODULE_ARGUMENTS or "Module" in str(parameter.annotation)
-
-
 def _is_trainable(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-@contextlib.contextmanager
-def _remove_marks(parameters: list[nn.Parameter]) -> Iterator[None]:
-    for parameter in parameters:
-        setattr(parameter, _INITIALIZED_MARK, False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            setattr(parameter, _INITIALIZED_MARK, True)
 
 
 def _find_scale_changes(drawn: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> list[str]:
@@ -203,9 +194,3 @@ def _find_scale_changes(drawn: Mapping[str, Tensor], current: Mapping[str, Tenso
         if max(before, after) > _SCALE_RATIO * min(before, after):
             changes.append(f"'{name}' {after:.2g} instead of {before:.2g}")
     return changes
-
-
-def _join(items: Sequence[str]) -> str:
-    return ", ".join(items[:_MAX_LISTED]) + (
-        f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
-    )

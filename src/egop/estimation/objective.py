@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egop.basis import strip_compile_prefix
-from egop.distributed import is_sharded, processes
+from egop.distributed import is_sharded
+from egop.estimation import processes
 from egop.estimation.batches import move_batches
-from egop.estimation.snapshot import sampling_lock, take_snapshot
 from egop.numerics import get_random_state, seed_everything, set_random_state
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+
+# Sampling writes to the model and seeds the global random state, so only one thread may sample at a time, even with
+# different models. The lock is reentrant because points are drawn while gradients are being sampled.
+sampling_lock = threading.RLock()
 
 
 class Objective:
@@ -47,7 +51,6 @@ class Objective:
                 f"model must be a torch.nn.Module, got {type(model).__name__}. "
                 "For a plain function of tensors use egop.Objective.from_function(f, {'name': tensor})."
             )
-        _check_loss(loss_fn)
         self._model = _unwrap(model)
         self._loss_fn, self._batches = loss_fn, batches
         self._caller = _Caller(self._model)
@@ -78,7 +81,11 @@ class Objective:
         if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             raise TypeError("tensors must be a mapping of names to tensors, such as {'theta': torch.zeros(10)}.")
         _check_parameters(tensors)
-        loss_fn = partial(_call_function, function, batches is not None)
+
+        def loss_fn(module: nn.Module, batch: Any) -> Tensor:
+            values = dict(module.named_parameters(remove_duplicate=False))
+            return function(**values) if batches is None else function(batch, **values)
+
         objective = cls(_hold_tensors(tensors), loss_fn, [None] if batches is None else batches)
         objective._tensors = dict(tensors)
         return objective
@@ -92,6 +99,11 @@ class Objective:
     def parameters(self) -> dict[str, Tensor]:
         """The parameters to sample, by name: those of the module that currently require a gradient."""
         return self._sampled or self._tensors or self._trainable_parameters()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(iter(self.parameters.values())).device
 
     @property
     def current(self) -> dict[str, Tensor]:
@@ -192,7 +204,7 @@ class Objective:
             outer, states = (self._current, self._sampled), get_random_state()
             if self._sampled is None:
                 self._load_tensors()
-            restore = take_snapshot(self._model)
+            restore = _take_snapshot(self._model)
             self._sampled = self._trainable_parameters()
             if self._current is None:
                 self._current = {name: parameter.detach().clone() for name, parameter in self._sampled.items()}
@@ -230,6 +242,43 @@ class Objective:
             self._model.get_parameter(name).data = tensor.detach().clone()
 
 
+def _take_snapshot(module: nn.Module) -> Callable[[], None]:
+    """Copy a module's parameters, gradients, buffers and modes; return a function that restores them."""
+    parameters = [(tensor, tensor.detach().clone(), tensor.grad, _copy(tensor.grad)) for tensor in module.parameters()]
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [
+        (part, {name: (buffer, _copy(buffer)) for name, buffer in part._buffers.items()}) for part in module.modules()
+    ]
+    # Plain tensor attributes, such as the weight that torch.nn.utils.weight_norm computes in a hook: torch.func would
+    # leave one of its own tensors there.
+    plain = [(part, {name: item for name, item in vars(part).items() if isinstance(item, Tensor)}) for part, _ in modes]
+
+    def restore() -> None:
+        for part, tensors in plain:
+            vars(part).update(tensors)
+        with torch.no_grad():
+            for parameter, value, gradient, gradient_value in parameters:
+                parameter.copy_(value)
+                parameter.grad = gradient
+                if gradient is not None and gradient_value is not None:
+                    gradient.copy_(gradient_value)
+            for part, entries in buffers:
+                for name in set(part._buffers) - set(entries):
+                    delattr(part, name)
+                for name, (buffer, buffer_value) in entries.items():
+                    setattr(part, name, buffer)  # the forward pass may have assigned another tensor
+                    if buffer is not None and buffer_value is not None:
+                        buffer.copy_(buffer_value)
+        for part, training in modes:
+            part.training = training
+
+    return restore
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
 def _hold_tensors(tensors: Mapping[str, Tensor]) -> nn.Module:
     """Build a module whose parameters are copies of the tensors; dots in names become submodules."""
     module = nn.Module()
@@ -242,11 +291,6 @@ def _hold_tensors(tensors: Mapping[str, Tensor]) -> nn.Module:
             owner = owner.get_submodule(part)
         owner.register_parameter(last, nn.Parameter(tensor.detach().clone()))
     return module
-
-
-def _call_function(function: Callable[..., Tensor], has_batch: bool, module: nn.Module, batch: Any) -> Tensor:
-    values = dict(module.named_parameters(remove_duplicate=False))
-    return function(batch, **values) if has_batch else function(**values)
 
 
 class _Caller(nn.Module):
@@ -277,17 +321,6 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
             raise ValueError(f"Parameter '{name}' is not initialized yet (a lazy module). Run one forward pass first.")
         if not parameter.is_floating_point():
             raise TypeError(f"Parameter '{name}' is {parameter.dtype}; egop works with real floating-point parameters.")
-
-
-def _check_loss(loss_fn: Callable[..., Any]) -> None:
-    """Raise TypeError if given a bare ``torch.nn`` loss, as a module or a function."""
-    called = type(loss_fn).forward if isinstance(loss_fn, nn.Module) else loss_fn
-    if getattr(called, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        raise TypeError(
-            f"loss_fn is called as loss_fn(model, batch), but {name} takes outputs and targets. "
-            "Wrap it: lambda model, batch: criterion(model(batch[0]), batch[1])."
-        )
 
 
 def _check_dense(name: str, gradient: Tensor) -> Tensor:

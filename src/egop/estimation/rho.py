@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from egop.estimation.initializers import draw_initializations, find_initializer, log_mismatches, stack_points
-from egop.estimation.objective import Objective
-from egop.estimation.snapshot import sampling_lock
+from egop.estimation.objective import Objective, sampling_lock
 from egop.numerics import check_nonnegative
 
 

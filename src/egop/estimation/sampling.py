@@ -123,7 +123,7 @@ class _PointSource:
     """The points of one run. Their values are drawn in blocks with seeds of their own; batches come in order."""
 
     def __init__(self, objective: Objective, rho: Distribution, base: int, samples: int) -> None:
-        device = next(iter(objective.parameters.values())).device
+        device = objective.device
         dimension = sum(parameter.numel() for parameter in objective.parameters.values())
         self.objective, self.rho, self.base, self.samples = objective, rho, base, samples
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
@@ -179,7 +179,7 @@ class _PointSource:
 
 
 def _get_chunk_bytes(objective: Objective) -> int:
-    device = next(iter(objective.parameters.values())).device
+    device = objective.device
     if device.type != "cuda":
         return CHUNK_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -199,7 +199,8 @@ def _choose_chunks(
         saved[tensor.data_ptr()] = max(size, saved.get(tensor.data_ptr(), 0))
         return tensor
 
-    buffers = _get_buffers(objective.module)
+    module = objective.module
+    buffers = {} if module is None else {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
     with torch.autograd.graph.saved_tensors_hooks(measure, lambda tensor: tensor):
         losses, gradients = loop_gradients(objective, names, point)
     check_finite(names, losses, gradients, first_draw=0)
@@ -212,7 +213,8 @@ def _choose_chunks(
     reason = None
     if has_drawn_outside_torch(point.seeds[0]):
         reason = "the loss draws random numbers from Python or numpy, which all points would share"
-    reason = reason or _find_written_buffer(objective.module, buffers)
+    elif module is not None:
+        reason = _find_written_buffer(module, buffers)
     if reason is None:
         try:
             with full_precision():  # TF32 has too few digits to tell rounding from an error
@@ -236,21 +238,15 @@ def _count_points(available: int, per_point: int) -> int:
 
 def _is_slow_convolution(objective: Objective, activations: int) -> bool:
     """Return True for large convolutions on the CPU, where torch computes those with many kernels group by group."""
-    parts = () if objective.module is None else objective.module.modules()
-    on_cpu = next(iter(objective.parameters.values())).device.type == "cpu"
-    return on_cpu and activations > CONVOLUTION_BYTES and any(isinstance(part, _CONVOLUTIONS) for part in parts)
+    if activations <= CONVOLUTION_BYTES or objective.module is None or objective.device.type != "cpu":
+        return False
+    return any(isinstance(part, _CONVOLUTIONS) for part in objective.module.modules())
 
 
-def _get_buffers(module: nn.Module | None) -> dict[str, tuple[Tensor, int]]:
-    named = module.named_buffers() if module is not None else ()
-    return {name: (buffer, buffer._version) for name, buffer in named}
-
-
-def _find_written_buffer(module: nn.Module | None, before: dict[str, tuple[Tensor, int]]) -> str | None:
-    """Return the name of a buffer that the forward pass writes to, as in BatchNorm; vmap cannot do that."""
-    for name, (buffer, version) in _get_buffers(module).items():
-        if name not in before or before[name][0] is not buffer or before[name][1] != version:
-            assert module is not None
+def _find_written_buffer(module: nn.Module, before: dict[str, tuple[Tensor, int]]) -> str | None:
+    """Return a sentence about a buffer that the forward pass writes to, as in BatchNorm; vmap cannot do that."""
+    for name, buffer in module.named_buffers():
+        if name not in before or before[name][0] is not buffer or before[name][1] != buffer._version:
             kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
             return f"the forward pass writes '{name}', a buffer of {kind}"
     return None

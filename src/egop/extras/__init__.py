@@ -5,8 +5,7 @@ No other package of egop uses them.
 
 from egop.basis import RandomRotation
 from egop.extras.frameworks import trainer_optimizer
-from egop.extras.inputs import rotate_inputs
-from egop.extras.parametrization import merge, parametrize
+from egop.extras.models import merge, parametrize, rotate_inputs
 
 __all__ = [
     "RandomRotation",

@@ -12,8 +12,6 @@ from egop.optimizer import ReparameterizedOptimizer
 from egop.recipes import EGOP
 from egop.refresh import Refresh
 
-__all__ = ["TrainerEGOP", "TrainerOptimizer", "trainer_optimizer"]
-
 
 class TrainerOptimizer(ReparameterizedOptimizer):
     """:class:`egop.ReparameterizedOptimizer` as Hugging Face's ``Trainer`` constructs it: from unnamed groups.
@@ -71,12 +69,9 @@ def trainer_optimizer(
             f"weight_decay={hyperparameters['weight_decay']} would be lost: Trainer sets the weight decay of each "
             "group. Use TrainingArguments(weight_decay=...)."
         )
-    if optimizer_class is EGOP:
-        if basis is not None or refresh is not None:
-            raise TypeError(
-                "egop.EGOP has its own refresh and takes neither basis= nor refresh=. To choose them, use "
-                "trainer_optimizer(model, egop.optim.PolarAdam, refresh=..., outside=torch.optim.AdamW, lr=...)."
-            )
-        return TrainerEGOP, {"network": model, "lr": lr} | hyperparameters
-    arguments = {"optimizer_class": optimizer_class, "basis": basis, "network": model, "refresh": refresh, "lr": lr}
-    return TrainerOptimizer, arguments | hyperparameters
+    arguments = {"network": model, "lr": lr} | hyperparameters
+    if optimizer_class is not EGOP:
+        return TrainerOptimizer, {"optimizer_class": optimizer_class, "basis": basis, "refresh": refresh} | arguments
+    if basis is not None or refresh is not None:
+        raise TypeError("egop.EGOP has its own refresh and takes neither basis= nor refresh=.")
+    return TrainerEGOP, arguments

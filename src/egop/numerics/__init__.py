@@ -1,6 +1,6 @@
 """Numerical tools: decompositions in float64, sketches, precision of products, random states, CUDA graphs.
 
-All decompositions and orthonormalizations are here.
+All decompositions and orthonormalizations are here. The other packages of egop may use everything imported below.
 """
 
 from egop.numerics.checks import check_fraction, check_nonnegative, check_number, check_positive_int
@@ -33,40 +33,3 @@ from egop.numerics.randomness import (
     set_random_state,
 )
 from egop.numerics.sketch import RowSketch
-
-__all__ = [
-    "ROUNDING",
-    "SMALL_NETWORK_BYTES",
-    "GraphedFunction",
-    "InPlaceGraph",
-    "OuterProducts",
-    "RandomStream",
-    "Recorder",
-    "RowSketch",
-    "SideStream",
-    "check_fraction",
-    "check_nonnegative",
-    "check_number",
-    "check_positive_int",
-    "copy_all",
-    "eigenbasis",
-    "exact_products",
-    "full_precision",
-    "get_random_state",
-    "has_drawn_outside_torch",
-    "identity_matrices",
-    "is_sound",
-    "leading_eigenbasis",
-    "noise_floor",
-    "orthonormality_error",
-    "orthonormalize",
-    "outside_inference_mode",
-    "power_iteration",
-    "random_orthonormal",
-    "run_in_branches",
-    "scale_near_one",
-    "seed_everything",
-    "set_random_state",
-    "stack_tensors",
-    "without_autocast",
-]

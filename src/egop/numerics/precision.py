@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
 
 import torch
 
 # A precision setting of torch: a backend ("generic" for the global one) and an operation ("all" for all of them).
 Setting = tuple[str, str]
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MATRICES: list[Setting] = [("cuda", "matmul"), ("mkldnn", "matmul")]
 _LAYERS: list[Setting] = [("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv"), ("mkldnn", "rnn")]
@@ -23,40 +20,23 @@ _LAYERS: list[Setting] = [("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv"),
 # tests/numerics/test_precision.py fails if these two functions change.
 _read, _write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
+# A decorator for methods: some frameworks save checkpoints in inference mode, and tensors created there cannot be
+# trained.
+outside_inference_mode = torch.inference_mode(False)
+
 _lock = threading.Lock()
 _users = 0  # number of active scopes that need precise matrix products, in all threads
 _undo = contextlib.ExitStack()  # restores the settings when the last scope ends
 
 
-def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Compute in the precision of the tensors, even inside ``torch.autocast``."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return _disable_autocast(kinds) if kinds else _NOTHING
-
-
-_NOTHING = contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _disable_autocast(kinds: list[str]) -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
+    """Compute in the precision of the tensors, even inside ``torch.autocast``."""
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def outside_inference_mode(method: Method) -> Method:
-    """Run a method outside ``torch.inference_mode``.
-
-    Some frameworks save checkpoints in inference mode, and tensors created there cannot be trained.
-    """
-
-    @functools.wraps(method)
-    def wrapper(*arguments: Any, **options: Any) -> Any:
-        with torch.inference_mode(False):
-            return method(*arguments, **options)
-
-    return cast(Method, wrapper)
 
 
 @contextlib.contextmanager

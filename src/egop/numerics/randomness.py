@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,36 +29,23 @@ def has_drawn_outside_torch(seed: int) -> bool:
 
 
 class RandomStream:
-    """A separate global random state that continues from one use to the next.
-
-    Example:
-        >>> stream, same = RandomStream(3), RandomStream(3)
-        >>> with stream:
-        ...     first = torch.rand(2)
-        >>> with stream:
-        ...     second = torch.rand(2)
-        >>> with same:
-        ...     print(torch.equal(torch.rand(4), torch.cat([first, second])))
-        True
-    """
+    """A separate global random state that continues from one ``with stream:`` to the next."""
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._state: Any = None
-        self._outer: Any = None
+        self._unused = get_random_state()  # either this stream's state or, inside a with statement, that of the others
+        seed_everything(seed)
+        self._swap()
 
     def __enter__(self) -> None:
-        self._outer = get_random_state()
-        if self._state is None:
-            seed_everything(self._seed)
-        else:
-            set_random_state(self._state)
+        self._swap()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._state = get_random_state()
-        set_random_state(self._outer)
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        used = get_random_state()
+        set_random_state(self._unused)
+        self._unused = used
 
 
 def get_random_state() -> Any:

@@ -1,16 +1,15 @@
-"""Show an optimizer: as a line, as text, in a notebook, as a plan, and as a plot of its spectra."""
+"""Show an optimizer: as a line, as text, as a plan, and as a plot of its spectra."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from egop.basis import BlockInfo, Plan, format_blocks, format_blocks_html
+from egop.basis import BlockInfo, Plan, format_blocks
 from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
 from egop.plots import plot_spectra
@@ -37,14 +36,6 @@ def format_text(name: str, engine: Engine) -> str:
     blocks, unrotated, note = _list_blocks(engine)
     table = [format_blocks(blocks, unrotated)] if blocks or unrotated else []
     return "\n".join([format_line(name, engine), *_list_facts(engine), *([note] if note else []), *table])
-
-
-def format_html(name: str, engine: Engine) -> str:
-    """Return the same as HTML for a notebook."""
-    blocks, unrotated, note = _list_blocks(engine)
-    facts = "<br>".join(escape(fact) for fact in [*_list_facts(engine), *([note] if note else [])])
-    table = format_blocks_html(blocks, unrotated) if blocks or unrotated else ""
-    return f"<p><strong>{escape(format_line(name, engine))}</strong><br>{facts}</p>{table}"
 
 
 def plot_engine(engine: Engine) -> Figure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,10 +201,6 @@ class ReparameterizedOptimizer(Optimizer):
     @outside_inference_mode
     def __str__(self) -> str:
         return display.format_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
-
-    @outside_inference_mode
-    def _repr_html_(self) -> str:
-        return display.format_html(type(self).__name__, self._engine) if self._engine.is_built else escape(repr(self))
 
     @property
     def stacks(self) -> Stacks:

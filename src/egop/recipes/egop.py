@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from statistics import fmean
 from typing import Any
 
@@ -241,9 +240,6 @@ class EGOP(Optimizer):
 
     def __str__(self) -> str:
         return f"{self!r}\n{self.plan}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.plan._repr_html_()}"
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         return [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]

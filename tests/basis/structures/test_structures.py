@@ -214,12 +214,6 @@ def test_the_number_of_samples_asked_for_is_a_whole_number(structure, block):
     assert wanted >= 0
 
 
-@crossed([(structure, block) for structure, block in FITTING if structure.samples(block)])
-def test_finish_without_gradients_raises(structure, block):
-    with pytest.raises(ValueError, match=f"Block '{block.name}' has seen no gradients"):
-        structure.accumulator(block).finish()
-
-
 @crossed(FITTING)
 def test_tensors_of_wrong_shape_or_number_raise(structure, block):
     _, change = build(structure, block)

@@ -1,25 +1,9 @@
-"""Structures, one file each: how gradients accumulate, and the change of basis they give."""
+"""Structures: how gradients accumulate, and the change of basis they give."""
 
-from egop.basis.structures.base import CHANGE_TYPES, Accumulator, ChangeOfBasis, Cost, Structure
+from egop.basis.structures.accumulators import Accumulator
+from egop.basis.structures.base import CHANGE_TYPES, ChangeOfBasis, Cost, Structure
 from egop.basis.structures.full import Full
-from egop.basis.structures.identity import Identity
 from egop.basis.structures.kronecker import Kronecker
 from egop.basis.structures.low_rank import Auxiliary, Reduced
-from egop.basis.structures.rotation import RandomRotation
 from egop.basis.structures.shared import Shared, Side
-
-__all__ = [
-    "CHANGE_TYPES",
-    "Accumulator",
-    "Auxiliary",
-    "ChangeOfBasis",
-    "Cost",
-    "Full",
-    "Identity",
-    "Kronecker",
-    "RandomRotation",
-    "Reduced",
-    "Shared",
-    "Side",
-    "Structure",
-]
+from egop.basis.structures.unsampled import Identity, RandomRotation

@@ -1,67 +1,83 @@
-"""Accumulators that structures share."""
+"""Accumulators: they collect the gradients of a block and turn them into a basis."""
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
 from egop.basis.spectrum import Spectrum
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
-from egop.numerics import OuterProducts
+from egop.numerics import OuterProducts, stack_tensors
+
+if TYPE_CHECKING:
+    from egop.basis.structures.base import ChangeOfBasis, Structure
 
 
-class NoAccumulator(Accumulator):
-    """Accumulator of a structure that needs no gradients.
+class Accumulator(abc.ABC):
+    """A collector of a block's gradients, in any order and chunking, that turns them into a basis.
 
-    Args:
-        build: builds the change of basis.
+    It must be possible to pickle it: processes that share the work send theirs to each other.
     """
 
-    def __init__(self, build: Callable[[], ChangeOfBasis]) -> None:
-        self.build = build
-
+    @abc.abstractmethod
     def add(self, gradients: Sequence[Tensor]) -> None:
-        pass
+        """Add gradients: for each parameter of the block, a stack with one entry per sample."""
 
+    @abc.abstractmethod
     def merge(self, other: Self) -> None:
-        pass
+        """Add everything that another accumulator of the same block has seen."""
 
-    def finish(self) -> tuple[None, ChangeOfBasis]:
-        return None, self.build()
+    @abc.abstractmethod
+    def finish(self) -> tuple[Spectrum | None, ChangeOfBasis]:
+        """Return the spectrum (None if the structure has none) and the change of basis."""
 
 
 class EigenAccumulator(Accumulator):
     """Accumulator of the outer products that each basis of a block diagonalizes, see :meth:`ChangeOfBasis.rows`.
 
-    With two bases, the spectrum is that of their Kronecker product, scaled to the mean squared gradient.
+    With two bases, the spectrum is that of their Kronecker product, scaled to the mean squared gradient. The spectrum
+    of a stack is that of all matrices side by side.
     """
 
     def __init__(self, block: Block, structure: Structure) -> None:
         self.block, self.structure = block, structure
-        self.products = {name: OuterProducts(shape[-1]) for name, shape in structure.basis_shapes(block).items()}
+        shapes = structure.basis_shapes(block)
+        (count,) = {math.prod(shape[:-2]) for shape in shapes.values()}  # matrices with bases of their own
+        self.products = [{name: OuterProducts(shape[-1]) for name, shape in shapes.items()} for _ in range(count)]
 
     def add(self, gradients: Sequence[Tensor]) -> None:
+        draws = len(gradients[0])
         by_basis = self.structure.empty_change(self.block).rows(gradients) or {}
         for name, rows in by_basis.items():
-            self.products[name].add(rows.flatten(0, -2).detach().clone(), len(gradients[0]))
+            matrices = rows.reshape(draws, len(self.products), -1, rows.shape[-1]).unbind(1)
+            for products, matrix in zip(self.products, matrices, strict=True):
+                products[name].add(matrix.flatten(0, 1).detach().clone(), draws)
 
     def merge(self, other: Self) -> None:
-        for name, products in self.products.items():
-            products.merge(other.products[name])
-
-    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        return [products.eigenbasis() for products in self.products.values()]
+        for products, others in zip(self.products, other.products, strict=True):
+            for name, own in products.items():
+                own.merge(others[name])
 
     def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        sums = list(self.products.values())
+        spectra, bases = zip(*(self._decompose(products) for products in self.products), strict=True)
+        values, order = torch.cat([each.eigenvalues for each in spectra]).sort(descending=True, stable=True)
+        densities = torch.cat([each.density for each in spectra])[order] / len(spectra)
+        known = [each.reliability for each in spectra if each.reliability is not None]
+        spectrum = Spectrum(values, densities, spectra[0].samples, sum(known) / len(known) if known else None)
+        shapes = self.structure.basis_shapes(self.block)
+        tensors = {name: stack_tensors([each[name] for each in bases]).reshape(shapes[name]) for name in shapes}
+        return spectrum, self.structure.change(self.block, tensors)
+
+    def _decompose(self, products: dict[str, OuterProducts]) -> tuple[Spectrum, dict[str, Tensor]]:
+        """Return the spectrum and the bases of one matrix."""
+        sums = list(products.values())
         draws = sums[0].draws
-        check_count(draws, self.block)
-        bases = self.eigenbases()
+        bases = [each.eigenbasis() for each in sums]
         (values, vectors), *others = bases
         densities = density(vectors)
         for other_values, other_vectors in others:
@@ -70,67 +86,11 @@ class EigenAccumulator(Accumulator):
             product = (scale * torch.outer(values, other_values)).flatten()
             values, order = product.sort(descending=True, stable=True)
             densities = torch.outer(densities, density(other_vectors)).flatten()[order]
-        reliability = compute_reliability([each.anisotropy(own) for each, (own, _) in zip(sums, bases, strict=True)])
-        tensors = {name: basis.to(self.block.dtype) for name, (_, basis) in zip(self.products, bases, strict=True)}
-        return Spectrum(values, densities, draws, reliability), self.structure.change(self.block, tensors)
-
-
-class StackAccumulator(Accumulator):
-    """Accumulator for a stack of matrices, with one accumulator per matrix.
-
-    The spectrum is that of all matrices side by side.
-
-    Args:
-        block: a block of one stacked tensor.
-        structure: the structure of each matrix.
-    """
-
-    def __init__(self, block: Block, structure: Structure) -> None:
-        self.block, self.structure = block, structure
-        count = math.prod(block.shapes[0][: block.stacked[0]])
-        self.parts = [structure.accumulator(block.unstack()) for _ in range(count)]
-
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        matrices = gradients[0].flatten(1, self.block.stacked[0]).unbind(1)
-        for part, matrix in zip(self.parts, matrices, strict=True):
-            part.add([matrix])
-
-    def merge(self, other: Self) -> None:
-        for part, its in zip(self.parts, other.parts, strict=True):
-            part.merge(its)
-
-    def finish(self) -> tuple[Spectrum, ChangeOfBasis]:
-        spectra, changes = zip(*(part.finish() for part in self.parts), strict=True)
-        shapes = self.structure.basis_shapes(self.block)
-        tensors = {
-            name: torch.stack([each.tensors[name] for each in changes]).reshape(shape) for name, shape in shapes.items()
-        }
-        values = torch.cat([spectrum.eigenvalues for spectrum in spectra])
-        values, order = values.sort(descending=True, stable=True)
-        densities = torch.cat([spectrum.density for spectrum in spectra])[order] / len(spectra)
-        spectrum = Spectrum(values, densities, spectra[0].samples, _average_reliability(spectra))
-        return spectrum, self.structure.change(self.block, tensors)
-
-    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        sides = zip(*(part.eigenbases() for part in self.parts), strict=True)
-        return [(torch.stack([v for v, _ in side]), torch.stack([w for _, w in side])) for side in sides]
-
-
-def check_count(count: int, block: Block) -> None:
-    """Raise ValueError if no gradients were added."""
-    if count == 0:
-        raise ValueError(f"Block '{block.name}' has seen no gradients.")
-
-
-def compute_reliability(sides: Sequence[tuple[float, float] | None]) -> float | None:
-    """Compute the reliability of a spectrum from the anisotropy of each side; None if unknown."""
-    known = [side for side in sides if side is not None]
-    return sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None
-
-
-def _average_reliability(spectra: Sequence[Spectrum]) -> float | None:
-    known = [spectrum.reliability for spectrum in spectra if spectrum.reliability is not None]
-    return sum(known) / len(known) if known else None
+        sides = [each.anisotropy(own) for each, (own, _) in zip(sums, bases, strict=True)]
+        known = [side for side in sides if side is not None]
+        reliability = sum(real for real, _ in known) / sum(whole for _, whole in known) if known else None
+        tensors = {name: basis.to(self.block.dtype) for name, (_, basis) in zip(products, bases, strict=True)}
+        return Spectrum(values, densities, draws, reliability), tensors
 
 
 def density(vectors: Tensor) -> Tensor:

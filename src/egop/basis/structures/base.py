@@ -1,4 +1,4 @@
-"""The interfaces of all structures: ChangeOfBasis, Accumulator and Structure."""
+"""The interfaces of all structures: ChangeOfBasis and Structure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.spectrum import Spectrum
+from egop.basis.structures.accumulators import Accumulator, EigenAccumulator
 from egop.basis.structures.views import Coordinates, flatten
 
 # All classes of changes of basis, by kind: a saved basis finds its class here.
@@ -94,9 +94,9 @@ class ChangeOfBasis(abc.ABC):
         """Return the structure that estimates changes of basis like this one."""
 
     @property
-    @abc.abstractmethod
     def cost_per_step(self) -> int:
-        """Floating-point operations of one encode and one decode."""
+        """Floating-point operations of one encode and one decode: one product with each basis in each of them."""
+        return 4 * self.block.size * sum(tensor.shape[-1] for tensor in self.tensors.values())
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor] | None:
         """Return, for each basis, the rows of a gradient whose outer products it diagonalizes; None if there are none.
@@ -216,29 +216,6 @@ class Cost(NamedTuple):
     flops: int
 
 
-class Accumulator(abc.ABC):
-    """A collector of a block's gradients, in any order and chunking, that turns them into a basis.
-
-    It must be possible to pickle it: processes that share the work send theirs to each other.
-    """
-
-    @abc.abstractmethod
-    def add(self, gradients: Sequence[Tensor]) -> None:
-        """Add gradients: for each parameter of the block, a stack with one entry per sample."""
-
-    @abc.abstractmethod
-    def merge(self, other: Self) -> None:
-        """Add everything that another accumulator of the same block has seen."""
-
-    @abc.abstractmethod
-    def finish(self) -> tuple[Spectrum | None, ChangeOfBasis]:
-        """Return the spectrum (None if the structure has none) and the change of basis."""
-
-    def eigenbases(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the eigenvalues and eigenvectors (columns) of each decomposed matrix."""
-        return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class Structure(abc.ABC):
     """Configuration of how a block's basis is built.
@@ -260,9 +237,9 @@ class Structure(abc.ABC):
     def samples(self, block: Block) -> int:
         """Return how many gradients this structure wants for a block."""
 
-    @abc.abstractmethod
     def accumulator(self, block: Block) -> Accumulator:
-        """Return an empty accumulator."""
+        """Return an empty accumulator, by default of the outer products of :meth:`ChangeOfBasis.rows`."""
+        return EigenAccumulator(block, self)
 
     def settings(self, block: Block) -> dict[str, Any]:
         """Return the plain values that its changes of basis store besides tensors."""
@@ -283,10 +260,6 @@ class Structure(abc.ABC):
         """Return the cost for a block, without building anything."""
         change = self.empty_change(block)
         return Cost(bytes=change.nbytes, flops=change.cost_per_step)
-
-    def mixes_rows(self, block: Block) -> bool:
-        """Return True if the structure mixes the rows of a block's tensors."""
-        return not self.empty_change(block).is_rowwise
 
     def empty_change(self, block: Block) -> ChangeOfBasis:
         """Return a change of basis without values, on the meta device."""

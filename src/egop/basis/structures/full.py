@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.accumulators import EigenAccumulator
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.basis.structures.base import ChangeOfBasis, Structure
 from egop.basis.structures.views import Coordinates, as_tuple, flatten, rows_times, unflatten
 
 
@@ -37,10 +36,6 @@ class FullChange(ChangeOfBasis):
     def structure(self) -> Structure:
         return Full()
 
-    @property
-    def cost_per_step(self) -> int:
-        return 4 * self.block.size**2
-
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return {"basis": flatten(gradients, self.block).unsqueeze(-2)}
 
@@ -64,6 +59,3 @@ class Full(Structure):
 
     def samples(self, block: Block) -> int:
         return block.size
-
-    def accumulator(self, block: Block) -> Accumulator:
-        return EigenAccumulator(block, self)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.accumulators import EigenAccumulator, StackAccumulator
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.basis.structures.base import ChangeOfBasis, Structure
 from egop.basis.structures.shared import DRAWS_WANTED, ROWS_WANTED
 from egop.basis.structures.views import (
     Coordinates,
@@ -48,10 +47,6 @@ class KroneckerChange(ChangeOfBasis):
     def structure(self) -> Structure:
         return Kronecker()
 
-    @property
-    def cost_per_step(self) -> int:
-        return 4 * self.block.size * sum(matrix_shape(self.block))
-
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         matrix = as_matrix(gradients, self.block)
         return {"left": matrix.mT, "right": matrix}
@@ -82,6 +77,3 @@ class Kronecker(Structure):
 
     def samples(self, block: Block) -> int:
         return max(DRAWS_WANTED, math.ceil(ROWS_WANTED / min(matrix_shape(block))))
-
-    def accumulator(self, block: Block) -> Accumulator:
-        return StackAccumulator(block, self) if any(block.stacked) else EigenAccumulator(block, self)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from egop.basis.partition import Block
-from egop.basis.structures.accumulators import EigenAccumulator, StackAccumulator
-from egop.basis.structures.base import Accumulator, ChangeOfBasis, Structure
+from egop.basis.structures.base import ChangeOfBasis, Structure
 from egop.basis.structures.views import (
     Coordinates,
     as_matrix,
@@ -62,10 +61,6 @@ class SharedChange(ChangeOfBasis):
 
     def structure(self) -> Structure:
         return Shared(side="input" if self.is_rowwise else "output")
-
-    @property
-    def cost_per_step(self) -> int:
-        return 4 * self.block.size * self.tensors["basis"].shape[-1]
 
     def rows(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         matrix = as_matrix(gradients, self.block)
@@ -120,9 +115,6 @@ class Shared(Structure):
         rows, columns = matrix_shape(block)
         is_output = self.side == "output" or (self.side == "smaller" and rows < columns)
         return {"side": "output"} if is_output else {}
-
-    def accumulator(self, block: Block) -> Accumulator:
-        return StackAccumulator(block, self) if any(block.stacked) else EigenAccumulator(block, self)
 
 
 def _is_output(settings: Mapping[str, Any]) -> bool:

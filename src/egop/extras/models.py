@@ -1,4 +1,4 @@
-"""f(V x) as a module: the coordinates become the model's own parameters."""
+"""Models changed in place, so that a plain optimizer trains them in other coordinates."""
 
 from __future__ import annotations
 
@@ -42,26 +42,25 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
         for prefix, part in model.named_modules()
         for name, _ in part.named_parameters(recurse=False)
     }
+    decoded: list[tuple[nn.Module, str, _DecodedTensor]] = []
     for name, change in basis.items():
-        for key, shape in zip(change.block.parameters, change.block.shapes, strict=True):
+        for key in change.block.parameters:
             if key not in places:
                 raise ValueError(
                     f"Block '{name}' of the basis needs a parameter '{key}', which the model does not have. "
                     f"It has: {', '.join(places)}."
                 )
             parameter = getattr(*places[key])
-            if parameter.shape != shape:
-                raise ValueError(
-                    f"Block '{name}' of the basis needs a parameter '{key}' of shape {tuple(shape)}, "
-                    f"but the model's has shape {tuple(parameter.shape)}."
-                )
             if tied := [other for other, place in places.items() if other != key and getattr(*place) is parameter]:
                 raise ValueError(
                     f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
                     "them. Use egop.ReparameterizedOptimizer, which does not change the model."
                 )
-    for change in basis.values():
-        _parametrize_block(change, [places[key] for key in change.block.parameters])
+        decoded += _decode_block(change, [places[key] for key in change.block.parameters])
+    for part, name, tensor in decoded:  # only now, so that a basis that does not fit changes nothing
+        torch_parametrize.register_parametrization(part, name, tensor, unsafe=True)
+        if tensor.index == 0:
+            tensor.home.append(cast(nn.ModuleDict, part.parametrizations)[name])
     return model
 
 
@@ -94,7 +93,57 @@ def merge(model: nn.Module) -> nn.Module:
     return model
 
 
-def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, str]]) -> None:
+@torch.no_grad()
+def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool = False) -> tuple[Tensor, ...]:
+    """Move the rotation of the first linear layer into its weight and the data.
+
+    A layer computes W x = (W V)(Vᵀ x). With W V as its weight and Vᵀ x as its input, a plain optimizer on the model
+    does what the reparameterized one would do, at no extra cost per step.
+
+    Args:
+        model: a model whose first layer receives the data unchanged. The layer's weight is changed in place.
+        basis: a basis with a single block, of structure ``Shared``, for that layer's weight.
+        *inputs: data (say, for training, validation and test) with the layer's inputs in the last dimension.
+        inverse: rotate weight and data back instead.
+
+    Returns:
+        The rotated data, one new tensor for each input.
+
+    Example:
+        >>> model, data = torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.eye(4)
+        >>> objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [data])
+        >>> first = {"first": ["0.weight"]}
+        >>> basis = egop.estimate(objective, partition=first, structure=egop.Shared(), progress=False)
+        >>> before = model(data)
+        >>> (rotated,) = egop.extras.rotate_inputs(model, basis, data)
+        >>> torch.allclose(model(rotated), before, atol=1e-6)
+        True
+    """
+    if len(basis) != 1:
+        raise ValueError(f"The basis must have one block, the first layer's weight; it has {list(basis)}.")
+    (change,) = basis.values()
+    (name, *_) = change.block.parameters
+    path, _, attribute = name.rpartition(".")
+    layer = dict(model.named_modules()).get(path)
+    if not isinstance(layer, nn.Linear) or attribute != "weight":
+        kind = "not in this model" if layer is None else f"the {attribute} of a {type(layer).__name__}"
+        raise ValueError(f"Inputs can be rotated only for the weight of a linear layer; '{name}' is {kind}.")
+    if change.kind != "Shared" or not change.is_rowwise:
+        side = "" if change.kind != "Shared" else " on the output side"
+        raise ValueError(
+            f"Block '{name}' has structure {change.kind}{side}. Only a rotation that all rows share can be moved "
+            "into the data: estimate the basis with structure=egop.Shared()."
+        )
+    rotation = change.tensors["basis"].mT if inverse else change.tensors["basis"]
+    rotated = tuple(data @ rotation.to(data) for data in inputs)  # first, because it fails if the data do not fit
+    layer.weight.copy_(layer.weight @ rotation.to(layer.weight))
+    return rotated
+
+
+def _decode_block(
+    change: ChangeOfBasis, places: Sequence[tuple[nn.Module, str]]
+) -> list[tuple[nn.Module, str, _DecodedTensor]]:
+    """Return the parametrization of each tensor of a block."""
     tensors = [getattr(part, name).detach() for part, name in places]
     exact = [tensor.to(change.block.dtype) for tensor in tensors]
     change = change.to(tensors[0].device, change.block.dtype)
@@ -103,13 +152,10 @@ def _parametrize_block(change: ChangeOfBasis, places: Sequence[tuple[nn.Module, 
     if not change.is_complete and change.settings["keep_rest"]:
         rest = [whole - part for whole, part in zip(exact, change.decode(coordinates), strict=True)]
     home: _Home = []
-    for index, (part, name) in enumerate(places):
-        decoded = _DecodedTensor(
-            change, index, coordinates if index == 0 else (), rest[index], tensors[index].dtype, home
-        )
-        torch_parametrize.register_parametrization(part, name, decoded, unsafe=True)
-        if index == 0:
-            home.append(cast(nn.ModuleDict, part.parametrizations)[name])
+    return [
+        (part, name, _DecodedTensor(change, index, () if index else coordinates, rest[index], tensor.dtype, home))
+        for index, ((part, name), tensor) in enumerate(zip(places, tensors, strict=True))
+    ]
 
 
 # The parametrization that holds a block's coordinates: the first tensor's. In a list, because a module in an attribute

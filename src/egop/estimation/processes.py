@@ -85,8 +85,10 @@ def broadcast(tensor: Tensor, owner: int) -> None:
     """Copy the owner's values of a tensor to all processes."""
     if world_size() > 1 and tensor.numel():
         wire = _to_wire(tensor)
-        dist.broadcast(_as_bytes(wire), owner)
-        _copy_from_wire(tensor, wire)
+        dist.broadcast(wire.view(-1).view(torch.uint8), owner)  # as bytes: no backend supports all dtypes
+        if wire.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(wire)
 
 
 def broadcast_object(value: T, sender: int, device: torch.device) -> T:
@@ -128,14 +130,3 @@ def _to_wire(tensor: Tensor) -> Tensor:
     elif backend == "nccl" and device.type != "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     return tensor.detach().to(device).contiguous()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """View the memory as bytes, because no backend supports all dtypes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _copy_from_wire(tensor: Tensor, wire: Tensor) -> None:
-    if wire.data_ptr() != tensor.data_ptr():
-        with torch.no_grad():
-            tensor.copy_(wire)
