@@ -98,7 +98,7 @@ PACKAGES = {
     "muon": (),
     "theory": (),
     "builders": ("data",),
-    "methods": ("builders", "muon"),
+    "methods": ("builders",),
     "race": ("files", "models", "data", "gpu", "muon", "builders"),
     "training": ("formatting", "files", "models", "data", "gpu", "builders", "methods"),
     "experiments": (
@@ -113,7 +113,7 @@ PACKAGES = {
         "methods",
         "training",
     ),
-    "bench": ("formatting", "files", "models", "gpu", "builders", "methods"),
+    "bench": ("formatting", "files", "models", "gpu"),
     "scaling": ("formatting", "models"),
     "report": ("formatting", "files", "plots", "training", "experiments"),
     "cli": ("commands", "formatting", "files", "plots", "training", "experiments", "bench", "scaling", "report"),

@@ -213,7 +213,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="bases, steps or host; may be repeated (default: all).",
+            help="bases or host; may be repeated (default: all).",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if available).")] = None,
@@ -223,14 +223,14 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each method (default: chosen per part).")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, only to see that everything works.")] = False,
 ) -> None:
-    """Measure the cost of a basis and of a step, compared with AdamW, SOAP, Shampoo and Muon."""
+    """Measure the cost of a basis, and the host time of a step compared with AdamW."""
     with one_line_errors(f"Finished rows are in {out}, which is updated after each one."):
         typer.echo(
             "A smoke run: its numbers mean nothing." if smoke else "Measuring; keep other programs from running."
         )
         import torch
 
-        from egop_lab.bench.run import PARTS, failures, run
+        from egop_lab.bench.run import PARTS, list_failures, run
         from egop_lab.formatting import pluralize
 
         if unknown := [part for part in only or [] if part not in PARTS]:
@@ -238,7 +238,7 @@ def bench(
         chosen = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
         typer.echo(f"\nSaved {out}.")
-        if rows := failures(kept):
+        if rows := list_failures(kept):
             fail(f"{pluralize(len(rows), 'row')} failed, see above.")
 
 
