@@ -20,7 +20,7 @@ from egop_lab.experiments.base import Experiment
 from egop_lab.experiments.curves import curve_series, median, rate_series
 from egop_lab.experiments.registry import experiment
 from egop_lab.plots.picture import Series
-from egop_lab.training import batched, single_runs
+from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, make_record, run_in_processes
 from egop_lab.training.instances import RANDOM, Trials
 from egop_lab.training.records import Record, Store
@@ -251,7 +251,7 @@ def run_single(config: Mapping[str, Any]) -> Record:
     tuned = experiment(config["experiment"])
     assert isinstance(tuned, TunedExperiment)
     problem = tuned.trials(config, [config["seed"]])
-    result, seconds = single_runs.train(
+    result, seconds = batched.train_single(
         problem,
         config["optimizer"],
         config["lr"],

@@ -7,7 +7,7 @@ differs from its proof. ``BallConstrainedAdagrad`` is the optimizer that the gua
 Arguments have the same meaning everywhere:
 
 ====================== =================================================================================================
-``egop``               the EGOP matrix :math:`P = \mathbb{E}[\nabla f \nabla f^\top]`; ``egop_norm`` its largest eigenvalue
+``egop``               the EGOP matrix :math:`P = \mathbb{E}[\nabla f \nabla f^\top]`; ``egop_norm`` is its norm
 ``spectrum``           the spectrum of P; ``eigenvalues`` are all d of them, in the order of the coordinates
 ``dimension``          d; required if a spectrum holds only the leading eigenvalues
 ``scale``              c, the standard deviation of rho in every direction

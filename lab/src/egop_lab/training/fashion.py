@@ -23,7 +23,7 @@ from egop_lab.gpu import synchronize
 from egop_lab.models.small import cross_entropy, fashion_network, normal_, scores
 from egop_lab.training import batched
 from egop_lab.training.context import Context
-from egop_lab.training.loop import train
+from egop_lab.training.loop import pad, train
 from egop_lab.training.networks import ImageTrials
 from egop_lab.training.spectra import subsample
 
@@ -60,9 +60,8 @@ class Runs:
             progress=self.context.progress,
             description=f"r = {rank}, lr {config['lr']:g}, decay {config['weight_decay']:g}",
         )
-        missing = [math.nan] * (config["epochs"] + 1 - len(curve.loss))  # if the run diverged
         curves = {"loss": curve.loss, **curve.metrics}
-        result: dict[str, Any] = {name: [*values, *missing] for name, values in curves.items()}
+        result: dict[str, Any] = {name: pad(values, config["epochs"]) for name, values in curves.items()}
         return result | {"seconds": curve.seconds, "estimation seconds": estimation}
 
     def spectrum(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import math
@@ -21,11 +20,10 @@ from egop_lab.gpu import capture_graphs, compute_outputs, fast_math, synchronize
 from egop_lab.methods import RESNET
 from egop_lab.models.residual import ResidualNetwork, initialize_
 from egop_lab.training.context import make_record
-from egop_lab.training.loop import train
+from egop_lab.training.loop import pad, train
 from egop_lab.training.records import Record
 
 _ROWS = 1000  # least number of kernel gradients for every convolution
-_CURVES = ("validation loss", "accuracy", "training loss", "training accuracy", "seconds")
 
 
 def count_samples(model: nn.Module) -> int:
@@ -122,16 +120,21 @@ class Run:
         optimizer = RESNET[config["method"]](self.make_setup())
         synchronize(self.device)
         name = f"{config['method']}, lr {config['lr']:g}, seed {config['seed']}"
-        options: dict[str, Any] = {"evaluate": self._evaluate, "progress": progress, "description": name}
-        curves: dict[str, tuple[float, ...]] = dict.fromkeys(_CURVES, ())
-        diverged = True
-        with contextlib.suppress(torch.linalg.LinAlgError):  # a decomposed matrix overflowed
-            curve = train(self.model, optimizer, self._compute_loss, self, epochs, **options)
-            curves, diverged = {"validation loss": curve.loss, **curve.metrics}, curve.diverged
-        whole = {name: [*values, *[math.nan] * (epochs + 1 - len(values))] for name, values in curves.items()}
+        curve = train(
+            self.model,
+            optimizer,
+            self._compute_loss,
+            self,
+            epochs,
+            evaluate=self._evaluate,
+            progress=progress,
+            description=name,
+        )
+        curves = {"validation loss": pad(curve.loss, epochs)}
+        curves |= {name: pad(values, epochs) for name, values in curve.metrics.items()}
         self.model.eval()
         loss, accuracy = self._score(self.data.validation(ten=True))
-        return whole | {"ten-crop loss": loss, "ten-crop accuracy": accuracy, "diverged": diverged}
+        return curves | {"ten-crop loss": loss, "ten-crop accuracy": accuracy, "diverged": curve.diverged}
 
     def _compute_sampled_loss(self, model: nn.Module, batch: images.Batch) -> Tensor:
         return F.cross_entropy(compute_outputs(model, batch[0]), batch[1])
