@@ -18,10 +18,10 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MODULES = {f"egop.{name}" for name in ("basis", "diagnose", "estimation", "extras", "optim", "refresh")}
 # What else is used, and why.
 EXCEPTIONS = {
-    ("scaling/parts.py", "egop.basis.Role"): "the type of an argument of make_plan",
-    ("scaling/parts.py", "egop.basis.make_plan"): "plans models on the meta device with one candidate structure",
-    ("scaling/parts.py", "egop.basis.partition_parameters"): "makes the blocks for make_plan",
-    ("scaling/tables.py", "egop.basis.find_roles"): "finds the roles for make_plan",
+    ("scaling/costs.py", "egop.basis.Role"): "the type of an argument of make_plan",
+    ("scaling/costs.py", "egop.basis.make_plan"): "plans models on the meta device with one candidate structure",
+    ("scaling/costs.py", "egop.basis.partition_parameters"): "makes the blocks for make_plan",
+    ("scaling/costs.py", "egop.basis.find_roles"): "finds the roles for make_plan",
 }
 
 

@@ -260,8 +260,8 @@ def scaling(
     """Compare the memory and communication of AdamW, Muon, SOAP, EGOP and each structure for a model."""
     with one_line_errors(also=(AttributeError, ImportError, TypeError, ValueError)):
         from egop_lab.files import write_json
+        from egop_lab.scaling.costs import compare_methods
         from egop_lab.scaling.models import build_model
-        from egop_lab.scaling.tables import compare_methods
 
         limit = None if memory is None else int(memory * 2**30)
         report = compare_methods(build_model(target), ranks=ranks, memory=limit, tokens=tokens)
