@@ -88,7 +88,6 @@ def test_every_package_is_described():
 
 # What each package may use besides itself. Imports go one way; ``bench`` and ``experiments`` do not know of each other.
 PACKAGES = {
-    "commands": (),
     "formatting": (),
     "files": (),
     "plots": ("files",),
@@ -116,7 +115,7 @@ PACKAGES = {
     "bench": ("formatting", "files", "models", "gpu"),
     "scaling": ("formatting", "models"),
     "report": ("formatting", "files", "plots", "training", "experiments"),
-    "cli": ("commands", "formatting", "files", "plots", "training", "experiments", "bench", "scaling", "report"),
+    "cli": ("formatting", "files", "plots", "training", "experiments", "bench", "scaling", "report"),
 }
 
 
