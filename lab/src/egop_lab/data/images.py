@@ -71,15 +71,9 @@ def load(
     limits: tuple[int | None, int | None] = (None, None),
     workers: int = 2,
 ) -> HeldImages:
-    """Load the images of a folder.
+    """Load the images of a folder with ``train`` and ``val``, at most ``limits`` of them, by some threads.
 
-    Args:
-        folder: the folder with ``train`` and ``val``.
-        side: length to which the shorter side of an image is resized.
-        crop: side of a crop, which is what the network sees.
-        device: the device of the batches.
-        limits: largest numbers of training and validation images; all by default.
-        workers: threads that read images.
+    The shorter side of an image is resized to ``side``; the network sees crops of a side of ``crop``.
     """
     train, validation = (files.first(limit) for files, limit in zip(find(folder), limits, strict=True))
     return HeldImages(*(_read_all(files, side, workers, device) for files in (train, validation)), crop=crop)
