@@ -162,6 +162,7 @@ def tiny(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     split = Split(torch.rand(120, 16, generator=generator), torch.arange(120) % 3)
     monkeypatch.setattr(fashion_runs, "fashion_mnist", lambda folder: DataSet(split, split, split))
+    monkeypatch.setattr(fashion_runs, "fashion_folder", lambda folder: "a folder")
     monkeypatch.setattr(fashion_runs, "fashion_network", small_network)
     monkeypatch.setattr(fashion_runs, "BATCH", 30)
 

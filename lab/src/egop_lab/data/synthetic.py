@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["features", "friedman", "rotation"]
-
 
 def rotation(size: int, generator: torch.Generator) -> Tensor:
     """Draw a random orthogonal matrix."""

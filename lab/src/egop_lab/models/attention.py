@@ -7,12 +7,6 @@ from torch.nn import functional as F
 
 
 def attend(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
-    """Apply attention to queries, keys and values side by side, (n, length, 3 widths); return (n, length, width).
-
-    Args:
-        projected: queries, keys and values, in this order.
-        heads: the number of heads, which divides the width.
-        causal: whether a token sees only those before it, and itself.
-    """
+    """Apply attention to queries, keys and values side by side, (n, length, 3 widths); return (n, length, width)."""
     query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
     return F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)

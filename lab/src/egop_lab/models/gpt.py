@@ -38,14 +38,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token and learned position embeddings, blocks, a last norm, and a head of its own (not the embedding's weight).
 
-    As GPT-2, but without biases (in linear layers and norms) and without dropout.
-
-    Args:
-        vocabulary: the number of tokens; 256 for bytes.
-        layers: the number of blocks.
-        width: the width of the residual stream.
-        heads: the heads of each attention; they divide the width.
-        context: the largest number of tokens it sees.
+    As GPT-2, but without biases (in linear layers and norms) and without dropout. Its context is the largest number of
+    tokens that it sees.
 
     Example:
         >>> model = GPT(layers=2, width=32, heads=2, context=16)
@@ -57,8 +51,6 @@ class GPT(nn.Module):
         self, vocabulary: int = 256, layers: int = 6, width: int = 384, heads: int = 6, context: int = 256
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"Invalid heads value: {heads}. Must divide the width, {width}.")
         self.context = context
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)

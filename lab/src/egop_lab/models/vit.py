@@ -39,15 +39,6 @@ class VisionTransformer(nn.Module):
 
     Without biases and dropout.
 
-    Args:
-        classes: the number of outputs, which are logits.
-        side: the side of the images.
-        patch: side of a patch; divides that of the images.
-        layers: the number of blocks.
-        width: the width of the residual stream.
-        heads: of each attention; they divide the width.
-        hidden: the hidden width of each perceptron.
-
     Example:
         >>> model = VisionTransformer(classes=3, side=16, patch=8, layers=1, width=8, heads=2, hidden=16)
         >>> model(torch.zeros(1, 3, 16, 16)).shape
@@ -65,10 +56,6 @@ class VisionTransformer(nn.Module):
         hidden: int = 1024,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"Invalid heads value: {heads}. Must divide the width, {width}.")
-        if side % patch:
-            raise ValueError(f"Invalid patch value: {patch}. Must divide the side of the images, {side}.")
         self.patch = patch
         self.patches = nn.Linear(3 * patch**2, width, bias=False)
         self.positions = nn.Embedding((side // patch) ** 2, width)

@@ -14,21 +14,13 @@ from egop_lab.files import replace_nonfinite
 
 @dataclass(frozen=True)
 class Record:
-    """One finished run.
+    """One finished run."""
 
-    Attributes:
-        config: everything that decides the outcome: experiment, its version, method, learning rate, seed, sizes, ...
-        result: the results, as numbers and lists of numbers; ``nan`` if not finite.
-        seconds: the time it took; runs of one batch share their time.
-        device: the device it ran on.
-        versions: versions of the software.
-    """
-
-    config: Mapping[str, Any]
-    result: Mapping[str, Any]
-    seconds: float = 0.0
+    config: Mapping[str, Any]  # all that decides the outcome: experiment, version, method, learning rate, seed, sizes
+    result: Mapping[str, Any]  # numbers and lists of numbers; nan if not finite
+    seconds: float = 0.0  # runs of one batch share their time
     device: str = "cpu"
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the software
 
     @property
     def key(self) -> str:
@@ -51,10 +43,8 @@ class Store:
 
     Runs that are added together share a line, in which what they have in common is written once. A line that is cut off
     (the process died while writing it) is dropped when the store is opened, and its runs are done again. Any other line
-    that cannot be read is an error: records are never thrown away silently.
-
-    Args:
-        path: the file; created with its folder when the first record is added.
+    that cannot be read is an error: records are never thrown away silently. The file is created with its folder when
+    the first record is added.
     """
 
     def __init__(self, path: Path) -> None:

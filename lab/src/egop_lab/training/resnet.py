@@ -71,11 +71,6 @@ class Run:
 
     The recorded seconds are those of training, bases included; evaluation is not counted. On a GPU the network's
     forward and backward pass are replayed as a CUDA graph: launching single kernels would hide what the methods cost.
-
-    Args:
-        data: the images.
-        config: ``method``, ``lr``, ``epochs``, ``seed`` and the sizes of network and batch.
-        device: the device to train on.
     """
 
     def __init__(self, data: images.HeldImages, config: Mapping[str, Any], device: torch.device) -> None:
@@ -170,12 +165,8 @@ class Run:
 def train_in_process(source: Mapping[str, Any], ends: float, config: Mapping[str, Any]) -> Record | None:
     """Train in a process that shares the device with others; return None when the time is over.
 
-    Its seconds say nothing of the method, so that they are not recorded.
-
-    Args:
-        source: arguments for loading the images.
-        ends: time after which no run starts, by the monotonic clock, which processes share.
-        config: the configuration of the run.
+    Its seconds say nothing of the method, so that they are not recorded. ``source`` are arguments for loading the
+    images, ``ends`` is a time by the monotonic clock, which processes share.
     """
     if time.monotonic() > ends:
         return None

@@ -18,13 +18,10 @@ _MOMENTUM = 0.9
 
 
 class Rule(abc.ABC):
-    """Update rule that steps stacked parameters in place.
+    """Update rule that steps stacked parameters, (trials, runs, *shape) each, in place.
 
-    Args:
-        leaves: trained tensors, (trials, runs, *shape) each.
-        rates: the learning rate of each run; may be changed in place between steps.
-        decays: the weight decay of each run, if the rule has one.
-        decayed: which of the leaves it applies to.
+    Each run has its learning rate, which may be changed in place between steps, and its weight decay, if the rule has
+    one, for those of the leaves that are ``decayed``.
     """
 
     def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
