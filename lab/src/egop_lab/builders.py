@@ -1,7 +1,5 @@
 """Builders of the compared optimizers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A new method to compare is one entry. Labels are in records: they stay as they are.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ torch's own Muon works weight by weight and refuses convolutions. These process 
 treat a convolution as a matrix with one row per output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Time and memory to a basis, on random batches: what the networks learn does not matter here."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -1,7 +1,5 @@
 """Host time of an optimizer step on seven small linear layers, where Python takes longer than the arithmetic."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

@@ -1,7 +1,5 @@
 """Run the parts of the benchmark one after the other; print their tables and keep what is measured row by row."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Fashion-MNIST: found in a folder, and checked before use."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Synthetic data: features of a given spectrum, and tables."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ ending in ``.txt``, ``.tokens`` or ``.raw``, gzipped or not: WikiText-2 as it is
 ``text``), which are joined in the order of their names. The last tenth is then for validation.
 """
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The interface of experiments: settings, runs, claims and pictures, all plain values; drawing happens elsewhere."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Convex objectives: log-sum-exp, logistic regression and least squares, to their global minima."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

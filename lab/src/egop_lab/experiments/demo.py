@@ -16,8 +16,6 @@ paper's rule does not look at EGOP either, but the change came after seeing a re
 The demo trains once, with one seed. It shows what happens; it is not a measurement of how often.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

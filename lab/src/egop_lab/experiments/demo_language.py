@@ -10,8 +10,6 @@ the one of a grid by factors of two at which AdamW's validation loss after the 2
 The text changes with every version of egop, and these numbers with it, a little.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors in variables: from a Hessian that is a Kronecker product to one that is far from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Run experiments one after the other; if one lacks its data, say so and continue."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Trajectories: the paper's opening picture, Adagrad in the plane in both coordinates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

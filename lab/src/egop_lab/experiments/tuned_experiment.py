@@ -4,8 +4,6 @@ All of it is small and in float64, so it runs on the CPU whatever the device: co
 others over processes. Which rate was chosen is never stored: it follows from the records of the tuning trials.
 """
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Attention of several heads, as the transformers here have it."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -1,7 +1,5 @@
 """A GPT in plain torch: a decoder-only transformer as in GPT-2, small enough to train in minutes."""
 
-from __future__ import annotations
-
 import math
 
 import torch

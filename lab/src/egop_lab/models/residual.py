@@ -1,7 +1,5 @@
 """Residual networks in plain torch: torchvision's architecture, and the same names of parameters and buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Networks so small that a training takes a second: for studies of many problems."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

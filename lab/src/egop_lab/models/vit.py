@@ -1,7 +1,5 @@
 """A vision transformer in plain torch: patches of an image, blocks of attention and SwiGLU, the mean of all patches."""
 
-from __future__ import annotations
-
 import math
 
 import torch

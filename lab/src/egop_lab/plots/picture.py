@@ -1,7 +1,5 @@
 """Pictures as plain values, which need no matplotlib; ``figures`` draws them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """The reproduction as a page: every figure beside its claims, numbers and verdicts, all read from the records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape

@@ -1,7 +1,5 @@
 """Each figure, table, algorithm and statement of the paper, in its order: where it is here, and what is missing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import resources
 

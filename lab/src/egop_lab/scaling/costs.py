@@ -3,8 +3,6 @@
 Nothing is run or allocated.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence

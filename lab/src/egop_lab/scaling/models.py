@@ -1,7 +1,5 @@
 """Models as shapes only: on the meta device tensors have no storage, so a model of any size can be counted anywhere."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence

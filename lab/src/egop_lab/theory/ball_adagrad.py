@@ -1,7 +1,5 @@
 """Adagrad constrained to a ball: the optimizer that the paper's guarantees are about."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal

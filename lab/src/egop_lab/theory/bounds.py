@@ -1,7 +1,5 @@
 """Bounds on the Hessian, and on the sum of coordinate-wise smoothness constants in both coordinate systems."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Closed forms: EGOP matrices, spectra, Hessians and their Lipschitz constants for particular problems."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

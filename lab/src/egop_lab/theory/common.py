@@ -1,7 +1,5 @@
 """Linear algebra that the theory functions share."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Guarantees for Adagrad with exact gradients: regret on a convex set, and gradient norms without convexity."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

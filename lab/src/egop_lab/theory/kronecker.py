@@ -1,7 +1,5 @@
 """The distance of a matrix from the Kronecker products, which methods with one factor per side are limited to."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

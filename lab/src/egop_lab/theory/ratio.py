@@ -1,7 +1,5 @@
 """How much the EGOP eigenbasis reduces the smoothness constants, as far as the spectrum can tell."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Coordinate-wise smoothness constants of given Hessians: exact in few dimensions, bracketed in many."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from types import ModuleType

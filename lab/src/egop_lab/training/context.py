@@ -1,7 +1,5 @@
 """The context of a run: preset, device, data, time budget; the record it leaves; runs in several processes."""
 
-from __future__ import annotations
-
 import pickle
 import platform
 import time

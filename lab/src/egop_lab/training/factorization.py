@@ -1,7 +1,5 @@
 """Random instances of low-rank matrix factorisation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ basis is made from at least as many gradients as it has directions, and the spec
 with no more weights than the rank has a full basis: with as many directions as weights nothing is left outside them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

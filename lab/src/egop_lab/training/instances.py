@@ -1,7 +1,5 @@
 """Random instances of small problems, and their bases."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Self
 

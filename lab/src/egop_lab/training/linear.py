@@ -1,7 +1,5 @@
 """Trials of the multilayer linear network, with the three kinds of EGOP bases."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Trials of one network as a batched problem."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

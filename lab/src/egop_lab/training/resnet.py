@@ -1,7 +1,5 @@
 """Timed training of a residual network on images."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

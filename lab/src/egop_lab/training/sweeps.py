@@ -1,7 +1,5 @@
 """Sweeps over learning rates, trials and coordinates, run in batches, with one record per run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

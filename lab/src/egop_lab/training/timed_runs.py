@@ -1,7 +1,5 @@
 """Series of long runs within a time budget."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

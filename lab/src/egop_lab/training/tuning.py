@@ -1,7 +1,5 @@
 """Searches for a learning rate: the paper's in two stages, and one along a ladder of rates."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

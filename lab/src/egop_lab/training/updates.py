@@ -5,8 +5,6 @@ small kernels. Here the rate is a tensor, one a run, and a step is a handful of 
 runs. Nothing in a step depends on the host, so that a step can be recorded as a CUDA graph.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 
