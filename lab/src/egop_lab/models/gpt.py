@@ -6,9 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attend
-
 _DEVIATION = 0.02  # standard deviation of GPT-2's initial weights
+
+
+def attend(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
+    """Apply attention to queries, keys and values side by side, (n, length, 3 widths); return (n, length, width)."""
+    query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attend
+from egop_lab.models.gpt import attend
 
 _DEVIATION = 0.02
 
