@@ -174,12 +174,11 @@ def train_batched(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[lis
         progress=runs.context.progress,
     )
     places = [(seeds.index(c["seed"]), pairs.index((c["lr"], c["weight_decay"]))) for c in configs]
-    return [_until_divergence({name: values[place].tolist() for name, values in curves.items()}) for place in places], (
-        seconds
-    )
+    own = [{name: values[place].tolist() for name, values in curves.items()} for place in places]
+    return [_end_at_divergence(each) for each in own], seconds
 
 
-def _until_divergence(curves: Curves) -> Curves:
+def _end_at_divergence(curves: Curves) -> Curves:
     """Replace everything after the first non-finite loss by nan, as in a single run."""
     end = next((place + 1 for place, loss in enumerate(curves["loss"]) if not math.isfinite(loss)), None)
     return {

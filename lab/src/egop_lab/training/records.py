@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,31 +140,26 @@ def _to_json(value: Any) -> str:
 
 
 def _parse_record(entry: dict[str, Any]) -> Record:
-    return Record(**{**entry, "result": _restore_nan(entry["result"])})
+    result = _map_leaves(lambda leaf: math.nan if leaf is None else leaf, entry["result"])
+    return Record(**{**entry, "result": result})
 
 
 def _make_entry(record: Record) -> dict[str, Any]:
     return {
         "config": dict(record.config),
-        "result": _round(replace_nonfinite(record.result)),
+        "result": _map_leaves(_round, replace_nonfinite(record.result)),
         "seconds": round(record.seconds, 3),
         "device": record.device,
         "versions": dict(record.versions),
     }
 
 
-def _round(value: Any) -> Any:
+def _round(leaf: Any) -> Any:
     """Round to six digits: more than any figure shows, and a third of the bytes."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _round(entry) for key, entry in value.items()}
-    return [_round(entry) for entry in value] if isinstance(value, list) else value
+    return float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf
 
 
-def _restore_nan(value: Any) -> Any:
-    if value is None:
-        return math.nan
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _restore_nan(entry) for key, entry in value.items()}
-    return [_restore_nan(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _map_leaves(function, entry) for key, entry in value.items()}
+    return [_map_leaves(function, entry) for entry in value] if isinstance(value, list) else function(value)
