@@ -74,12 +74,19 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw new parameters as GPT-2 does, in place: normal, smaller where a block adds to the stream; norms are ones."""
-    layers = sum(isinstance(part, Block) for part in model.modules())
+    """Draw new parameters of a transformer as GPT-2 does, in place: normal, smaller where a block adds to the stream.
+
+    Norms are ones. A layer of patches has outputs of size one for pixels of size one, since nothing normalises what it
+    is given.
+    """
+    layers = sum(name.endswith("norm1") for name, _ in model.named_modules())
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear | nn.Embedding):
-            adds = name.endswith(("mixed", "narrower"))
-            deviation = _DEVIATION / math.sqrt(2 * layers) if adds else _DEVIATION
+            deviation = _DEVIATION
+            if name.endswith(("mixed", "narrower")):
+                deviation /= math.sqrt(2 * layers)
+            elif name.endswith("patches"):
+                deviation = part.weight.shape[1] ** -0.5
             part.weight.normal_(0, deviation, generator=generator)
         elif isinstance(part, nn.LayerNorm):
             part.reset_parameters()

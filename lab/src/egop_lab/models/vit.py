@@ -1,14 +1,9 @@
 """A vision transformer in plain torch: patches of an image, blocks of attention and SwiGLU, the mean of all patches."""
 
-import math
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.gpt import attend
-
-_DEVIATION = 0.02
+from egop_lab.models.gpt import attend, initialize_
 
 
 class Block(nn.Module):
@@ -69,23 +64,3 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             stream = block(stream)
         return self.head(self.norm(stream).mean(1))
-
-
-@torch.no_grad()
-def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw new parameters in place: normal, smaller where a block adds to the stream; norms are ones.
-
-    The first layer has outputs of size one for pixels of size one, since nothing normalises what it is given.
-    """
-    layers = sum(isinstance(part, Block) for part in model.modules())
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Linear | nn.Embedding):
-            deviation = _DEVIATION
-            if name.endswith(("mixed", "narrower")):
-                deviation /= math.sqrt(2 * layers)
-            elif name.endswith("patches"):
-                deviation = part.weight.shape[1] ** -0.5
-            part.weight.normal_(0, deviation, generator=generator)
-        elif isinstance(part, nn.LayerNorm):
-            part.reset_parameters()
-    return model
