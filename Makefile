@@ -39,7 +39,7 @@ demo: $(STAMP) ## the digits network in both coordinates and a small language mo
 	@echo "Starting the demo (about a minute on two cores)"  # importing torch alone takes two seconds
 	@$(BIN)/egop-lab demo $(ARGS)
 
-bench: $(STAMP) ## what a basis and a step cost, beside other optimizers (options: ARGS="--only steps")
+bench: $(STAMP) ## what a basis costs, and what a step costs the host (options: ARGS="--only host")
 	@$(BIN)/egop-lab bench $(ARGS)
 
 docs: $(DOCS) ## the site, in build/docs/index.html; a warning fails

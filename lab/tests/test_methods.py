@@ -9,14 +9,14 @@ import torch
 
 import egop
 from egop_lab import builders, methods
-from egop_lab.builders import CombinedOptimizer, Setup
-from egop_lab.methods import BENCH, RESNET, SMALL
+from egop_lab.builders import Setup
+from egop_lab.methods import RESNET, SMALL
 from egop_lab.training.records import Store
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
 
-def started(**options):
+def make_setup(**options):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     return Setup(model=model, options={"lr": 0.1}, **options)
 
@@ -51,16 +51,16 @@ def test_none_of_the_small_problems_has_weight_decay(method):
 
 def test_the_cadence_is_the_one_asked_for():
     pytest.importorskip("pytorch_optimizer")
-    start = started(every=7, period=70)
+    start = make_setup(every=7, period=70)
     cadences = {name: made.param_groups[0]["precondition_frequency"]
                 for name, method in RESNET.items() if name.startswith("SOAP") and "ours" not in name
                 for made in [method(start)]}  # fmt: skip
     assert cadences == {"SOAP once": 10**9, "SOAP 100": 100, "SOAP each epoch": 70, "SOAP every 10": 7}
-    assert SMALL["Shampoo"](started(every=1)).preconditioning_compute_steps == 1
+    assert SMALL["Shampoo"](make_setup(every=1)).preconditioning_compute_steps == 1
 
 
 def test_our_soap_has_its_constants_and_both_sides_of_every_weight():
-    start = started()
+    start = make_setup()
     made = RESNET["SOAP 100, ours"](start)
     start.model(torch.ones(5, 3)).square().sum().backward()
     made.step()
@@ -70,22 +70,19 @@ def test_our_soap_has_its_constants_and_both_sides_of_every_weight():
 
 
 def test_a_basis_can_be_sampled_again_around_the_current_point():
-    assert started(period=3, objective=egop.Objective(torch.nn.Linear(1, 1), lambda model, batch: 0.0, [0])).resample(
-        0.5
-    ).rho == egop.Recentered(0.5)
+    objective = egop.Objective(torch.nn.Linear(1, 1), lambda model, batch: 0.0, [0])
+    assert make_setup(period=3, objective=objective).resample(0.5).rho == egop.Recentered(0.5)
 
 
 def test_without_the_package_one_line_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(builders.MissingPackageError, match=r"^SOAP comes from .* pip install pytorch-optimizer\.$"):
-        BENCH["SOAP"](started())
+        RESNET["SOAP 100"](make_setup())
 
 
-def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
-    start = started()
-    made = BENCH["Muon"](start)
-    assert isinstance(made, CombinedOptimizer)
-    muon, adamw = made.parts
-    middle = start.model[1].weight
-    assert {id(each) for each in muon.param_groups[0]["params"]} == {id(start.model[0].weight), id(middle)}
-    assert len(adamw.param_groups[0]["params"]) == 4
+def test_muon_is_for_kernels_and_adamw_for_the_rest():
+    pytest.importorskip("pytorch_optimizer")
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    muon, adamw = RESNET["Muon"](Setup(model=model, options={"lr": 0.1})).param_groups
+    assert [id(each) for each in muon["params"]] == [id(model[0].weight)]
+    assert len(adamw["params"]) == 3

@@ -1,14 +1,12 @@
 """Builders of the compared optimizers."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import egop
@@ -34,31 +32,16 @@ class MissingPackageError(MissingDataError):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Everything that optimizers are built from; each builder uses what it needs.
-
-    Attributes:
-        model: the model to train.
-        options: options of every optimizer: learning rate, weight decay.
-        adam: further options of AdamW, in any coordinates.
-        every: steps between two refreshes of a basis that follows the gradients.
-        period: steps between two refreshes of a basis from sampled gradients.
-        objective: the loss to sample gradients of.
-        init_fn: initialises the model, for bases from gradients at fresh initialisations.
-        samples: the number of gradients for such a basis.
-        seed: the seed of the sampling.
-        memory: limit for all bases together.
-    """
+    """Everything that optimizers are built from; each builder uses what it needs."""
 
     model: nn.Module
-    options: Mapping[str, Any]
-    adam: Mapping[str, Any] = field(default_factory=dict)
-    every: int = REFRESH_EVERY
-    period: int | None = None
-    objective: egop.Objective | None = None
-    init_fn: Callable[[nn.Module], Any] | None = None
-    samples: int | None = None
-    seed: int = 0
-    memory: str = "2GiB"
+    options: Mapping[str, Any]  # of every optimizer: learning rate, weight decay
+    every: int = REFRESH_EVERY  # steps between two refreshes of a basis that follows the gradients
+    period: int | None = None  # steps between two refreshes of a basis from sampled gradients
+    objective: egop.Objective | None = None  # the loss to sample gradients of
+    init_fn: Callable[[nn.Module], Any] | None = None  # for bases from gradients at fresh initialisations
+    samples: int | None = None  # gradients for such a basis
+    seed: int = 0  # of the sampling
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -87,19 +70,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class PackageOptimizer:
-    """A builder for a class of ``pytorch_optimizer``.
-
-    Attributes:
-        name: the name of the class.
-        arguments: arguments that differ from its defaults, besides the options of the setup.
-        cadence: the argument for the number of steps between two refreshes; None if it is fixed.
-        by: the field of the setup that holds this number.
-    """
+    """A builder for a class of ``pytorch_optimizer``."""
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    cadence: str | None = None
-    by: Literal["every", "period"] = "every"
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # that differ from its defaults
+    cadence: str | None = None  # the argument for the steps between two refreshes; None if they are fixed
+    by: Literal["every", "period"] = "every"  # the field of the setup that holds this number
 
     def call(self, steps: int | None) -> dict[str, Any]:
         """Return the arguments for a basis that is refreshed every ``steps`` steps."""
@@ -153,38 +129,31 @@ def build_torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Ba
 
 def build_adamw(setup: Setup) -> Optimizer:
     """Build torch's AdamW in original coordinates."""
-    return torch.optim.AdamW(setup.parameters, **setup.options, **setup.adam)
+    return torch.optim.AdamW(setup.parameters, **setup.options)
 
 
 def build_rotated(
     setup: Setup,
     *,
-    base: type[Optimizer] = torch.optim.AdamW,
     upfront: egop.Structure | None = None,
     renewed: bool = False,
     scale: float = 0.0,
     online: egop.Structure | None = None,
-    aligned: bool = False,
 ) -> Optimizer:
-    """Build an optimizer in rotated coordinates; a base other than AdamW has AdamW for the other parameters.
+    """Build AdamW in rotated coordinates.
 
     Args:
         setup: what it is built from.
-        base: the optimizer in these coordinates.
         upfront: the structure of a basis that is estimated before the training.
         renewed: estimate it again after every period, at the current point.
         scale: the standard deviation around that point.
         online: the structure of a basis that follows the gradients.
-        aligned: align the basis to the base optimizer.
     """
     refresh: egop.Refresh | None = setup.resample(scale) if renewed else None
     if online is not None:
-        refresh = egop.Online(every=setup.every, structure=online, memory=setup.memory)
-    if aligned:
-        refresh = egop.Aligned(memory=setup.memory)
-    adam = {"outside": (torch.optim.AdamW, dict(setup.adam))} if base is not torch.optim.AdamW else setup.adam
+        refresh = egop.Online(every=setup.every, structure=online)
     basis = None if upfront is None else setup.estimate(upfront)
-    return egop.ReparameterizedOptimizer(setup.model, base, basis, refresh=refresh, **setup.options, **adam)
+    return egop.ReparameterizedOptimizer(setup.model, torch.optim.AdamW, basis, refresh=refresh, **setup.options)
 
 
 def build_soap(setup: Setup, *, every: int) -> Optimizer:
@@ -192,55 +161,20 @@ def build_soap(setup: Setup, *, every: int) -> Optimizer:
 
     Of a kernel it has two bases, of outputs and of inputs with the kernel, where SOAP has four (lab/notes/soap.md).
     """
-    return egop.ReparameterizedOptimizer(
-        setup.model,
-        torch.optim.AdamW,
-        refresh=egop.Online(every=every, structure=egop.Kronecker(), spread=False, memory=setup.memory),
-        betas=SOAP_BETAS,
-        **setup.options,
-    )
+    refresh = egop.Online(every=every, structure=egop.Kronecker(), spread=False)
+    options = {"betas": SOAP_BETAS, **setup.options}
+    return egop.ReparameterizedOptimizer(setup.model, torch.optim.AdamW, refresh=refresh, **options)
 
 
 def build_muon(setup: Setup) -> Optimizer:
-    """Build Muon for kernels, or else hidden matrices, with updates of AdamW's size; AdamW for everything else.
-
-    torch's Muon takes no kernels, so networks with convolutions have another one, which sees them as matrices.
-    """
-    kernels = [part.weight for part in setup.model.modules() if isinstance(part, nn.Conv2d)]
-    hidden, others = _split(setup, kernels or [weight for weight in _find_hidden(setup.model) if weight.dim() == 2])
-    if not kernels:
-        muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **setup.options)
-        return CombinedOptimizer(muon, torch.optim.AdamW(others, **setup.options, **setup.adam))
+    """Build Muon for convolutions as matrices, with updates of AdamW's size, and AdamW for everything else."""
+    kernels = {part.weight for part in setup.model.modules() if isinstance(part, nn.Conv2d)}
+    others = [parameter for parameter in setup.parameters if parameter not in kernels]
+    chosen = [parameter for parameter in setup.parameters if parameter in kernels]
     optimizer: Optimizer = import_pytorch_optimizer("The Muon of convolutions").Muon(
         [
-            {"params": hidden, "use_muon": True, "use_adjusted_lr": True, **setup.options},
+            {"params": chosen, "use_muon": True, "use_adjusted_lr": True, **setup.options},
             {"params": others, "use_muon": False, "betas": ADAM, "eps": 1e-8, **setup.options},
         ]
     )
     return optimizer
-
-
-def build_stacked(setup: Setup, *, kind: type[Optimizer]) -> Optimizer:
-    """Build a matrix optimizer for hidden matrices and kernels, and AdamW for everything else."""
-    hidden, others = _split(setup, _find_hidden(setup.model))
-    return CombinedOptimizer(kind(hidden, **setup.options), torch.optim.AdamW(others, **setup.options, **setup.adam))
-
-
-def build_egop(setup: Setup) -> Optimizer:
-    """Build ``egop.EGOP``, which chooses the rotated weights and their optimizer itself."""
-    return egop.EGOP(setup.model, **setup.options, fused=setup.adam.get("fused"))
-
-
-def _split(setup: Setup, chosen: Iterable[Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the parameters into the chosen ones and the others, in their own order."""
-    inside = set(chosen)
-    hidden, others = ([each for each in setup.parameters if (each in inside) is wanted] for wanted in (True, False))
-    return hidden, others
-
-
-def _find_hidden(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights for matrix optimizers: all matrices and kernels but embeddings and the last layer."""
-    layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    ends = [*layers[-1:], *(part for part in model.modules() if isinstance(part, nn.Embedding))]
-    outside = {parameter for part in ends for parameter in part.parameters()}
-    return [weight for weight in model.parameters() if weight.dim() > 1 and weight not in outside]

@@ -2,28 +2,83 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from egop_lab import __version__
-from egop_lab.commands import LARGEST_SEED, MOST_THREADS, application, fail, find_device, one_line_errors, typer
 from egop_lab.training.records import RecordError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import torch
 
-    from egop_lab.experiments.demo import Demo
-    from egop_lab.experiments.demo_language import Language
+_EXTRAS = ("matplotlib", "typer")
+_MISSING = "This command needs the package {name!r}, which is not installed. Run: pip install 'egop[cli]'"
 
-app = application("egop-lab", __version__, "The paper's experiments and benchmarks: optimizers in EGOP coordinates.")
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(_MISSING.format(name=error.name))
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def main() -> None:
     """Run the command ``egop-lab``."""
     app(prog_name="egop-lab")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"egop-lab {__version__}")
+        raise typer.Exit
+
+
+@app.callback(help="The paper's experiments and benchmarks: optimizers in EGOP coordinates.")
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@contextmanager
+def one_line_errors(interrupted: str = "", also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn errors that a user can fix, and those in ``also``, into one line on standard error; let others through."""
+    shown: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(f"Interrupted. {interrupted}".rstrip(), status=130)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _EXTRAS:
+            raise
+        fail(_MISSING.format(name=error.name))
+    except shown as error:
+        fail(str(error))
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Print a line to standard error and end the command."""
+    typer.echo(message, err=True)
+    raise typer.Exit(status) from None
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device with this name; end the command if there is none."""
+    import torch
+
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        fail(f"Invalid device value: {name}. Must be cpu or cuda.", status=2)
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+        fail(f"There is no {name.upper()} device here. Use --device cpu.", status=2)
+    return torch.device(name)
 
 
 @app.command()
@@ -33,12 +88,10 @@ def demo(
     steps: Annotated[int, typer.Option(min=0, help="Steps of each run of the language model; 0 skips it.")] = 200,
     seed: Annotated[
         int,
-        typer.Option(
-            min=0, max=LARGEST_SEED, help="Seed of the initial weights, the batches and the sampled gradients."
-        ),
+        typer.Option(min=0, max=2**63 - 1, help="Seed of the initial weights, the batches and the sampled gradients."),
     ] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=MOST_THREADS, help="Number of torch threads (default: torch's choice).")
+        int | None, typer.Option(min=1, max=1024, help="Number of torch threads (default: torch's choice).")
     ] = None,
 ) -> None:
     """Compare optimizers in both coordinates on the digits, and AdamW with EGOP on a small language model."""
@@ -46,7 +99,6 @@ def demo(
         passes = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, six runs of {passes}.")
         import torch
-        from rich.console import Console
 
         from egop_lab.experiments import demo as experiment
         from egop_lab.experiments import demo_language
@@ -57,73 +109,19 @@ def demo(
             torch.set_num_threads(threads)
         result = experiment.run(epochs=epochs, seed=seed, show=lambda basis: typer.echo(f"\n{basis}\n"))
         closing = experiment.summary(result)
-        console = Console()
-        console.print()
-        console.print(_digits_table(result))
-        console.print(f"The basis took {result.estimation_seconds:.1f} s to estimate, once. {closing}", highlight=False)
-        language, words = None, ""
+        typer.echo(f"\n{experiment.format_runs(result)}\n")
+        typer.echo(f"The basis took {result.estimation_seconds:.1f} s to estimate, once. {closing}")
+        numbers = {**asdict(result), "summary": closing}
+        language = None
         if steps:
             typer.echo(f"\nA language model on egop's own source: {steps} steps each of AdamW and EGOP, alternating.")
             language = demo_language.run(steps=steps, seed=seed)
-            words = demo_language.summary(language)
-            console.print()
-            console.print(_language_table(language))
-            console.print(f"{demo_language.RATES} {words}", highlight=False)
+            closing = demo_language.summary(language)
+            typer.echo(f"\n{demo_language.format_runs(language)}\n\n{demo_language.RATES} {closing}")
+            numbers["language model"] = {**asdict(language), "summary": closing}
         save_figure(draw_picture(experiment.picture(result, language)), out / "demo.svg")
-        numbers = {**asdict(result), "summary": closing}
-        if language is not None:
-            numbers["language model"] = {**asdict(language), "summary": words}
         write_json(out / "demo.json", numbers)
         typer.echo(f"\nSaved {out / 'demo.svg'} (picture) and {out / 'demo.json'} (numbers).")
-
-
-def _make_table(title: str, caption: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Create a table without rows, with left-aligned columns of text and right-aligned ones of numbers."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for heading in texts:
-        table.add_column(heading)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    return table
-
-
-def _language_table(language: Language) -> Table:
-    adamw = language.runs[0]
-    size = f"{language.parameters:,} parameters, {language.characters:,} bytes of text"
-    caption = "steps and seconds to the same loss: until as low as AdamW's final validation loss"
-    numbers = ("lr", "validation\nloss", "steps to\nsame loss", "seconds to\nsame loss", "seconds")
-    table = _make_table(f"A language model: {size}", caption, ["optimizer"], numbers)
-    for run in language.runs:
-        reached = run.reached(adamw.loss[-1])
-        to_loss = ["never", "never"] if reached is None else [str(reached[0]), f"{reached[1]:.1f}"]
-        table.add_row(run.optimizer, f"{run.lr:g}", f"{run.loss[-1]:.3f}", *to_loss, f"{run.seconds[-1]:.1f}")
-    return table
-
-
-def _digits_table(result: Demo) -> Table:
-    from egop_lab.formatting import pluralize
-
-    title = f"After {pluralize(result.epochs, 'epoch')}, from equivalent starts"
-    caption = "epochs to same loss: until as low as the final loss in original coordinates"
-    numbers = ("lr", "final loss", "test\naccuracy", "epochs to\nsame loss", "seconds")
-    table = _make_table(title, caption, ["optimizer", "coordinates"], numbers)
-    for original, reparameterized in result.pairs():
-        for run in (original, reparameterized):
-            curve = run.curve
-            reached = curve.epochs_to(original.curve.final)
-            table.add_row(
-                run.optimizer,
-                run.coordinates,
-                f"{run.lr:g}",
-                "diverged" if curve.diverged else f"{curve.final:.2e}",
-                f"{curve.metrics['test accuracy'][-1]:.1%}",
-                "never" if reached is None else str(reached),
-                f"{curve.seconds:.1f}",
-                end_section=run is reparameterized,
-            )
-    return table
 
 
 @app.command()
@@ -210,11 +208,7 @@ def report(
 @app.command()
 def bench(
     only: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PART",
-            help="bases, steps or host; may be repeated (default: all).",
-        ),
+        list[str] | None, typer.Option(metavar="PART", help="bases or host; may be repeated (default: all).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if available).")] = None,
     out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write; replaced if it exists.")] = Path(
@@ -223,14 +217,14 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each method (default: chosen per part).")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, only to see that everything works.")] = False,
 ) -> None:
-    """Measure the cost of a basis and of a step, compared with AdamW, SOAP, Shampoo and Muon."""
+    """Measure the cost of a basis, and the host time of a step compared with AdamW."""
     with one_line_errors(f"Finished rows are in {out}, which is updated after each one."):
         typer.echo(
             "A smoke run: its numbers mean nothing." if smoke else "Measuring; keep other programs from running."
         )
         import torch
 
-        from egop_lab.bench.run import PARTS, failures, run
+        from egop_lab.bench.run import PARTS, list_failures, run
         from egop_lab.formatting import pluralize
 
         if unknown := [part for part in only or [] if part not in PARTS]:
@@ -238,7 +232,7 @@ def bench(
         chosen = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         kept = run(chosen, out, only=only or (), smoke=smoke, rounds=rounds, say=typer.echo)
         typer.echo(f"\nSaved {out}.")
-        if rows := failures(kept):
+        if rows := list_failures(kept):
             fail(f"{pluralize(len(rows), 'row')} failed, see above.")
 
 
@@ -260,8 +254,8 @@ def scaling(
     """Compare the memory and communication of AdamW, Muon, SOAP, EGOP and each structure for a model."""
     with one_line_errors(also=(AttributeError, ImportError, TypeError, ValueError)):
         from egop_lab.files import write_json
+        from egop_lab.scaling.costs import compare_methods
         from egop_lab.scaling.models import build_model
-        from egop_lab.scaling.tables import compare_methods
 
         limit = None if memory is None else int(memory * 2**30)
         report = compare_methods(build_model(target), ranks=ranks, memory=limit, tokens=tokens)

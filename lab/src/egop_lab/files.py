@@ -1,7 +1,5 @@
 """Files that are written completely or not at all."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

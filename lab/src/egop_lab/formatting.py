@@ -1,7 +1,5 @@
 """Counts, sizes and tables as people read them, in plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

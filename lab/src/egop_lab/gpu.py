@@ -1,7 +1,5 @@
 """Helpers for training on a GPU: synchronization, bfloat16, CUDA graphs, TF32."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A new method to compare is one entry. Labels are in records: they stay as they are.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +16,10 @@ from egop_lab.builders import (
     PackageOptimizer,
     Setup,
     build_adamw,
-    build_egop,
     build_muon,
     build_rotated,
     build_soap,
-    build_stacked,
 )
-from egop_lab.muon import Muon, NorMuon
 
 Builder = Callable[[Setup], Optimizer]
 
@@ -65,25 +60,6 @@ SMALL: dict[str, PackageOptimizer] = {
         "GaLore",
         {"betas": ADAM, "eps": 1e-8, "rank": None, "scale": 1.0, "projection_type": "std", "update_proj_gap": 200},
     ),
-}
-
-# The benchmark of steps. Shampoo has blocks of 512, as in practice: the inverse root of a wider matrix takes seconds.
-BENCH: dict[str, Builder] = {
-    "AdamW": build_adamw,
-    "Shared, fixed": _rotated(upfront=_SHARED),
-    "Shared, online": _rotated(online=_SHARED),
-    "Kronecker, fixed": _rotated(upfront=_BOTH_SIDES),
-    "Kronecker, online": _rotated(online=_BOTH_SIDES),
-    "Auxiliary(16), fixed": _rotated(upfront=egop.Auxiliary(rank=16)),
-    "SOAP": _SOAP(),
-    "Shampoo": PackageOptimizer("ScalableShampoo", {"start_preconditioning_step": 1}, "preconditioning_compute_steps"),
-    "Sinkhorn, online, both": _rotated(base=egop.optim.Sinkhorn, online=_BOTH_SIDES),
-    "Sinkhorn, aligned": _rotated(base=egop.optim.Sinkhorn, aligned=True),
-    "PolarAdam, online, smaller": _rotated(base=egop.optim.PolarAdam, online=egop.Shared(side="smaller")),
-    "EGOP": build_egop,
-    "Muon, stacked": functools.partial(build_stacked, kind=Muon),
-    "NorMuon, stacked": functools.partial(build_stacked, kind=NorMuon),
-    "Muon": build_muon,
 }
 
 

@@ -4,8 +4,6 @@ torch's own Muon works weight by weight and refuses convolutions. These process 
 treat a convolution as a matrix with one row per output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +17,7 @@ import egop
 class Muon(egop.optim.MatrixOptimizer):
     """The momentum with all singular values close to one, scaled to updates of AdamW's size as in torch's Muon.
 
-    Args:
-        params: weights of two dimensions or more.
-        lr: learning rate, of the order of AdamW's.
-        momentum: decay of the running mean.
-        nesterov: use Nesterov momentum.
-        weight_decay: decoupled.
-        iterations: Newton-Schulz steps.
+    Weights have two dimensions or more, weight decay is decoupled, ``iterations`` are Newton-Schulz steps.
     """
 
     def __init__(
@@ -58,13 +50,7 @@ class Muon(egop.optim.MatrixOptimizer):
 class NorMuon(Muon):
     """Muon with the rows of each update normalized by a running mean of their squares (arXiv 2510.05491).
 
-    Args:
-        params: weights of two dimensions or more.
-        lr: learning rate, of the order of AdamW's.
-        momentum: decay of the running mean.
-        beta2: decay of the running mean of squared rows.
-        eps: added to its root.
-        **options: as for :class:`Muon`.
+    The mean decays by ``beta2``; ``eps`` is added to its root.
     """
 
     def __init__(

@@ -54,18 +54,3 @@ def test_batches_leave_the_global_random_state_alone():
     before = torch.get_rng_state()
     list(Batches(torch.arange(20), size=3, generator=seeded()))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "options", "message"),
-    [
-        ((), {"size": 1}, "at least one tensor"),
-        ((torch.zeros(2), torch.zeros(3)), {"size": 1}, r"same number of rows, but they have \[2, 3\]"),
-        ((torch.zeros(2),), {"size": 0}, "Invalid size value: 0"),
-        ((torch.zeros(0),), {"size": 1}, "0 rows give no batch"),
-        ((torch.zeros(2),), {"size": 3, "drop_last": True}, "2 rows give no batch of 3"),
-    ],
-)
-def test_impossible_batches_are_refused(tensors, options, message):
-    with pytest.raises(ValueError, match=message):
-        Batches(*tensors, generator=seeded(), **options)

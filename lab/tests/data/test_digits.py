@@ -1,10 +1,8 @@
 import hashlib
 from importlib import resources
 
-import pytest
 import torch
 
-from egop_lab.data import digits as data
 from egop_lab.data.digits import digits
 
 
@@ -50,23 +48,3 @@ def test_the_checksums_in_the_attribution_are_those_of_the_files():
     text = (folder / "README.md").read_text()
     for name in ("optdigits.tra", "optdigits.tes", "optdigits.names"):
         assert f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}" in text
-
-
-def damaged(tmp_path, monkeypatch, content):
-    folder = tmp_path / "optdigits"
-    folder.mkdir()
-    if content is not None:
-        (folder / "optdigits.tra").write_bytes(content)
-    monkeypatch.setattr(data.resources, "files", lambda package: tmp_path)
-
-
-def test_a_damaged_file_is_named(tmp_path, monkeypatch):
-    damaged(tmp_path, monkeypatch, b"0,1,2\n")
-    with pytest.raises(RuntimeError, match=r"optdigits\.tra is damaged.*expected e1b683cc.*Reinstall egop-lab"):
-        digits()
-
-
-def test_a_missing_file_is_named(tmp_path, monkeypatch):
-    damaged(tmp_path, monkeypatch, None)
-    with pytest.raises(RuntimeError, match=r"optdigits\.tra cannot be read.*Reinstall egop-lab"):
-        digits()

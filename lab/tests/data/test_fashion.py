@@ -1,7 +1,6 @@
 import gzip
 import hashlib
 import struct
-import urllib.error
 
 import pytest
 import torch
@@ -21,19 +20,13 @@ def idx(values):
 
 @pytest.fixture
 def contents(monkeypatch, tmp_path):
-    """Four tiny idx files whose checksums are the expected ones; nothing is found elsewhere, nothing downloaded."""
+    """Four tiny idx files whose checksums are the expected ones; nothing is found elsewhere."""
     made = {}
     for kind, count in (("train", 6), ("t10k", 8)):
         made[f"{kind}-images-idx3-ubyte"] = idx(torch.arange(count * 16).view(count, 4, 4) * 2 % 256)
         made[f"{kind}-labels-idx1-ubyte"] = idx(torch.arange(count) % 10)
     monkeypatch.setattr(data, "_SHA256", {k: hashlib.sha256(v).hexdigest() for k, v in made.items()})
     monkeypatch.setattr(data, "_DEBIAN", tmp_path / "no such package")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def refuse(url, timeout):
-        raise urllib.error.URLError("no network")
-
-    monkeypatch.setattr(data.urllib.request, "urlopen", refuse)
     return made
 
 
@@ -69,7 +62,6 @@ def test_missing_files_say_in_one_line_what_to_do(contents, tmp_path):
         fashion_mnist(tmp_path)
     message = str(raised.value)
     assert "\n" not in message
-    assert "no network" in message
     assert "apt-get install dataset-fashion-mnist" in message
     assert "--data DIR" in message
 
@@ -78,59 +70,8 @@ def test_missing_files_say_in_one_line_what_to_do(contents, tmp_path):
 def test_a_damaged_file_is_named_and_not_used(contents, tmp_path, damage):
     write(tmp_path, contents)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(damage(contents["t10k-labels-idx1-ubyte"]))
-    with pytest.raises(MissingDataError, match=r"t10k-labels-idx1-ubyte\.gz (is damaged|cannot be unpacked)"):
+    with pytest.raises(MissingDataError, match=r"t10k-labels-idx1-ubyte\.gz (is damaged|cannot be read)"):
         fashion_mnist(tmp_path)
-
-
-class Answer:
-    def __init__(self, content):
-        self.content = content
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-    def read(self):
-        return self.content
-
-
-def test_a_download_is_checked_and_kept(contents, tmp_path, monkeypatch):
-    asked = []
-
-    def serve(url, timeout):
-        asked.append(url)
-        return Answer(gzip.compress(contents[url.rpartition("/")[2].removesuffix(".gz")]))
-
-    monkeypatch.setattr(data.urllib.request, "urlopen", serve)
-    assert len(fashion_mnist().train) == 6
-    assert len(fashion_mnist().train) == 6
-    assert sorted(url.rpartition("/")[2] for url in asked) == sorted(f"{name}.gz" for name in NAMES)
-    assert len(fashion_mnist(tmp_path / "mine").train) == 6
-    assert not (tmp_path / "mine").exists(), "what is in the cache is not downloaded again"
-
-
-def test_a_wrong_download_is_not_kept(contents, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.urllib.request, "urlopen", lambda url, timeout: Answer(b"<html>sign in first</html>"))
-    with pytest.raises(MissingDataError, match=r"https://.*is damaged"):
-        fashion_mnist(tmp_path / "data")
-    assert not list(tmp_path.rglob("*ubyte*"))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "starts with nothing"),
-        (b"\0\0\x0d\1" + struct.pack(">I", 0), "starts with 00000d01"),
-        (struct.pack(">HBBI", 0, 8, 1, 3) + b"ab", "announces 3 entries"),
-        (struct.pack(">HBBI", 0, 8, 1, 1) + b"ab", "announces 1 entries"),
-        (b"\0\0\x08\3\0\0", "not an idx file"),
-    ],
-)
-def test_what_is_not_idx_is_refused(content, message):
-    with pytest.raises(ValueError, match=message):
-        data._parse_idx(content, "file")
 
 
 def test_four_classes_are_kept_and_pooled():

@@ -162,6 +162,7 @@ def tiny(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     split = Split(torch.rand(120, 16, generator=generator), torch.arange(120) % 3)
     monkeypatch.setattr(fashion_runs, "fashion_mnist", lambda folder: DataSet(split, split, split))
+    monkeypatch.setattr(fashion_runs, "fashion_folder", lambda folder: folder)
     monkeypatch.setattr(fashion_runs, "fashion_network", small_network)
     monkeypatch.setattr(fashion_runs, "BATCH", 30)
 
@@ -169,7 +170,6 @@ def tiny(monkeypatch):
 @pytest.mark.usefixtures("tiny")
 def test_a_run_says_where_its_images_are_from(tmp_path):
     said = []
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"")
     Runs(90, Context(data=str(tmp_path), say=said.append))
     assert said == [f"images: {tmp_path}"]
 
@@ -214,7 +214,7 @@ def test_runs_together_are_the_runs_one_at_a_time(method, monkeypatch):
 
 
 def test_nothing_is_kept_of_a_run_after_its_divergence():
-    found = fashion_runs._until_divergence({"loss": [1.0, math.inf, 2.0], "validation accuracy": [0.1, 0.2, 0.3]})
+    found = fashion_runs._end_at_divergence({"loss": [1.0, math.inf, 2.0], "validation accuracy": [0.1, 0.2, 0.3]})
     assert found["loss"][:2] == [1.0, math.inf]
     assert math.isnan(found["loss"][2])
     assert found["validation accuracy"][:2] == [0.1, 0.2]

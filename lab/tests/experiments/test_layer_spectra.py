@@ -73,6 +73,7 @@ def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
     small = torch.nn.Sequential(torch.nn.Linear(196, 2), torch.nn.ReLU(), torch.nn.Linear(2, 4))
     problem = layer_spectra._load_problem
     monkeypatch.setattr(layer_spectra, "fashion_mnist", clothes)
+    monkeypatch.setattr(layer_spectra, "fashion_folder", lambda folder: "a folder")
     monkeypatch.setattr(layer_spectra, "digits_network", lambda: perceptron(64, 4, 10))
     monkeypatch.setattr(
         layer_spectra,
@@ -101,6 +102,7 @@ def test_without_fashion_mnist_the_digits_are_kept_and_judged(tmp_path, monkeypa
         raise MissingDataError("not there")
 
     monkeypatch.setattr(layer_spectra, "fashion_mnist", missing)
+    monkeypatch.setattr(layer_spectra, "fashion_folder", lambda folder: "a folder")
     monkeypatch.setattr(
         layer_spectra,
         "measure",

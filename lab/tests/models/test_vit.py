@@ -1,6 +1,5 @@
 """The vision transformer: its size, its patches, and its initialisation."""
 
-import pytest
 import torch
 
 from egop_lab.models.vit import VisionTransformer, initialize_
@@ -29,9 +28,3 @@ def test_a_generator_decides_all_parameters():
     models = [initialize_(VisionTransformer(**SIZES), torch.Generator().manual_seed(3)) for _ in range(2)]
     assert all(one.equal(other) for one, other in zip(*(model.parameters() for model in models), strict=True))
     assert not models[0].patches.weight.equal(VisionTransformer(**SIZES).patches.weight)
-
-
-@pytest.mark.parametrize(("sizes", "message"), [({"heads": 3}, "heads value: 3"), ({"patch": 7}, "patch value: 7")])
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        VisionTransformer(**SIZES | sizes)

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import egop
 from egop.basis import find_roles
 from egop_lab import cli
-from egop_lab.scaling.models import build_model
-from egop_lab.scaling.parts import (
+from egop_lab.scaling.costs import (
     Memory,
     add_up,
+    compare_methods,
     describe_adamw,
     describe_egop,
     describe_muon,
@@ -29,7 +29,7 @@ from egop_lab.scaling.parts import (
     plan_structure,
     split_model,
 )
-from egop_lab.scaling.tables import compare_methods
+from egop_lab.scaling.models import build_model
 from processes import run
 
 SIZES = {"resnet50": 25_557_032, "gpt2": 124_337_664, "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}
@@ -211,7 +211,7 @@ SEVERAL += [("DDP", "AdamW", False), ("DDP", "Shared", True), ("DDP", "Kronecker
 SEVERAL += [("FSDP2", "EGOP", True), ("DDP", "EGOP", True)]
 
 
-def measured(rank, world):
+def measure(rank, world):
     """Return the bytes that this process holds under FSDP2 or DDP, the predicted ones, and the collectives."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -272,7 +272,7 @@ def _identity(block, structure):
 
 @pytest.mark.slow
 def test_memory_and_collectives_on_two_devices_are_as_predicted():
-    first, second = run(measured, 2)
+    first, second = run(measure, 2)
     for case, found in first.items():
         assert found["held"] == found["said"], case
         assert second[case]["held"] <= found["said"], case

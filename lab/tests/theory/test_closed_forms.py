@@ -252,38 +252,3 @@ def test_the_hessian_of_a_linear_layer_is_a_kronecker_product_and_with_a_mask_it
 def test_a_matrix_of_zeros_is_a_kronecker_product():
     assert theory.kronecker_residual(torch.zeros(6, 6), 2, 3) == 0
     assert torch.kron(*theory.nearest_kronecker(torch.zeros(6, 6), 2, 3)).abs().max() == 0
-
-
-REFUSED = {
-    "data that is not square": (
-        lambda: theory.data_decay_bound(torch.ones(3, 2), torch.eye(2)),
-        r"Invalid data value: shape \(3, 2\)\. Must be \(2, 2\)",
-    ),
-    "factors of other ranks": (
-        lambda: theory.matrix_factorization_blocks(torch.ones(3, 2), torch.ones(2, 1), torch.ones(3, 2)),
-        r"Invalid factors: shapes \(2, 1\) and \(3, 2\) with data of \(3, 2\)\. Must be matrices",
-    ),
-    "a side that is no rotation": (
-        lambda: theory.kronecker_rotation(torch.eye(2), torch.ones(2, 2)),
-        r"Invalid right value: shape \(2, 2\)\. Must be an orthogonal matrix",
-    ),
-    "a vector as a matrix": (
-        lambda: theory.rotation_beyond_kronecker(4, 1),
-        "Invalid shape: 4 x 1. Both sides must be at least 2",
-    ),
-    "an unknown norm": (
-        lambda: theory.matrix_factorization_lipschitz(torch.ones(1, 3, 2), 1.0, norm="nuclear"),
-        "Invalid norm value: 'nuclear'. Must be 'frobenius' or 'operator'",
-    ),
-    "a ball without a radius": (
-        lambda: theory.matrix_factorization_lipschitz(torch.ones(1, 3, 2), -1.0),
-        "Invalid radius value: -1.0. Must be a positive number",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case):
-    call, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -153,23 +153,3 @@ def test_one_norms_of_gradients_are_not_the_same_in_both_coordinates():
     gradient = setting.problem.gradient(setting.points[0])
     _, V = eigenbasis(setting.egop)
     assert float(gradient.abs().sum() / (V.mT @ gradient).abs().sum()) > 1.2
-
-
-REFUSED = {
-    "an extent above the diameter": (
-        lambda: theory.regret_bound(1.0, diameter=1.0, lr=1.0, steps=1, extent=2.0),
-        r"Invalid extent value: 2\.0\. Must not be above the diameter, 1\.0",
-    ),
-    "no eps": (
-        lambda: theory.gradient_norm_bound(1.0, gap=1.0, dimension=1, lr=1.0, steps=1, eps=0.0),
-        "Invalid eps value: 0.0. Must be a positive number",
-    ),
-    "negative sides": (lambda: theory.box_extent(torch.tensor([-1.0])), "Invalid sides value"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_makes_no_sense_is_refused(case):
-    call, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 
 import pytest
 import torch
@@ -130,10 +129,3 @@ def test_without_curvature_there_is_nothing_to_pay():
     pytest.importorskip("cvxpy")
     assert theory.smoothness_constants(torch.zeros(3, 3)).tolist() == [0, 0, 0]
     assert theory.smoothness_sum_bounds(torch.zeros(3, 3)).upper == 0
-
-
-def test_without_cvxpy_the_error_names_the_extra_and_the_other_way(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cvxpy", None)
-    with pytest.raises(ImportError, match=r"pip install 'egop-lab\[theory\]'.*smoothness_sum_bounds"):
-        theory.smoothness_constants(torch.eye(2))
-    assert theory.smoothness_sum_bounds(torch.eye(2)).upper == pytest.approx(2)

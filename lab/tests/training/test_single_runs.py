@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 pytest.importorskip("pytorch_optimizer")
 
 from egop_lab.methods import SMALL
-from egop_lab.training import batched, single_runs
+from egop_lab.training import batched
 
 
 class Valley(batched.Problem):
@@ -31,14 +31,14 @@ NAMES = list(SMALL)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_baseline_minimises(name):
-    found, seconds = single_runs.train(Valley(), name, 0.05, 60, record_every=25)
+    found, seconds = batched.train_single(Valley(), name, 0.05, 60, record_every=25)
     assert {key: len(curve) for key, curve in found.items()} == {"loss": 4, "size": 4}
     assert found["loss"][-1] < 0.5 * found["loss"][0]
     assert seconds > 0
 
 
 def test_shampoo_is_what_its_paper_says():
-    found, _ = single_runs.train(Valley(), "Shampoo", 0.1, 1)
+    found, _ = batched.train_single(Valley(), "Shampoo", 0.1, 1)
     weight = torch.ones(4, 3, dtype=torch.float64)
     gradient = torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=torch.float64)[:, None] ** 2 * weight
 
@@ -55,7 +55,7 @@ def test_shampoo_is_what_its_paper_says():
 def test_the_learning_rate_is_annealed_step_by_step(name):
     rates = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
-    single_runs.train(Valley(), name, 0.1, 4, cosine=True, record_every=2)
+    batched.train_single(Valley(), name, 0.1, 4, cosine=True, record_every=2)
     handle.remove()
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 4)) for step in range(4)])
 
@@ -63,6 +63,6 @@ def test_the_learning_rate_is_annealed_step_by_step(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_that_diverges_ends_with_nan_and_keeps_its_length(name):
-    found, _ = single_runs.train(Valley(), name, 1e200, 20, record_every=5)
+    found, _ = batched.train_single(Valley(), name, 1e200, 20, record_every=5)
     assert len(found["loss"]) == 5
     assert not math.isfinite(found["loss"][-1])

@@ -6,7 +6,7 @@ from egop_lab.training.records import Record
 from egop_lab.training.tuning import doublings, powers_of_ten, search_rates, search_two_stage
 
 
-def searched(function, lowest=-3, highest=2):
+def search(function, lowest=-3, highest=2):
     calls = []
 
     def evaluate(rates):
@@ -28,38 +28,38 @@ def test_the_grids_are_the_papers():
 
 @pytest.mark.parametrize("target", [0.02, 0.04, 0.8, 1.0, 2.0, 80.0])
 def test_the_best_rate_of_the_grid_is_found(target):
-    best, _, _ = searched(distance(target))
+    best, _, _ = search(distance(target))
     assert best == target
 
 
 def test_first_all_decades_then_doublings_around_the_best_and_no_rate_twice():
-    _, scores, calls = searched(distance(0.1))
+    _, scores, calls = search(distance(0.1))
     assert calls == [powers_of_ten(-3, 2), [0.02, 0.04, 0.08, 0.2, 0.4, 0.8]]
     assert list(scores) == sorted(set(calls[0] + calls[1]))
 
 
 def test_the_search_stays_between_its_ends():
-    best, scores, _ = searched(distance(1e5))
+    best, scores, _ = search(distance(1e5))
     assert best == max(scores) == 100.0
-    best, scores, _ = searched(distance(1e-9))
+    best, scores, _ = search(distance(1e-9))
     assert best == min(scores) == 0.001
 
 
 def test_of_equal_scores_the_smaller_rate():
-    best, _, calls = searched(lambda rate: 1.0)
+    best, _, calls = search(lambda rate: 1.0)
     assert best == 0.001
     assert calls[1] == [0.002, 0.004, 0.008]
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
 def test_rates_that_diverge_are_never_chosen(bad):
-    best, scores, _ = searched(lambda rate: bad if rate > 0.1 else -rate)
+    best, scores, _ = search(lambda rate: bad if rate > 0.1 else -rate)
     assert best == 0.1
     assert scores[1.0] == math.inf
 
 
 def test_when_every_rate_diverges_the_search_ends_after_the_decades():
-    best, scores, calls = searched(lambda rate: math.nan)
+    best, scores, calls = search(lambda rate: math.nan)
     assert len(calls) == 1
     assert best == 0.001
     assert set(scores.values()) == {math.inf}

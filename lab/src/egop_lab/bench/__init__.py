@@ -1,4 +1,5 @@
-"""Measure what a basis and a step cost, compared with other optimizers in one run: ``egop-lab bench``.
+"""Measure what a basis costs and what a step costs the host: ``egop-lab bench``.
 
-Each part of the benchmark is one file: ``bases``, ``steps`` and ``host``; ``run.py`` lists them.
+Each part of the benchmark is one file, ``bases`` and ``host``; ``run`` lists them, prints their tables and keeps their
+rows in a JSON file. Steps on a GPU are timed in the race (``egop_lab.race.timing``).
 """

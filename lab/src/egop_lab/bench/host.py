@@ -1,29 +1,24 @@
 """Host time of an optimizer step on seven small linear layers, where Python takes longer than the arithmetic."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import egop
-from egop_lab.bench.machine import Row, Setting
-from egop_lab.bench.setups import make_basis
-from egop_lab.bench.timing import interleave, spread
 
 ADAMW, FIXED, FULL = "AdamW", "AdamW in a fixed Shared basis", "EGOP"
+TARGETS = {FIXED: "at most 1.4x", FULL: "at most 2x, 150 calls, 12 files"}
 _WIDTH, _LAYERS, _WARM_UP = 8, 7, 45  # 45 steps: past the first bases, and not at a renewal
 _LIBRARY = str(Path(egop.__file__).parent)
-TARGETS = {FIXED: "at most 1.4x", FULL: "at most 2x, 150 calls, 12 files"}
 
 
 class Calls(NamedTuple):
@@ -34,72 +29,61 @@ class Calls(NamedTuple):
     frames: int  # of all Python code, from the step down to the deepest call
 
 
-def run(setting: Setting) -> Iterator[Row]:
-    """Measure the host part of the benchmark, on the CPU and in one thread whatever the device."""
+def run(device: torch.device, smoke: bool, rounds: int | None) -> Iterator[dict[str, Any]]:
+    """Measure on the CPU and in one thread whatever the device; methods take turns, so that all are disturbed alike."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from _rows(setting.turns(2 if setting.smoke else 15), 2 if setting.smoke else 100)
+        trials = {name: make_trial(name) for name in (ADAMW, FIXED, FULL)}
+        calls = {name: count_calls(optimizer) for name, (_, optimizer) in trials.items()}
+        times: dict[str, list[float]] = {name: [] for name in trials}
+        for _ in range(rounds or (2 if smoke else 15)):
+            for name, trial in trials.items():
+                times[name].append(_time_step(*trial, steps=2 if smoke else 100))
+        for name, seconds in times.items():
+            ratios = [own / adamw for own, adamw in zip(seconds, times[ADAMW], strict=True)]
+            row = {"method": name, "step": median(seconds), "step over AdamW": median(ratios), "rounds": len(ratios)}
+            row |= {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "target": TARGETS.get(name)}
+            yield row | {"calls": calls[name].own, "files": calls[name].files, "frames": calls[name].frames}
     finally:
         torch.set_num_threads(threads)
 
 
-def _rows(rounds: int, steps: int) -> Iterator[Row]:
-    models = {name: _network() for name in OPTIMIZERS}
-    optimizers = {name: make(models[name]) for name, make in OPTIMIZERS.items()}
-    calls = {name: count_calls(optimizer) for name, optimizer in optimizers.items()}
-    turns = {name: _timer(models[name], optimizers[name], steps) for name in OPTIMIZERS}
-    times, failed = interleave(turns, rounds)
-    for name, seconds in times.items():
-        ratios = [own / adamw for own, adamw in zip(seconds, times[ADAMW], strict=True)]
-        row: Row = {"method": name, "step": median(seconds), "step spread": spread(seconds)}
-        row |= {"step over AdamW": median(ratios), "ratio spread": spread(ratios)}
-        row |= {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "target": TARGETS.get(name)}
-        yield row | {"calls": calls[name].own, "files": calls[name].files, "frames": calls[name].frames}
-    for name, problem in failed.items():
-        yield {"method": name, "failed": problem}
-
-
-def _network() -> nn.Module:
+def make_trial(name: str) -> tuple[nn.Module, Optimizer]:
+    """Build the network and one of the three optimizers."""
     torch.manual_seed(0)
-    layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
-    return nn.Sequential(*layers)
+    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+    if name == ADAMW:
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    if name == FULL:
+        return model, egop.EGOP(model, lr=1e-4, foreach=True)
+    objective = egop.Objective(model, _compute_loss, [torch.randn(4, _WIDTH)])
+    basis = egop.estimate(objective, partition="parameter", structure=egop.Shared(), progress=False)
+    return model, egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-4, foreach=True)
 
 
-def _fixed(model: nn.Module) -> Optimizer:
-    basis = make_basis(model, egop.Shared())
-    return egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, lr=1e-4, foreach=True)
+def _compute_loss(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs).square().mean()
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    ADAMW: lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True),
-    FIXED: _fixed,
-    FULL: lambda model: egop.EGOP(model, lr=1e-4, foreach=True),
-}
-
-
-def _timer(model: nn.Module, optimizer: Optimizer, steps: int) -> Callable[[], float]:
-    """Return a function that trains for some steps and returns the seconds of one optimizer step.
+def _time_step(model: nn.Module, optimizer: Optimizer, steps: int) -> float:
+    """Train for some steps and return the mean seconds of an optimizer step.
 
     The time is that of this thread, so that other programs do not count. Forward and backward are not timed, but they
     are there: without them the caches would be warmer than in any training.
     """
     inputs = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(2))
-
-    def measure_step() -> float:
-        gc.collect()
-        gc.disable()
-        elapsed = 0.0
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            began = time.thread_time()
-            optimizer.step()
-            elapsed += time.thread_time() - began
-        gc.enable()
-        return elapsed / steps
-
-    return measure_step
+    gc.collect()
+    gc.disable()
+    elapsed = 0.0
+    for _ in range(steps):
+        optimizer.zero_grad()
+        _compute_loss(model, inputs).backward()
+        began = time.thread_time()
+        optimizer.step()
+        elapsed += time.thread_time() - began
+    gc.enable()
+    return elapsed / steps
 
 
 def count_calls(optimizer: Optimizer, warm_up: int = _WARM_UP) -> Calls:

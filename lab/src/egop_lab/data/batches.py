@@ -51,11 +51,8 @@ class Batches:
     Much cheaper than a ``DataLoader`` when the data are already tensors. Each ``iter(...)`` draws its order from the
     generator, so two sources whose generators have the same seed give the same batches, pass by pass.
 
-    Args:
-        *tensors: Tensors with the same number of rows; a batch is a tuple with some rows of each.
-        size: Rows in a batch.
-        generator: Source of the orders. A CPU generator serves tensors on any device.
-        drop_last: Leave out the last batch of a pass when it is smaller than ``size``.
+    The tensors have the same number of rows; a batch is a tuple with ``size`` rows of each, the last one of a pass with
+    fewer unless ``drop_last`` leaves it out.
 
     Example:
         >>> source = Batches(torch.arange(5), size=2, generator=torch.Generator().manual_seed(0))
@@ -64,19 +61,9 @@ class Batches:
     """
 
     def __init__(self, *tensors: Tensor, size: int, generator: torch.Generator, drop_last: bool = False) -> None:
-        if not tensors:
-            raise ValueError("Batches needs at least one tensor.")
-        lengths = [len(tensor) for tensor in tensors]
-        if len(set(lengths)) > 1:
-            raise ValueError(f"Batches needs tensors with the same number of rows, but they have {lengths}.")
-        if size < 1:
-            raise ValueError(f"Invalid size value: {size}. Must be at least 1.")
-        if lengths[0] < (size if drop_last else 1):
-            raise ValueError(f"{lengths[0]} rows give no batch of {size} with drop_last={drop_last}.")
-        self._tensors = tensors
-        self._size = size
-        self._generator = generator
-        self._rows = lengths[0] - lengths[0] % size if drop_last else lengths[0]
+        self._tensors, self._size, self._generator = tensors, size, generator
+        rows = len(tensors[0])
+        self._rows = rows - rows % size if drop_last else rows
 
     def __len__(self) -> int:
         return -(-self._rows // self._size)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,15 +70,9 @@ def load(
     limits: tuple[int | None, int | None] = (None, None),
     workers: int = 2,
 ) -> HeldImages:
-    """Load the images of a folder.
+    """Load the images of a folder with ``train`` and ``val``, at most ``limits`` of them, by some threads.
 
-    Args:
-        folder: the folder with ``train`` and ``val``.
-        side: length to which the shorter side of an image is resized.
-        crop: side of a crop, which is what the network sees.
-        device: the device of the batches.
-        limits: largest numbers of training and validation images; all by default.
-        workers: threads that read images.
+    The shorter side of an image is resized to ``side``; the network sees crops of a side of ``crop``.
     """
     train, validation = (files.first(limit) for files, limit in zip(find(folder), limits, strict=True))
     return HeldImages(*(_read_all(files, side, workers, device) for files in (train, validation)), crop=crop)
@@ -185,30 +178,23 @@ def _files(folder: Path, names: Sequence[str]) -> Files:
 
 def _read_all(files: Files, side: int, workers: int, device: torch.device) -> Batch:
     def read(path: Path) -> Tensor:
-        return make_views(_pixels(_resize(_open(path), side))[None], side, ten=False)[0, 0]
+        return make_views(_read_image(path, side)[None], side, ten=False)[0, 0]
 
     with ThreadPoolExecutor(max(1, workers)) as pool:  # decoding releases Python's lock
         images = torch.stack(list(pool.map(read, files.paths)))
     return images.to(device), torch.tensor(files.labels, device=device)
 
 
-def _open(path: Path) -> Any:
+def _read_image(path: Path, side: int) -> Tensor:
+    """Read an image, resized so that its shorter side has the given length, as bytes of (3, height, width)."""
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        with Image.open(path) as file:
+            image = file.convert("RGB")
     except OSError as error:
         raise MissingDataError(f"The image {path} cannot be read ({error}): replace it or delete it.") from error
-
-
-def _resize(image: Any, side: int) -> Any:
-    """Resize the image so that its shorter side has the given length."""
     scale = side / min(image.width, image.height)
-    if scale == 1:
-        return image
-    return image.resize((max(side, round(image.width * scale)), max(side, round(image.height * scale))), 2)
-
-
-def _pixels(image: Any) -> Tensor:
+    if scale != 1:
+        image = image.resize((max(side, round(image.width * scale)), max(side, round(image.height * scale))), 2)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

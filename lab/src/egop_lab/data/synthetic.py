@@ -1,11 +1,7 @@
 """Synthetic data: features of a given spectrum, and tables."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
-
-__all__ = ["features", "friedman", "rotation"]
 
 
 def rotation(size: int, generator: torch.Generator) -> Tensor:

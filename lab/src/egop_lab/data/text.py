@@ -6,8 +6,6 @@ ending in ``.txt``, ``.tokens`` or ``.raw``, gzipped or not: WikiText-2 as it is
 ``text``), which are joined in the order of their names. The last tenth is then for validation.
 """
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -51,14 +49,8 @@ def cut_windows(tokens: Tensor, length: int, count: int | None = None) -> Tensor
 class Windows:
     """Batches of windows of a text, (size, length), at random places; different ones on every pass.
 
-    Two sources with the same seed give the same batches, pass by pass.
-
-    Args:
-        text: one long tensor.
-        length: bytes in a window.
-        size: windows in a batch.
-        count: batches in a pass.
-        seed: the seed of the places.
+    A window has ``length`` bytes, a batch ``size`` windows, a pass ``count`` batches. Two sources with the same seed
+    give the same batches, pass by pass.
     """
 
     def __init__(self, text: Tensor, *, length: int, size: int, count: int, seed: int) -> None:
@@ -75,13 +67,7 @@ class Windows:
 
 
 def load(place: str | None, device: torch.device, *, smallest: int) -> Text:
-    """Load the text at a path, see above.
-
-    Args:
-        place: a file or a folder.
-        device: the device of the text.
-        smallest: the least number of bytes of the training part.
-    """
+    """Load the text at a path, see above; its training part must have at least ``smallest`` bytes."""
     train, validation = _read(place)
     if len(train) < smallest or len(validation) < smallest // 100:
         raise MissingDataError(

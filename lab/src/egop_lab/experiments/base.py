@@ -1,7 +1,5 @@
 """The interface of experiments: settings, runs, claims and pictures, all plain values; drawing happens elsewhere."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -27,31 +25,19 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A claim with its verdict and the numbers behind it.
+    """A claim with its verdict and the numbers behind it."""
 
-    Attributes:
-        id: identifies the claim: ``experiment/short-name``.
-        statement: the claim in short.
-        verdict: the verdict by the paper's own rule; "cannot be judged" if this preset is too small.
-        finding: the measured numbers on both sides, in a sentence made from the records.
-        kind: a claim of the paper, our reading of one of its figures, a target of this project, or a check of the
-            code (a failing check is an error, so all checks hold).
-        paper: the paper's numbers, if it gives any.
-        threshold: our threshold, if the paper gives none.
-        alternatives: results under alternative rules, which are ours.
-        margin: how far apart the compared numbers are in decades; negative if they are the other way round, None
-            if there are no two numbers.
-    """
-
-    id: str
+    id: str  # experiment/short-name
     statement: str
-    verdict: Verdict
-    finding: str
+    verdict: Verdict  # by the paper's own rule; "cannot be judged" if this preset is too small
+    finding: str  # the measured numbers on both sides, in a sentence made from the records
+    # A claim of the paper, our reading of one of its figures, a target of this project, or a check of the code (a
+    # failing check is an error, so all checks hold).
     kind: Kind = "claim"
-    paper: str = ""
-    threshold: str = ""
-    alternatives: tuple[Alternative, ...] = ()
-    margin: float | None = None
+    paper: str = ""  # the paper's numbers, if it gives any
+    threshold: str = ""  # ours, if the paper gives none
+    alternatives: tuple[Alternative, ...] = ()  # results under other rules, which are ours
+    margin: float | None = None  # decades between the compared numbers; negative if they are the other way round
 
 
 @dataclass(frozen=True)
@@ -134,13 +120,9 @@ def make_alternative(rule: str, other: Judgement) -> Alternative:
 def add_alternatives(
     judged: Sequence[Judgement], rule: str, others: Sequence[Judgement], always: Collection[str] = ()
 ) -> list[Judgement]:
-    """Add the results of an alternative rule, and of its own alternatives, where the verdict differs.
+    """Add the results of an alternative rule for some of the claims, where the verdict differs or ``always``.
 
-    Args:
-        judged: claims with their verdicts.
-        rule: the alternative rule.
-        others: its results for some of the claims.
-        always: the claims for which it is always shown.
+    So are those of its own alternatives.
     """
     by_id = {each.id: each for each in others}
     return [

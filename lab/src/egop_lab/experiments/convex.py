@@ -1,11 +1,9 @@
 """Convex objectives: log-sum-exp, logistic regression and least squares, to their global minima."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,11 +36,8 @@ class ConvexTrials(Trials):
     """
 
     def __init__(self, seeds: Sequence[int], *, objective: str, n: int, d: int, decay: float, samples: int) -> None:
-        self.seeds, self.samples = list(seeds), samples
+        super().__init__(seeds, objective=objective, n=n, d=d, decay=decay, samples=samples)
         self.kind = objective
-        self.sizes: dict[str, Any] = {
-            "objective": objective, "n": n, "d": d, "decay": decay, "samples": samples,
-        }  # fmt: skip
         rows = []
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
@@ -54,9 +49,6 @@ class ConvexTrials(Trials):
             rows.append((data, targets, start))
         self.data, self.targets, self.first = (torch.stack(column) for column in zip(*rows, strict=True))
         self.least = self._newton() if objective == LOGISTIC else torch.zeros(len(rows), dtype=torch.float64)
-
-    def single_trial(self, seed: int) -> Self:
-        return type(self)([seed], **self.sizes)
 
     def start(self) -> batched.Point:
         return {"theta": self.first}

@@ -1,7 +1,5 @@
 """Statistics of records over trials and learning rates, and their lines and bars."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -16,8 +16,6 @@ paper's rule does not look at EGOP either, but the change came after seeing a re
 The demo trains once, with one seed. It shows what happens; it is not a measurement of how often.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time
@@ -32,6 +30,7 @@ from egop_lab.builders import build_torch_optimizer
 from egop_lab.data.batches import Batches, DataSet
 from egop_lab.data.digits import digits
 from egop_lab.experiments import demo_language
+from egop_lab.formatting import format_table, pluralize
 from egop_lab.models.small import cross_entropy, digits_network, scores, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series, Span
 from egop_lab.training.loop import Curve, train
@@ -57,21 +56,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Demo:
-    """Everything the demo found; the table, the picture and the closing words are made from it.
-
-    Attributes:
-        epochs: passes over the training set in each run.
-        seed: the seed of everything.
-        estimation_seconds: time to sample the gradients and find the basis.
-        spectra: eigenvalues of each block, descending, by block name.
-        runs: for each optimizer the run in original, then the one in EGOP coordinates.
-    """
+    """Everything the demo found; the table, the picture and the closing words are made from it."""
 
     epochs: int
     seed: int
-    estimation_seconds: float
-    spectra: Mapping[str, tuple[float, ...]]
-    runs: tuple[Run, ...]
+    estimation_seconds: float  # to sample the gradients and find the basis
+    spectra: Mapping[str, tuple[float, ...]]  # eigenvalues of each block, descending, by block name
+    runs: tuple[Run, ...]  # for each optimizer in original, then in EGOP coordinates
 
     def pairs(self) -> list[tuple[Run, Run]]:
         """Return the runs of each optimizer in original and in EGOP coordinates."""
@@ -81,14 +72,7 @@ class Demo:
 def run(
     *, epochs: int = EPOCHS, seed: int = 0, progress: bool = True, show: Callable[[str], None] | None = None
 ) -> Demo:
-    """Estimate the basis, then train with each optimizer in both coordinates.
-
-    Args:
-        epochs: passes over the training set in each run.
-        seed: seed of the start, the batches and the sampled gradients.
-        progress: show progress bars on standard error.
-        show: called once with the printed basis, as soon as it is known.
-    """
+    """Estimate the basis, pass it to ``show`` as text, then train with each optimizer in both coordinates."""
     data = digits()
     start = xavier_(digits_network(), _generator(seed, "start"))
     began = time.perf_counter()
@@ -131,6 +115,23 @@ def _estimate(model: nn.Module, data: DataSet, seed: int, progress: bool) -> ego
         generator=_generator(seed, "sampling"),
         progress=progress,
     )
+
+
+def format_runs(demo: Demo) -> str:
+    """Return the final numbers of all runs as a table."""
+    rows = []
+    for original, reparameterized in demo.pairs():
+        for run in (original, reparameterized):
+            curve = run.curve
+            reached = curve.epochs_to(original.curve.final)
+            loss = "diverged" if curve.diverged else f"{curve.final:.2e}"
+            numbers = [f"{run.lr:g}", loss, f"{curve.metrics['test accuracy'][-1]:.1%}"]
+            numbers += ["never" if reached is None else str(reached), f"{curve.seconds:.1f}"]
+            rows.append([f"{run.optimizer}, {run.coordinates}", *numbers])
+    header = ["optimizer, coordinates", "lr", "final loss", "test accuracy", "same loss", "seconds"]
+    table = format_table(header, rows)
+    title = f"After {pluralize(demo.epochs, 'epoch')}, from equivalent starts"
+    return f"{title}\n\n{table}\n\nsame loss: epochs until as low as the final loss in original coordinates"
 
 
 def picture(demo: Demo, language: demo_language.Language | None) -> Picture:

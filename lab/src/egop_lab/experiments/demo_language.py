@@ -10,9 +10,6 @@ the one of a grid by factors of two at which AdamW's validation loss after the 2
 The text changes with every version of egop, and these numbers with it, a little.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,11 +23,10 @@ from tqdm.auto import tqdm
 
 import egop
 from egop_lab.data.text import Text, Windows
+from egop_lab.formatting import format_table
 from egop_lab.models.gpt import GPT, initialize_
 from egop_lab.plots.picture import Panel, Series, Span
 from egop_lab.training.loop import train
-
-__all__ = ["EVERY", "LEARNING_RATES", "RATES", "STEPS", "Language", "LanguageRun", "panel", "run", "summary"]
 
 STEPS = 200
 EVERY = 10  # steps per turn, and between two evaluations
@@ -77,7 +73,7 @@ def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language
     text = read_own_source()
     sides = [_Side(name, lr, text, steps, seed) for name, lr in LEARNING_RATES.items()]
     with tqdm(total=2 * steps, desc="language model, in turns", unit="step", disable=not progress) as bar:
-        for count in _turns(steps):
+        for count in (min(EVERY, steps - first) for first in range(0, steps, EVERY)):
             for side in sides:
                 side.train(count)
                 bar.update(count)
@@ -93,11 +89,6 @@ def read_own_source() -> Text:
     source = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     whole = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     return Text(*whole.split([len(whole) - len(whole) // 10, len(whole) // 10]))
-
-
-def _turns(steps: int) -> Iterator[int]:
-    for first in range(0, steps, EVERY):
-        yield min(EVERY, steps - first)
 
 
 class _Side:
@@ -153,6 +144,19 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Compute the cross-entropy of every next byte, in nats."""
     batch = batch.long()
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def format_runs(language: Language) -> str:
+    """Return the final numbers of both runs as a table."""
+    rows = []
+    for run in language.runs:
+        reached = run.reached(language.runs[0].loss[-1])
+        to_loss = ["never", "never"] if reached is None else [str(reached[0]), f"{reached[1]:.1f}"]
+        rows.append([run.optimizer, f"{run.lr:g}", f"{run.loss[-1]:.3f}", *to_loss, f"{run.seconds[-1]:.1f}"])
+    header = ["optimizer", "lr", "validation loss", "steps to same loss", "seconds to same loss", "seconds"]
+    title = f"A language model: {language.parameters:,} parameters, {language.characters:,} bytes of text"
+    legend = "same loss: as low as AdamW's final validation loss"
+    return f"{title}\n\n{format_table(header, rows)}\n\n{legend}"
 
 
 def panel(language: Language) -> Panel:

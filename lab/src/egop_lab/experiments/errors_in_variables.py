@@ -1,11 +1,9 @@
 """Errors in variables: from a Hessian that is a Kronecker product to one that is far from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,12 +35,10 @@ class MaskedRegression(Trials):
     """½‖A(M∘W) − Y‖² with Y = A(M∘W*): each trial has its own A, M and W*; the start is zero."""
 
     def __init__(self, seeds: Sequence[int], *, nu: float, size: int, decay: float, samples: int) -> None:
-        self.seeds, self.nu, self.size, self.decay, self.samples = list(seeds), nu, size, decay, samples
+        super().__init__(seeds, nu=nu, size=size, decay=decay, samples=samples)
+        self.nu, self.size, self.decay = nu, size, decay
         instances = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
         self.data, self.mask, self.targets = (torch.stack(column)[:, None] for column in zip(*instances, strict=True))
-
-    def single_trial(self, seed: int) -> Self:
-        return type(self)([seed], nu=self.nu, size=self.size, decay=self.decay, samples=self.samples)
 
     def start(self) -> batched.Point:
         return {"W": torch.zeros(len(self.seeds), self.size, self.size, dtype=torch.float64)}

@@ -1,7 +1,5 @@
 """The paper's claims about Fashion-MNIST, judged."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The experiments by id, in the order of the paper."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from egop_lab.experiments.base import Experiment

@@ -1,7 +1,5 @@
 """Run experiments one after the other; if one lacks its data, say so and continue."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +15,12 @@ from egop_lab.training.records import Store
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one experiment.
-
-    Attributes:
-        id: the id of the experiment.
-        judged: its claims with verdicts; empty if it could not run.
-        seconds: time spent by this call.
-        problem: why it could not run, in one line.
-    """
+    """Result of one experiment."""
 
     id: str
-    judged: tuple[Judgement, ...] = ()
-    seconds: float = 0.0
-    problem: str | None = None
+    judged: tuple[Judgement, ...] = ()  # empty if it could not run
+    seconds: float = 0.0  # spent by this call
+    problem: str | None = None  # why it could not run, in one line
 
 
 def open_store(folder: Path, id: str) -> Store:

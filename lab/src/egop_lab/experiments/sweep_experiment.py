@@ -1,7 +1,5 @@
 """Experiments with two sweeps: tuning trials choose a rate in original coordinates, reported trials are judged."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import replace

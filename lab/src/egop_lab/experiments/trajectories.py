@@ -1,10 +1,8 @@
 """Trajectories: the paper's opening picture, Adagrad in the plane in both coordinates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 from egop_lab.experiments.base import Experiment, Judgement, count_decades, to_verdict
 from egop_lab.experiments.convex import LOG_SUM_EXP, ConvexTrials
 from egop_lab.experiments.curves import check_same_in_both, curve_series, median, quartiles_by_rate, rate_series
-from egop_lab.experiments.tuned_experiment import Method, single_threaded
+from egop_lab.experiments.tuned_experiment import single_threaded
 from egop_lab.plots.picture import Mark, Panel, Picture, Series
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, record_run
@@ -29,12 +27,9 @@ class Plane(ConvexTrials):
 
     def __init__(self, seeds: Sequence[int], *, n: int, decay: float, samples: int, radius: float) -> None:
         super().__init__(seeds, objective=LOG_SUM_EXP, n=n, d=2, decay=decay, samples=samples)
-        self.own = {"n": n, "decay": decay, "samples": samples, "radius": radius}
+        self.sizes = {"n": n, "decay": decay, "samples": samples, "radius": radius}
         self.minimum = torch.linalg.lstsq(self.data, self.targets[..., None]).solution[..., 0]
         self.first = radius * self.first / self.first.norm(dim=-1, keepdim=True)
-
-    def single_trial(self, seed: int) -> Self:
-        return type(self)([seed], **self.own)  # type: ignore[arg-type]
 
     def evaluate(self, point: batched.Point) -> dict[str, Tensor]:
         places = {f"{name} coordinate": point["theta"][..., index] for index, name in enumerate(_PARTS)}
@@ -96,9 +91,13 @@ class TrajectoriesExperiment(Experiment):
         with single_threaded(context) as context:
             settings = self.settings(context.preset)
             sizes = settings["problem"]
-            for rates, every in self._sweeps(context.preset):
+            for optimizer, rates, every in (  # at each step if the path is drawn
+                ("Adagrad", [settings["learning rate"]], 1),
+                ("SGD", [settings["SGD rate"]], 10),
+                ("Adagrad", settings["rates"], settings["steps"]),
+            ):
                 sweep = Sweep(
-                    rates=rates,
+                    rates={optimizer: rates},
                     seeds=self._seeds(context.preset),
                     coordinates=[ORIGINAL, EGOP],
                     steps=settings["steps"],
@@ -118,33 +117,26 @@ class TrajectoriesExperiment(Experiment):
                 record_run(store, config, lambda config: _measure_geometry(Plane([config["seed"]], **sizes)))
 
     def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        settings = self.settings(preset)
-        apart = [self._path_distance(store, preset, seed) for seed in self._seeds(preset)]
-        words = "From equivalent starts Adagrad takes different ways in the two coordinates."
-        finding = (
-            f"Largest distance of the two ways, relative to the distance from start to minimum: median "
-            f"{median(apart):.2g}, smallest {min(apart):.2g} of {len(apart)} instances."
-        )
-        tilts = [self._geometry(store, preset, seed).result["tilt"] for seed in self._seeds(preset)]
+        seeds, rate = self._seeds(preset), self.settings(preset)["SGD rate"]
+        apart = [self._path_distance(store, preset, seed) for seed in seeds]
+        tilts = [self._geometry(store, preset, seed).result["tilt"] for seed in seeds]
         original, turned = (median([pair[kind] for pair in tilts]) for kind in (ORIGINAL, EGOP))
-        numbers = (
-            f"Median angle of the steepest direction to the nearest axis: EGOP {turned:.2g}°, original {original:.2g}°."
-        )
-        aligned = to_verdict(turned < min(original, _ALIGNED))
-        one, other = (self._runs(store, preset, "SGD", kind, settings["SGD rate"]) for kind in (ORIGINAL, EGOP))
+        one, other = (self._runs(store, preset, "SGD", kind, rate) for kind in (ORIGINAL, EGOP))
         return [
             Judgement(
                 f"{self.id}/differ",
-                words,
+                "From equivalent starts Adagrad takes different ways in the two coordinates.",
                 to_verdict(median(apart) > _APART),
-                finding,
+                f"Largest distance of the two ways, relative to the distance from start to minimum: median "
+                f"{median(apart):.2g}, smallest {min(apart):.2g} of {len(apart)} instances.",
                 threshold=f"differ: by {_APART:g} of that distance",
             ),
             Judgement(
                 f"{self.id}/aligned",
                 "In EGOP coordinates the main directions lie along the axes.",
-                aligned,
-                numbers,
+                to_verdict(turned < min(original, _ALIGNED)),
+                f"Median angle of the steepest direction to the nearest axis: EGOP {turned:.2g}°, original "
+                f"{original:.2g}°.",
                 threshold=f"within {_ALIGNED:g}°",
                 margin=count_decades(turned, original),
             ),
@@ -155,27 +147,17 @@ class TrajectoriesExperiment(Experiment):
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
         settings = self.settings(preset)
         seed, rate = settings["shown seed"], settings["learning rate"]
-        planes = []
-        for kind, title, axis in (
-            (ORIGINAL, "The loss in original coordinates", "coordinate"),
-            (EGOP, "The same loss in EGOP coordinates", "eigenvector"),
-        ):
-            # Each with the way that Adagrad takes in these coordinates: it scales along the axes, which are these.
-            lines = [self._level_series(store, preset, seed, kind), self._path_series(store, preset, seed, kind, kind)]
-            marks = self._marks(store, preset, seed, kind)
-            across, up = (f"{part} {axis}" for part in _PARTS)
-            planes.append(Panel(title, across, up, lines, yscale="linear", aspect="equal", marks=marks))
-        methods = [Method("Adagrad", kind) for kind in (ORIGINAL, EGOP)]
+        planes = [
+            self._draw_plane(store, preset, seed, ORIGINAL, "The loss in original coordinates", "coordinate"),
+            self._draw_plane(store, preset, seed, EGOP, "The same loss in EGOP coordinates", "eigenvector"),
+        ]
         losses, sweeps = [], []
-        for method in methods:
-            runs = self._runs(store, preset, method.optimizer, method.coordinates, rate)
-            losses.append(curve_series(runs, "loss", method.optimizer, method.coordinates))
+        for kind in (ORIGINAL, EGOP):
+            losses.append(curve_series(self._runs(store, preset, "Adagrad", kind, rate), "loss", "Adagrad", kind))
             tried = [
-                run
-                for rate in settings["rates"]
-                for run in self._runs(store, preset, method.optimizer, method.coordinates, rate, is_sweep=True)
+                run for each in settings["rates"] for run in self._runs(store, preset, "Adagrad", kind, each, True)
             ]
-            sweeps.append(rate_series(tried, _final, method.optimizer, method.coordinates, rate))
+            sweeps.append(rate_series(tried, _final, "Adagrad", kind, rate))
         return [
             Picture(
                 self.id,
@@ -193,7 +175,7 @@ class TrajectoriesExperiment(Experiment):
 
     def _judge_solved(self, store: Store, preset: Preset) -> Judgement:
         rates = [rate for rate in self.settings(preset)["rates"] if 30 <= rate <= 90]
-        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, is_sweep=True)]
+        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, True)]
         medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(runs, _final).items()}
         words = (
             "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
@@ -206,17 +188,8 @@ class TrajectoriesExperiment(Experiment):
         settings = self.settings(preset)
         return [*range(settings["trials"]), settings["shown seed"]]
 
-    def _sweeps(self, preset: Preset) -> list[tuple[dict[str, list[float]], int]]:
-        """Return the rates to run and how often to record them: at each step if the path is drawn."""
-        settings = self.settings(preset)
-        return [
-            ({"Adagrad": [settings["learning rate"]]}, 1),
-            ({"SGD": [settings["SGD rate"]]}, 10),
-            ({"Adagrad": settings["rates"]}, settings["steps"]),
-        ]
-
     def _runs(
-        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, *, is_sweep: bool = False
+        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, is_sweep: bool = False
     ) -> list[Record]:
         settings = self.settings(preset)
         every = settings["steps"] if is_sweep else 10 if optimizer == "SGD" else 1
@@ -228,7 +201,7 @@ class TrajectoriesExperiment(Experiment):
         return [self.config(preset, part="geometry", **sizes, seed=seed) for seed in self._seeds(preset)]
 
     def _geometry(self, store: Store, preset: Preset, seed: int) -> Record:
-        record = store.get(self.config(preset, part="geometry", **self.settings(preset)["problem"], seed=seed))
+        record = store.get(self._geometry_configs(preset)[self._seeds(preset).index(seed)])
         if record is None:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; seed {seed} is missing.")
         return record
@@ -244,31 +217,24 @@ class TrajectoriesExperiment(Experiment):
         least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64)
         return float((original - turned).norm(dim=-1).max() / (original[0] - least).norm())
 
-    def _basis(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
-        if kind == ORIGINAL:
-            return torch.eye(2, dtype=torch.float64)
-        return torch.tensor(self._geometry(store, preset, seed).result["basis"], dtype=torch.float64)
-
-    def _path_series(self, store: Store, preset: Preset, seed: int, taken: str, shown: str) -> Series:
-        path = self._path(store, preset, seed, taken) @ self._basis(store, preset, seed, shown)
-        label = "Adagrad" if taken == ORIGINAL else "Adagrad, EGOP"
-        return Series(label, path[:, 0].tolist(), path[:, 1].tolist(), method="Adagrad", egop=taken == EGOP)
-
-    def _level_series(self, store: Store, preset: Preset, seed: int, shown: str) -> Series:
-        """Return all level sets as one line with gaps."""
-        gap = torch.full((1, 2), math.nan, dtype=torch.float64)
+    def _draw_plane(self, store: Store, preset: Preset, seed: int, kind: str, title: str, axis: str) -> Panel:
+        """Draw the level sets as one line with gaps, and the path that Adagrad takes in these coordinates."""
         geometry = self._geometry(store, preset, seed).result
-        least = torch.tensor(geometry["minimum"], dtype=torch.float64)
+        basis = geometry["basis"] if kind == EGOP else [[1, 0], [0, 1]]
+        turn, least = (torch.tensor(value, dtype=torch.float64) for value in (basis, geometry["minimum"]))
+        gap = torch.full((1, 2), math.nan, dtype=torch.float64)
         sets = [smooth(torch.tensor(ring, dtype=torch.float64), least) for ring in geometry["level sets"]]
-        rings = torch.cat([part for ring in sets for part in (ring, gap)])
-        rings = rings @ self._basis(store, preset, seed, shown)
-        return Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), faint=True)
-
-    def _marks(self, store: Store, preset: Preset, seed: int, shown: str) -> list[Mark]:
-        turn = self._basis(store, preset, seed, shown)
+        rings = torch.cat([part for ring in sets for part in (ring, gap)]) @ turn
+        path = self._path(store, preset, seed, kind) @ turn
         start = self._path(store, preset, seed, ORIGINAL)[0] @ turn
-        least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64) @ turn
-        return [Mark(name, *point.tolist()) for name, point in (("start", start), ("minimum", least))]
+        label = "Adagrad" if kind == ORIGINAL else "Adagrad, EGOP"
+        lines = [
+            Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), faint=True),
+            Series(label, path[:, 0].tolist(), path[:, 1].tolist(), method="Adagrad", egop=kind == EGOP),
+        ]
+        marks = [Mark(name, *point.tolist()) for name, point in (("start", start), ("minimum", least @ turn))]
+        across, up = (f"{part} {axis}" for part in _PARTS)
+        return Panel(title, across, up, lines, yscale="linear", aspect="equal", marks=marks)
 
 
 def _measure_geometry(plane: Plane) -> dict[str, Any]:

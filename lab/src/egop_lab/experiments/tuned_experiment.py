@@ -4,8 +4,6 @@ All of it is small and in float64, so it runs on the CPU whatever the device: co
 others over processes. Which rate was chosen is never stored: it follows from the records of the tuning trials.
 """
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ from egop_lab.experiments.base import Experiment
 from egop_lab.experiments.curves import curve_series, median, rate_series
 from egop_lab.experiments.registry import experiment
 from egop_lab.plots.picture import Series
-from egop_lab.training import batched, single_runs
+from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, make_record, run_in_processes
 from egop_lab.training.instances import RANDOM, Trials
 from egop_lab.training.records import Record, Store
@@ -100,18 +98,18 @@ class TunedExperiment(Experiment):
             pairs = self.pairs(context.preset)
             while tasks := [task for pair in pairs for task in self._tuning_left(store, context.preset, *pair)]:
                 self._run_tasks(tasks, store, context, "tuning")
-            fresh = range(settings["trials"])
-            reported = [
-                _Task(case, method, self._rates(store, context.preset, case, method), fresh, settings["record every"])
-                for case, method in pairs
-            ]
+            reported = []
+            for case, method in pairs:
+                rates = {self.choose_rate(store, context.preset, case, method, score) for score in self.scores(case)}
+                fresh = range(settings["trials"])
+                reported.append(_Task(case, method, sorted(rates), fresh, settings["record every"]))
             self._run_tasks(reported, store, context, "trials")
 
     def choose_rate(
         self, store: Store, preset: Preset, case: Case, method: Method, score: Score | None = None
     ) -> float:
         """Return the learning rate that the two-stage search by a score finds on the tuning trials."""
-        best, left = self._search(store, preset, case, self.tuning_method(method), score or self.score)
+        best, left, _ = self._search(store, preset, case, self.tuning_method(method), score or self.score)
         if left:
             raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; {method} is not tuned yet.")
         return best
@@ -125,9 +123,7 @@ class TunedExperiment(Experiment):
 
     def tuning_runs(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
         """Return all runs of the search for a learning rate."""
-        seen: list[Record] = []
-        self._search(store, preset, case, method, self.score, seen)
-        return seen
+        return self._search(store, preset, case, method, self.score)[2]
 
     def reported_runs(
         self, store: Store, preset: Preset, case: Case, method: Method, rate: float | None = None
@@ -159,13 +155,14 @@ class TunedExperiment(Experiment):
         return _style(rate_series(runs, score or self.score, method.optimizer, method.coordinates, chosen), method)
 
     def _search(
-        self, store: Store, preset: Preset, case: Case, method: Method, score: Score, seen: list[Record] | None = None
-    ) -> tuple[float, _Task | None]:
-        """Return the best rate so far, and the runs that the search needs before it can go on."""
+        self, store: Store, preset: Preset, case: Case, method: Method, score: Score
+    ) -> tuple[float, _Task | None, list[Record]]:
+        """Return the best rate so far, the runs that the search needs before it can go on, and those it has seen."""
         settings = self.settings(preset)
         seeds = range(TUNING, TUNING + settings["tuning trials"])
         task = _Task(case, method, [], seeds, settings["record tuning every"])
         left: list[float] = []
+        seen: list[Record] = []
 
         def evaluate(rates: Sequence[float]) -> dict[float, float]:
             configs = {rate: self._configs(preset, task, rate) for rate in rates}
@@ -173,12 +170,11 @@ class TunedExperiment(Experiment):
             if left:  # judge a stage only when it is complete: a killed run must not decide where to search next
                 return dict.fromkeys(rates, math.inf)
             runs = {rate: [run for config in configs[rate] if (run := store.get(config))] for rate in rates}
-            if seen is not None:
-                seen.extend(run for records in runs.values() for run in records)
+            seen.extend(run for records in runs.values() for run in records)
             return {rate: median([score(run.result) for run in records]) for rate, records in runs.items()}
 
         best, _ = search_two_stage(evaluate, *settings["exponents"][method.optimizer])
-        return best, replace(task, rates=left) if left else None
+        return best, replace(task, rates=left) if left else None, seen
 
     def _tuning_left(self, store: Store, preset: Preset, case: Case, method: Method) -> Iterable[_Task]:
         if self.tuning_method(method) != method:
@@ -187,9 +183,6 @@ class TunedExperiment(Experiment):
         left = [task for task in searches if task is not None]
         rates = sorted({rate for task in left for rate in task.rates})  # searches share the rates that both need
         return [replace(left[0], rates=rates)] if left else []
-
-    def _rates(self, store: Store, preset: Preset, case: Case, method: Method) -> list[float]:
-        return sorted({self.choose_rate(store, preset, case, method, score) for score in self.scores(case)})
 
     def _run_tasks(self, tasks: Sequence[_Task], store: Store, context: Context, what: str) -> None:
         """Do the runs that the store does not have yet."""
@@ -251,7 +244,7 @@ def run_single(config: Mapping[str, Any]) -> Record:
     tuned = experiment(config["experiment"])
     assert isinstance(tuned, TunedExperiment)
     problem = tuned.trials(config, [config["seed"]])
-    result, seconds = single_runs.train(
+    result, seconds = batched.train_single(
         problem,
         config["optimizer"],
         config["lr"],

@@ -1,16 +1,18 @@
 """A GPT in plain torch: a decoder-only transformer as in GPT-2, small enough to train in minutes."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attend
-
 _DEVIATION = 0.02  # standard deviation of GPT-2's initial weights
+
+
+def attend(projected: Tensor, heads: int, *, causal: bool) -> Tensor:
+    """Apply attention to queries, keys and values side by side, (n, length, 3 widths); return (n, length, width)."""
+    query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.chunk(3, -1))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
 
 
 class Block(nn.Module):
@@ -38,14 +40,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token and learned position embeddings, blocks, a last norm, and a head of its own (not the embedding's weight).
 
-    As GPT-2, but without biases (in linear layers and norms) and without dropout.
-
-    Args:
-        vocabulary: the number of tokens; 256 for bytes.
-        layers: the number of blocks.
-        width: the width of the residual stream.
-        heads: the heads of each attention; they divide the width.
-        context: the largest number of tokens it sees.
+    As GPT-2, but without biases (in linear layers and norms) and without dropout. Its context is the largest number of
+    tokens that it sees.
 
     Example:
         >>> model = GPT(layers=2, width=32, heads=2, context=16)
@@ -57,8 +53,6 @@ class GPT(nn.Module):
         self, vocabulary: int = 256, layers: int = 6, width: int = 384, heads: int = 6, context: int = 256
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"Invalid heads value: {heads}. Must divide the width, {width}.")
         self.context = context
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
@@ -80,12 +74,19 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw new parameters as GPT-2 does, in place: normal, smaller where a block adds to the stream; norms are ones."""
-    layers = sum(isinstance(part, Block) for part in model.modules())
+    """Draw new parameters of a transformer as GPT-2 does, in place: normal, smaller where a block adds to the stream.
+
+    Norms are ones. A layer of patches has outputs of size one for pixels of size one, since nothing normalises what it
+    is given.
+    """
+    layers = sum(name.endswith("norm1") for name, _ in model.named_modules())
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear | nn.Embedding):
-            adds = name.endswith(("mixed", "narrower"))
-            deviation = _DEVIATION / math.sqrt(2 * layers) if adds else _DEVIATION
+            deviation = _DEVIATION
+            if name.endswith(("mixed", "narrower")):
+                deviation /= math.sqrt(2 * layers)
+            elif name.endswith("patches"):
+                deviation = part.weight.shape[1] ** -0.5
             part.weight.normal_(0, deviation, generator=generator)
         elif isinstance(part, nn.LayerNorm):
             part.reset_parameters()

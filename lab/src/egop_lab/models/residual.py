@@ -1,7 +1,5 @@
 """Residual networks in plain torch: torchvision's architecture, and the same names of parameters and buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -30,13 +28,7 @@ class BasicBlock(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """A 7 x 7 convolution, four stages of basic blocks (each at half the resolution, twice as wide), a linear head.
-
-    Args:
-        depths: the number of blocks of each stage.
-        width: channels of the first stage.
-        classes: the number of outputs, which are logits.
-    """
+    """A 7 x 7 convolution, stages of basic blocks (each at half the resolution, twice as wide), a linear head."""
 
     def __init__(self, depths: Sequence[int], width: int, classes: int) -> None:
         super().__init__()

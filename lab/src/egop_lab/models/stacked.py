@@ -1,7 +1,5 @@
 """The two-layer ReLU network of stacked runs: each trial has its images, each run its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

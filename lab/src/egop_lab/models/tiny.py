@@ -1,14 +1,10 @@
 """Networks so small that a training takes a second: for studies of many problems."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-
-__all__ = ["Adapted", "Factors", "Recurrent", "adapted", "tanh"]
 
 
 def tanh(*widths: int) -> nn.Sequential:
@@ -18,14 +14,7 @@ def tanh(*widths: int) -> nn.Sequential:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer over embedded symbols, and a linear one on all of its states.
-
-    Args:
-        kind: ``nn.RNN``, ``nn.GRU`` or ``nn.LSTM``.
-        inputs: the size of an embedding.
-        width: the size of the state.
-        symbols: the number of symbols, and of outputs.
-    """
+    """A recurrent layer (``nn.RNN``, ``nn.GRU`` or ``nn.LSTM``) over embedded symbols, and a linear head."""
 
     def __init__(self, kind: Callable[..., nn.RNNBase], inputs: int, width: int, symbols: int) -> None:
         super().__init__()

@@ -1,16 +1,9 @@
 """A vision transformer in plain torch: patches of an image, blocks of attention and SwiGLU, the mean of all patches."""
 
-from __future__ import annotations
-
-import math
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from egop_lab.models.attention import attend
-
-_DEVIATION = 0.02
+from egop_lab.models.gpt import attend, initialize_
 
 
 class Block(nn.Module):
@@ -39,15 +32,6 @@ class VisionTransformer(nn.Module):
 
     Without biases and dropout.
 
-    Args:
-        classes: the number of outputs, which are logits.
-        side: the side of the images.
-        patch: side of a patch; divides that of the images.
-        layers: the number of blocks.
-        width: the width of the residual stream.
-        heads: of each attention; they divide the width.
-        hidden: the hidden width of each perceptron.
-
     Example:
         >>> model = VisionTransformer(classes=3, side=16, patch=8, layers=1, width=8, heads=2, hidden=16)
         >>> model(torch.zeros(1, 3, 16, 16)).shape
@@ -65,10 +49,6 @@ class VisionTransformer(nn.Module):
         hidden: int = 1024,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"Invalid heads value: {heads}. Must divide the width, {width}.")
-        if side % patch:
-            raise ValueError(f"Invalid patch value: {patch}. Must divide the side of the images, {side}.")
         self.patch = patch
         self.patches = nn.Linear(3 * patch**2, width, bias=False)
         self.positions = nn.Embedding((side // patch) ** 2, width)
@@ -84,23 +64,3 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             stream = block(stream)
         return self.head(self.norm(stream).mean(1))
-
-
-@torch.no_grad()
-def initialize_(model: nn.Module, generator: torch.Generator | None = None) -> nn.Module:
-    """Draw new parameters in place: normal, smaller where a block adds to the stream; norms are ones.
-
-    The first layer has outputs of size one for pixels of size one, since nothing normalises what it is given.
-    """
-    layers = sum(isinstance(part, Block) for part in model.modules())
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Linear | nn.Embedding):
-            deviation = _DEVIATION
-            if name.endswith(("mixed", "narrower")):
-                deviation /= math.sqrt(2 * layers)
-            elif name.endswith("patches"):
-                deviation = part.weight.shape[1] ** -0.5
-            part.weight.normal_(0, deviation, generator=generator)
-        elif isinstance(part, nn.LayerNorm):
-            part.reset_parameters()
-    return model

@@ -24,11 +24,7 @@ def add_direction(label: str, longest: int = 60) -> str:
 def draw_bars(axes: Axes, panel: Panel, *, is_named: bool = True, has_legend: bool = True) -> None:
     """Draw a row per method: bars with their numbers in the colour of the family, "never" for infinity.
 
-    Args:
-        axes: the axes to draw on.
-        panel: the panel; ``ylabel`` is what the bars measure.
-        is_named: whether to name the rows; not if the panel to the left does.
-        has_legend: whether to name the bars of a row; not if the figure has a legend.
+    Rows are not named if the panel to the left does, nor the bars of a row if the figure has a legend.
     """
     names = [str(x) for x in panel.series[0].x]
     known_rows = [series for series in panel.series if not all(map(math.isnan, series.median))]

@@ -1,7 +1,5 @@
 """Pictures as plain values, which need no matplotlib; ``figures`` draws them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,29 +7,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a panel (or one bar per row): medians, with quartiles if there are several trials.
-
-    Attributes:
-        label: the name shown.
-        x: positions, or the names of bars and columns.
-        median: the values; for a bar, infinity means never and NaN means unknown.
-        low: first quartiles.
-        high: third quartiles.
-        method: the optimizer's name, which decides the colour.
-        egop: whether it ran in EGOP coordinates; drawn dashed.
-        chosen: an x value to mark with a star, such as a chosen learning rate.
-        faint: draw it thin, in the background and without a label.
-    """
+    """One line of a panel (or one bar per row): medians, with quartiles if there are several trials."""
 
     label: str
-    x: Sequence[float | str]
-    median: Sequence[float]
+    x: Sequence[float | str]  # positions, or the names of bars and columns
+    median: Sequence[float]  # for a bar, infinity means never and NaN means unknown
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
-    method: str = ""
-    egop: bool = False
-    chosen: float | None = None
-    faint: bool = False
+    method: str = ""  # decides the colour
+    egop: bool = False  # in EGOP coordinates; drawn dashed
+    chosen: float | None = None  # an x value to mark with a star, such as a chosen learning rate
+    faint: bool = False  # thin, in the background and without a label
 
 
 @dataclass(frozen=True)

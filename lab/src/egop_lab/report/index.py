@@ -1,7 +1,5 @@
 """The paper's index: where each of its figures, tables, algorithms and statements is, with its verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

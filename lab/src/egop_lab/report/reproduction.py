@@ -1,10 +1,9 @@
 """The reproduction as a page: every figure beside its claims, numbers and verdicts, all read from the records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 from egop_lab.experiments.base import Experiment, Judgement, Table
@@ -15,7 +14,6 @@ from egop_lab.formatting import pluralize
 from egop_lab.plots.figures import draw_picture, embed_picture, save_figure
 from egop_lab.plots.picture import Picture
 from egop_lab.report import wording
-from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Store
 
@@ -115,10 +113,6 @@ def _tally(outcomes: Sequence[str], words: Mapping[str, tuple[str, str]]) -> str
     return ", ".join(f"{number} {words[outcome][number > 1]}" for outcome, number in numbers.items() if number)
 
 
-def _introduction(sections: Sequence[Section]) -> str:
-    return _INTRODUCTION + (_QUICK if any(section.preset == "quick" for section in sections) else "")
-
-
 def _get_finished(found: Sequence[Section]) -> list[Section]:
     return [section for section in found if section.problem is None]
 
@@ -141,45 +135,43 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
 
     The figures are SVG files in ``images/reproduction`` beside the summary.
     """
-    lines = ["# Reproduction of the paper", "", _introduction(found), "", _summary(found), ""]
-    if _get_finished(found):
-        lines += [_row(_HEADER), "|---|---|---|"]
-        for section in _get_finished(found):
-            name = _link(section.experiment.title, section.experiment.id, path)
-            lines.append(
-                _row((name, wording.count_holding(section.judged), wording.summarize_verdicts(section.judged)))
-            )
-        lines.append("")
+    finished, highlights = _get_finished(found), _highlights(found)
+    lines = ["# Reproduction of the paper"]
+    for paragraph in _introduce(found):
+        lines += ["", paragraph]
+    if finished:
+        lines += ["", _row(_HEADER), "|---|---|---|"]
+        for section in finished:
+            name = f"[{section.experiment.title}]({path.stem}/{section.experiment.id}.md)"
+            lines.append(_row((name, *_count(section))))
     for line in _list_missing(found):
-        lines += [line, ""]
-    for title, items in _highlights(found):
-        lines += [f"**{title}**", ""]
-        lines += [
-            f"- {_highlight(item)} ({_link(_get_experiment_id(item), _get_experiment_id(item), path)})"
-            for item in items
-        ] + [""]
-    if _highlights(found):
-        lines += [wording.RULE, ""]
-    _write_lines(lines, path)
-    for section in _get_finished(found):
+        lines += ["", line]
+    for title, items in highlights:
+        lines += ["", f"**{title}**", ""]
+        for item in items:
+            id = _get_experiment_id(item)
+            lines.append(f"- {_highlight(item)} ([{id}]({path.stem}/{id}.md))")
+    lines += ["", wording.RULE] if highlights else []
+    _write_text("\n".join([*lines, ""]), path)
+    for section in finished:
         for picture in section.pictures:
             save_figure(draw_picture(picture), path.parent / "images" / "reproduction" / f"{picture.name}.svg")
-        _write_lines(_markdown(section), path.with_suffix("") / f"{section.experiment.id}.md")
+        _write_text("\n".join(_markdown(section)), path.with_suffix("") / f"{section.experiment.id}.md")
 
 
-def _link(text: str, id: str, path: Path) -> str:
-    """Return a link from the summary to the page of an experiment."""
-    return f"[{text}]({path.stem}/{id}.md)"
-
-
-def _write_lines(lines: Sequence[str], path: Path) -> None:
+def _write_text(text: str, path: Path) -> None:
     with replace_atomically(path) as temporary:
-        temporary.write_text("\n".join(lines), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
 
 
-def _summary(found: Sequence[Section]) -> str:
+def _introduce(found: Sequence[Section]) -> tuple[str, str]:
+    quick = _QUICK if any(section.preset == "quick" for section in found) else ""
     changed = wording.describe_changes([item for section in found for item in section.judged])
-    return f"{format_counts(found)} {changed}".strip()
+    return _INTRODUCTION + quick, f"{format_counts(found)} {changed}".strip()
+
+
+def _count(section: Section) -> tuple[str, str]:
+    return wording.count_holding(section.judged), wording.summarize_verdicts(section.judged)
 
 
 def _get_experiment_id(item: Judgement) -> str:
@@ -200,8 +192,14 @@ def _markdown(section: Section) -> list[str]:
         lines += ["", differs]
     lines += ["", "| claim | verdict | measured | in the paper |", "|---|---|---|---|"]
     lines += [
-        f"| {_cell(wording.format_claim(item))} | {_bold(item.verdict)} | "
-        f"{_cell('<br>'.join(wording.list_findings(item)))} | {_cell(item.paper)} |"
+        _row(
+            (
+                wording.format_claim(item),
+                f"**{item.verdict}**" if item.verdict == "does not hold" else item.verdict,
+                "<br>".join(wording.list_findings(item)),
+                item.paper,
+            )
+        )
         for item in wording.merge_unjudged(section.judged)
     ]
     for table in section.tables:
@@ -227,40 +225,47 @@ def _describe_runs(section: Section) -> str:
 
 
 def _row(entries: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_cell, entries))} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _bold(verdict: str) -> str:
-    return f"**{verdict}**" if verdict == "does not hold" else verdict
+    cells = [entry.replace("|", "\\|") for entry in entries]
+    return f"| {' | '.join(cells)} |"
 
 
 def write_html(found: Sequence[Section], path: Path) -> None:
     """Write the report as one self-contained page: the summary, and each experiment behind its title."""
-    body = ["<h1>Reproduction of the paper</h1>", f"<p>{escape(_introduction(found))}</p>"]
-    body.append(f'<p class="verdict">{escape(_summary(found))}</p>')
-    if _get_finished(found):
-        rows = [
-            (f'<a href="#{escape(section.experiment.id)}">{escape(section.experiment.title)}</a>',
-             escape(wording.count_holding(section.judged)), escape(wording.summarize_verdicts(section.judged)))
-            for section in _get_finished(found)
-        ]  # fmt: skip
+    finished, highlights = _get_finished(found), _highlights(found)
+    introduction, summary = map(escape, _introduce(found))
+    body = ["<h1>Reproduction of the paper</h1>", f"<p>{introduction}</p>", f'<p class="verdict">{summary}</p>']
+    if finished:
+        names = [f'<a href="#{escape(s.experiment.id)}">{escape(s.experiment.title)}</a>' for s in finished]
+        rows = [(name, *map(escape, _count(section))) for name, section in zip(names, finished, strict=True)]
         body.append(_table(_HEADER, rows))
     body += [f"<p>{escape(line)}</p>" for line in _list_missing(found)]
-    for title, items in _highlights(found):
+    for title, items in highlights:
         shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_get_experiment_id(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]
-    body += [f'<p class="small">{escape(wording.RULE)}</p>'] if _highlights(found) else []
-    body += (
-        ["<h2>Details</h2>", *(part for section in _get_finished(found) for part in _html(section))]
-        if _get_finished(found)
-        else []
-    )
-    with replace_atomically(path) as temporary:
-        temporary.write_text(format_page("Reproduction of the paper · egop", body), encoding="utf-8")
+    body += [f'<p class="small">{escape(wording.RULE)}</p>'] if highlights else []
+    body += ["<h2>Details</h2>"] if finished else []
+    body += [part for section in finished for part in _html(section)]
+    style = (resources.files("egop_lab.report") / "style.css").read_text(encoding="utf-8")
+    _write_text(_PAGE.format(style=style, body="\n".join(body)), path)
+
+
+# Self-contained: no scripts, nothing loaded from elsewhere. The icon keeps browsers from requesting one.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>Reproduction of the paper · egop</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
 
 
 def _html(section: Section) -> list[str]:

@@ -1,7 +1,5 @@
 """Each figure, table, algorithm and statement of the paper, in its order: where it is here, and what is missing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import resources
 
@@ -19,23 +17,14 @@ _MISSING = {
 
 @dataclass(frozen=True)
 class Statement:
-    """One label of the paper: a row of ``statements.md``.
+    """One label of the paper: a row of ``statements.md``."""
 
-    Attributes:
-        label: its label in the paper's LaTeX; for a statement without one, its kind and section.
-        kind: figure, table, algorithm, theorem, lemma, corollary or assumption.
-        about: what it says, in short.
-        where: ids of experiments, names of ``egop`` and ``egop_lab.theory``, and tests as ``file::function``.
-        verdict: our verdict; experiments have theirs from their records.
-        missing: sentences on what is missing or different here, and why.
-    """
-
-    label: str
-    kind: str
-    about: str
-    where: tuple[str, ...]
-    verdict: str
-    missing: tuple[str, ...]
+    label: str  # in the paper's LaTeX; for a statement without one, its kind and section
+    kind: str  # figure, table, algorithm, theorem, lemma, corollary or assumption
+    about: str  # what it says, in short
+    where: tuple[str, ...]  # ids of experiments, names of egop and egop_lab.theory, and tests as file::function
+    verdict: str  # ours; experiments have theirs from their records
+    missing: tuple[str, ...]  # sentences on what is missing or different here, and why
 
 
 def _parse_row(row: str) -> Statement:

@@ -1,7 +1,5 @@
 """Wording of settings and verdicts in the report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Models as shapes only: on the meta device tensors have no storage, so a model of any size can be counted anywhere."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -88,11 +86,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_model(target: str) -> nn.Module:
-    """Build a model on the meta device.
+    """Build a model on the meta device: one of :data:`MODELS`, or what a function ``MODULE:FACTORY`` returns.
 
-    Args:
-        target: a name in :data:`MODELS`, or ``MODULE:FACTORY``, a function without arguments that returns a model.
-            Modules in the current directory are found.
+    Modules in the current directory are found.
     """
     module, _, name = target.rpartition(":")
     if module:

@@ -1,8 +1,23 @@
-"""The paper's theory as functions: what a spectrum promises, and the constants and bounds that the proofs use.
+r"""The paper's theory as functions: what a spectrum promises, and the constants and bounds that the proofs use.
 
 The docstring of each function names the statement of *Faster Adaptive Optimization via Expected Gradient Outer Product
 Reparameterization* that it computes. ``docs/theory.md`` shows how they fit together, and links where a printed one
 differs from its proof. ``BallConstrainedAdagrad`` is the optimizer that the guarantees are about.
+
+Arguments have the same meaning everywhere:
+
+====================== =================================================================================================
+``egop``               the EGOP matrix :math:`P = \mathbb{E}[\nabla f \nabla f^\top]`; ``egop_norm`` is its norm
+``spectrum``           the spectrum of P; ``eigenvalues`` are all d of them, in the order of the coordinates
+``dimension``          d; required if a spectrum holds only the leading eigenvalues
+``scale``              c, the standard deviation of rho in every direction
+``hessian_lipschitz``  H, the Lipschitz constant of the Hessian; 0 for a quadratic
+``hessian``            a symmetric matrix; for ``smoothness`` a stack of them may share one set of constants
+``hessian_norm``       the largest eigenvalue of the Hessian at the minimum
+``gamma``              the error of the quadratic, see :func:`egop_error`; 0 for a quadratic
+``diameter``           D, the diameter of the set that contains rho and all iterates
+``lr``, ``steps``      the step size :math:`\eta` and the number of steps T
+====================== =================================================================================================
 """
 
 from egop_lab.theory.ball_adagrad import BallConstrainedAdagrad

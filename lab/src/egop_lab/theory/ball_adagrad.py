@@ -1,7 +1,5 @@
 """Adagrad constrained to a ball: the optimizer that the paper's guarantees are about."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -58,36 +56,11 @@ class BallConstrainedAdagrad(Optimizer):
         center: Literal["start"] | None = None,
         eps: float = 1e-10,
     ) -> None:
-        if center not in (None, "start"):
-            raise ValueError(f"Invalid center value: {center!r}. Must be None (the origin) or 'start'.")
         super().__init__(params, {"lr": lr, "radius": radius, "center": center, "eps": eps})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that share the ball; it may have its own ``lr`` and ``eps``."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            if not 0 <= float(group["lr"]) < math.inf:
-                raise ValueError(f"Invalid lr value: {group['lr']}. Must be zero or a positive number.")
-            if not self._get_radius() > 0:
-                raise ValueError(f"Invalid radius value: {group['radius']}. Must be positive.")
-            for parameter in group["params"]:
-                # Also catches an eps whose square underflows in the parameter's precision.
-                if not 0 < torch.tensor(group["eps"] ** 2, dtype=parameter.dtype) < math.inf:
-                    raise ValueError(
-                        f"Invalid eps value: {group['eps']}. Its square must be positive in {parameter.dtype}."
-                    )
-        except Exception:
-            self.param_groups.pop()
-            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-        """
+        """Perform one step; the closure, if given, reevaluates the model and returns the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,7 +1,5 @@
 """Bounds on the Hessian, and on the sum of coordinate-wise smoothness constants in both coordinate systems."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 
 from egop import Spectrum
-from egop_lab.theory.common import check_nonnegative, check_positive, eigenbasis, symmetrize
+from egop_lab.theory.common import eigenbasis, symmetrize
 
 _MAX_EXHAUSTIVE = 12  # try every sign vector up to this dimension
 
@@ -20,8 +18,6 @@ def egop_error(hessian_lipschitz: float, *, hessian_norm: float, third_moment: f
     .. math:: \gamma = 2 H \lambda_1(\nabla^2 f^*) M_3 + H^2 M_4, \qquad M_p = \mathbb{E}_\rho \|\theta - \theta^*\|^p
 
     Args:
-        hessian_lipschitz: H, the Lipschitz constant of the Hessian; 0 for a quadratic.
-        hessian_norm: the largest eigenvalue of the Hessian at the minimum.
         third_moment: :math:`M_3`, at most the cube of the diameter.
         fourth_moment: :math:`M_4`.
 
@@ -31,8 +27,6 @@ def egop_error(hessian_lipschitz: float, *, hessian_norm: float, third_moment: f
 
     Reference: Lemma 2, the definition of gamma.
     """
-    check_nonnegative(hessian_lipschitz=hessian_lipschitz, hessian_norm=hessian_norm)
-    check_nonnegative(third_moment=third_moment, fourth_moment=fourth_moment)
     return 2 * hessian_lipschitz * hessian_norm * third_moment + hessian_lipschitz**2 * fourth_moment
 
 
@@ -47,20 +41,13 @@ def smoothness_lower_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) ->
     from the signs of the eigenvectors and flips one sign at a time. Every sign vector gives a valid bound, and this one
     is never below :func:`density_lower_bound`.
 
-    Args:
-        egop: the EGOP matrix P.
-        scale: c, the standard deviation of rho in every direction.
-        gamma: see :func:`egop_error`; 0 for a quadratic.
-
     Example:
         >>> round(theory.smoothness_lower_bound(torch.full((4, 4), 4.0), scale=1.0), 6)
         8.0
 
     Reference: Lemma 2.
     """
-    check_positive(scale=scale)
-    check_nonnegative(gamma=gamma)
-    matrix = symmetrize(egop, "egop")
+    matrix = symmetrize(egop)
     values, vectors = eigenbasis(matrix)
     if values[0] + gamma == 0:
         return 0.0
@@ -74,20 +61,12 @@ def density_lower_bound(spectrum: Spectrum, *, scale: float, gamma: float = 0.0,
 
     .. math:: \|L\|_1 \ge \frac{d}{2c} \max_k \frac{\beta_k \lambda_k - \gamma}{\sqrt{\lambda_1 + \gamma}}
 
-    Args:
-        spectrum: the spectrum of the EGOP matrix.
-        scale: c, the standard deviation of rho in every direction.
-        gamma: see :func:`egop_error`; 0 for a quadratic.
-        dimension: d; required if the spectrum holds only the leading eigenvalues.
-
     Example:
         >>> round(theory.density_lower_bound(theory.compute_spectrum(torch.full((4, 4), 4.0)), scale=1.0), 6)
         8.0
 
     Reference: Corollary 1.
     """
-    check_positive(scale=scale)
-    check_nonnegative(gamma=gamma)
     size = len(spectrum.eigenvalues) if dimension is None else dimension
     top = float(spectrum.eigenvalues[0])
     if top + gamma == 0:
@@ -112,9 +91,7 @@ def square_root(matrix: Tensor) -> Tensor:
 
     Reference: the lemma on the order-preserving square root, Appendix A.1 (``lemma:order-preserving-square-root``).
     """
-    values, vectors = torch.linalg.eigh(symmetrize(matrix, "matrix"))
-    if values[0] < -1e-8 * values.abs().max():  # rounding may leave slightly negative values
-        raise ValueError(f"Invalid matrix value: it has the eigenvalue {float(values[0])}. Must have none below zero.")
+    values, vectors = torch.linalg.eigh(symmetrize(matrix))
     root: Tensor = vectors * values.clamp_min(0).sqrt() @ vectors.mT
     return root
 
@@ -126,20 +103,13 @@ def hessian_upper_bound(egop: Tensor, *, scale: float, gamma: float = 0.0) -> Te
 
     It is diagonal in the eigenbasis, and its entries there are :func:`reparameterized_constants`.
 
-    Args:
-        egop: the EGOP matrix P.
-        scale: c, the standard deviation of rho in every direction.
-        gamma: see :func:`egop_error`; 0 for a quadratic.
-
     Example:
         >>> theory.hessian_upper_bound(torch.diag(torch.tensor([9.0, 4.0])), scale=0.5).tolist()
         [[6.0, 0.0], [0.0, 4.0]]
 
     Reference: the proof of Lemma 3 (``claim:reparam-coor-UB``), which uses that roots preserve the order.
     """
-    check_positive(scale=scale)
-    check_nonnegative(gamma=gamma)
-    matrix = symmetrize(egop, "egop")
+    matrix = symmetrize(egop)
     return square_root(matrix + gamma * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)) / scale
 
 
@@ -150,21 +120,12 @@ def reparameterized_constants(
 
     .. math:: \tilde L_i = \frac{1}{c} \sqrt{\lambda_i + \gamma} + H D
 
-    Args:
-        eigenvalues: the eigenvalues of the EGOP matrix, in the order of the coordinates.
-        scale: c, the standard deviation of rho in every direction.
-        gamma: see :func:`egop_error`; 0 for a quadratic.
-        hessian_lipschitz: H; 0 for a quadratic.
-        diameter: D, the diameter of the set in which the constants hold.
-
     Example:
         >>> theory.reparameterized_constants(torch.tensor([9.0, 4.0]), scale=0.5).tolist()
         [6.0, 4.0]
 
     Reference: the proof of Lemma 3.
     """
-    check_positive(scale=scale)
-    check_nonnegative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
     return (eigenvalues.double().clamp_min(0) + gamma).sqrt() / scale + hessian_lipschitz * diameter
 
 
@@ -175,13 +136,6 @@ def reparameterized_upper_bound(
 
     .. math:: \|\tilde L\|_1 \le d \left( \frac{\sqrt\gamma}{c} + H D \right) + \frac{1}{c} \sum_i \sqrt{\lambda_i}
 
-    Args:
-        eigenvalues: all d eigenvalues of the EGOP matrix.
-        scale: c, the standard deviation of rho in every direction.
-        gamma: see :func:`egop_error`; 0 for a quadratic.
-        hessian_lipschitz: H; 0 for a quadratic.
-        diameter: D, the diameter of the set in which the constants hold.
-
     Example:
         >>> theory.reparameterized_upper_bound(torch.tensor([9.0, 4.0]), scale=0.5)
         10.0
@@ -189,7 +143,6 @@ def reparameterized_upper_bound(
     Reference: Lemma 3.
     """
     quadratic = reparameterized_constants(eigenvalues, scale=scale)
-    check_nonnegative(gamma=gamma, hessian_lipschitz=hessian_lipschitz, diameter=diameter)
     return float(quadratic.sum()) + len(eigenvalues) * (math.sqrt(gamma) / scale + hessian_lipschitz * diameter)
 
 

@@ -1,13 +1,11 @@
 """Closed forms: EGOP matrices, spectra, Hessians and their Lipschitz constants for particular problems."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from egop_lab.theory.common import check_positive, symmetrize
+from egop_lab.theory.common import symmetrize
 
 
 def quadratic_egop(hessian: Tensor, gradient: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -16,9 +14,7 @@ def quadratic_egop(hessian: Tensor, gradient: Tensor, *, scale: float = 1.0) -> 
     .. math:: P = c^2 (\nabla^2 f)^2 + g g^\top
 
     Args:
-        hessian: the symmetric matrix :math:`\nabla^2 f`.
         gradient: g, the gradient at the centre of rho.
-        scale: c.
 
     Example:
         >>> theory.quadratic_egop(torch.tensor([[2.0]]), torch.tensor([3.0])).tolist()
@@ -26,8 +22,7 @@ def quadratic_egop(hessian: Tensor, gradient: Tensor, *, scale: float = 1.0) -> 
 
     Reference: the lemma that relates the EGOP to the Hessian, Appendix A.1, where H is 0.
     """
-    check_positive(scale=scale)
-    matrix, vector = symmetrize(hessian, "hessian"), gradient.detach().double()
+    matrix, vector = symmetrize(hessian), gradient.detach().double()
     return scale**2 * matrix @ matrix + torch.outer(vector, vector)
 
 
@@ -42,7 +37,6 @@ def least_squares_egop(data: Tensor, targets: Tensor, *, center: Tensor | None =
         data: A, one row per observation.
         targets: y.
         center: :math:`\theta_c`, the mean of rho; the origin by default.
-        scale: c, the standard deviation of rho in every direction.
 
     Example:
         >>> theory.least_squares_egop(torch.eye(2), torch.tensor([0.0, 3.0])).tolist()
@@ -102,11 +96,7 @@ def data_decay_bound(data: Tensor, inner_egop: Tensor) -> Tensor:
 
     Reference: the lemma on losses of :math:`A \theta`, Appendix A.2.
     """
-    inner = torch.linalg.eigvalsh(symmetrize(inner_egop, "inner_egop"))
-    if data.shape != inner_egop.shape:
-        raise ValueError(
-            f"Invalid data value: shape {tuple(data.shape)}. Must be {tuple(inner_egop.shape)}, to match inner_egop."
-        )
+    inner = torch.linalg.eigvalsh(symmetrize(inner_egop))
     singular = torch.linalg.svdvals(data.detach().double())
     bound: Tensor = (singular / singular[0]).square() * (inner[-1] / inner[0].clamp_min(0))
     return bound
@@ -134,9 +124,6 @@ def matrix_factorization_lipschitz(
 
     Reference: the lemma on matrix factorisation, Appendix A.1.
     """
-    check_positive(radius=radius)
-    if norm not in ("frobenius", "operator"):
-        raise ValueError(f"Invalid norm value: {norm!r}. Must be 'frobenius' or 'operator'.")
     rows = measurements.detach().double().flatten(1)
     square = rows.square().sum() if norm == "frobenius" else torch.linalg.matrix_norm(rows, 2).square()
     return 12 * radius * float(square)
@@ -201,10 +188,5 @@ def matrix_factorization_blocks(
 
     Reference: Section 6.2 on low-rank matrix factorisation (``fig:LRMF``).
     """
-    if data.dim() != 2 or left.shape != (data.shape[1], right.shape[-1]) or right.dim() != 2:
-        raise ValueError(
-            f"Invalid factors: shapes {tuple(left.shape)} and {tuple(right.shape)} with data of {tuple(data.shape)}. "
-            "Must be matrices for which data @ left @ right.mT exists."
-        )
     A, L, R = (part.detach().double() for part in (data, left, right))
     return (A.mT @ A, R.mT @ R), (torch.eye(len(R), dtype=R.dtype, device=R.device), (A @ L).mT @ (A @ L))

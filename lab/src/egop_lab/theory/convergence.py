@@ -1,12 +1,8 @@
 """Guarantees for Adagrad with exact gradients: regret on a convex set, and gradient norms without convexity."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor
-
-from egop_lab.theory.common import check_nonnegative, check_positive
 
 
 def regret_bound(
@@ -26,9 +22,6 @@ def regret_bound(
     Args:
         smoothness_sum: the sum of the coordinate-wise smoothness constants of f. The proof takes steps of size
             :math:`\nabla f / L` from an iterate, so constants that hold on the whole space are safe.
-        diameter: :math:`D_2`, the diameter of the set.
-        lr: :math:`\eta`.
-        steps: T.
         eps: :math:`\varepsilon` of :class:`BallConstrainedAdagrad`.
         extent: :math:`D_\infty`, the largest difference in one coordinate between two points of the set, see
             :func:`box_extent`; by default the diameter, as for a ball.
@@ -42,12 +35,7 @@ def regret_bound(
     Reference: Theorem 1 and the inequality after it; for sets other than balls, the lemma on convergence for convex
     objectives, Appendix A.1 (``lemma:convex-cvgnce``).
     """
-    check_nonnegative(smoothness_sum=smoothness_sum, eps=eps)
-    check_positive(diameter=diameter, lr=lr, steps=steps)
     widest = diameter if extent is None else extent
-    check_positive(extent=widest)
-    if widest > diameter * (1 + 1e-9):
-        raise ValueError(f"Invalid extent value: {widest}. Must not be above the diameter, {diameter}.")
     return ((lr + widest**2 / lr) ** 2 * smoothness_sum + eps * diameter**2 / lr) / steps
 
 
@@ -70,8 +58,6 @@ def box_extent(sides: Tensor, basis: Tensor | None = None) -> float:
     Reference: the remark after the lemma on convergence for convex objectives, Appendix A.1 (``lemma:convex-cvgnce``).
     """
     lengths = sides.detach().double()
-    if lengths.dim() != 1 or len(lengths) == 0 or not (lengths >= 0).all():
-        raise ValueError("Invalid sides value. Must be a vector of nonnegative lengths.")
     if basis is None:
         return float(lengths.max())
     return float((basis.detach().double().abs().mT @ lengths).max())
@@ -100,9 +86,6 @@ def gradient_norm_bound(
     Args:
         smoothness_sum: the sum of the coordinate-wise smoothness constants of f where the iterates are.
         gap: :math:`\Delta`, the loss at the start minus the infimum.
-        dimension: d.
-        lr: :math:`\eta`.
-        steps: T.
         eps: :math:`\varepsilon`, inside the root as in :class:`BallConstrainedAdagrad`; positive.
 
     Example:
@@ -113,8 +96,6 @@ def gradient_norm_bound(
 
     Reference: the theorem on convergence for non-convex objectives, Appendix A.1 (``lemma:nonconvex-cvgnce``).
     """
-    check_nonnegative(smoothness_sum=smoothness_sum, gap=gap)
-    check_positive(dimension=dimension, lr=lr, steps=steps, eps=eps)
     constant, factor = gap / lr + dimension * eps, lr * smoothness_sum
     # log z ≤ z/k + log k − 1 with k = 2 factor / eps gives a first bound on S. Newton's method descends from there and
     # stays above S, since S minus the right-hand side is convex.

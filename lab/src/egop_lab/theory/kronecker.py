@@ -1,7 +1,5 @@
 """The distance of a matrix from the Kronecker products, which methods with one factor per side are limited to."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -81,10 +79,6 @@ def kronecker_rotation(left: Tensor, right: Tensor) -> Tensor:
     Reference: the lemma of Appendix D, first part (it has no label; in the paper's order of entries, column by column,
     the factors are the other way round).
     """
-    for name, factor in (("left", left), ("right", right)):
-        size = factor.shape[-1]
-        if factor.shape != (size, size) or not _is_orthogonal(factor):
-            raise ValueError(f"Invalid {name} value: shape {tuple(factor.shape)}. Must be an orthogonal matrix.")
     return torch.kron(left.detach().double().mT.contiguous(), right.detach().double().mT.contiguous())
 
 
@@ -106,10 +100,6 @@ def rotation_beyond_kronecker(rows: int, columns: int) -> Tensor:
 
     Reference: the lemma of Appendix D, second part, and its proof.
     """
-    if rows < 2 or columns < 2 or rows * columns % 2:
-        raise ValueError(
-            f"Invalid shape: {rows} x {columns}. Both sides must be at least 2, and the number of entries even."
-        )
     size = rows * columns
     half = torch.ones(size // 2, dtype=torch.float64, device="cpu")
     start = torch.stack([torch.cat([half, half]), torch.cat([half, -half])], 1) / size**0.5
@@ -123,10 +113,3 @@ def _rearrange(matrix: Tensor, left: Shape, right: Shape) -> tuple[Tensor, tuple
     first, second = ((shape, shape) if isinstance(shape, int) else shape for shape in (left, right))
     blocks = matrix.detach().double().reshape(first[0], second[0], first[1], second[1])
     return blocks.permute(0, 2, 1, 3).reshape(first[0] * first[1], second[0] * second[1]), first, second
-
-
-def _is_orthogonal(matrix: Tensor) -> bool:
-    double = matrix.detach().double()
-    return bool(
-        (double.mT @ double - torch.eye(len(double), dtype=double.dtype, device=double.device)).abs().max() < 1e-6
-    )

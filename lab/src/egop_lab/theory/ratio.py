@@ -1,21 +1,16 @@
 """How much the EGOP eigenbasis reduces the smoothness constants, as far as the spectrum can tell."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor
 
 from egop import Spectrum
-from egop_lab.theory.common import check_nonnegative, check_positive, eigenbasis, symmetrize
+from egop_lab.theory.common import eigenbasis, symmetrize
 
 
 def compute_spectrum(egop: Tensor) -> Spectrum:
     r"""Return the spectrum of a given EGOP matrix.
-
-    Args:
-        egop: the matrix :math:`P = \mathbb{E}[\nabla f \nabla f^\top]`.
 
     Example:
         >>> spectrum = theory.compute_spectrum(torch.diag(torch.tensor([1.0, 16.0])))
@@ -24,7 +19,7 @@ def compute_spectrum(egop: Tensor) -> Spectrum:
 
     Reference: Section 2.
     """
-    values, vectors = eigenbasis(symmetrize(egop, "egop"))
+    values, vectors = eigenbasis(symmetrize(egop))
     return Spectrum(eigenvalues=values, density=densities(vectors), samples=0)
 
 
@@ -40,8 +35,6 @@ def densities(vectors: Tensor) -> Tensor:
 
     Reference: Section 3.
     """
-    if vectors.dim() != 2 or vectors.numel() == 0:
-        raise ValueError(f"Invalid vectors value: shape {tuple(vectors.shape)}. Must be a matrix of columns.")
     return vectors.detach().abs().sum(0, dtype=torch.float64).square() / len(vectors)
 
 
@@ -50,10 +43,6 @@ def leading_ratio(spectrum: Spectrum, dimension: int | None = None) -> float:
 
     For a quadratic with rho centred at the minimum it is itself a bound; the bound that is proven in general is
     :func:`smoothness_ratio_bound`.
-
-    Args:
-        spectrum: the spectrum of the EGOP matrix.
-        dimension: d; required if the spectrum holds only the leading eigenvalues.
 
     Example:
         >>> flat = theory.compute_spectrum(torch.full((4, 4), 1.0))  # one direction, dense
@@ -77,9 +66,7 @@ def smoothness_ratio_bound(spectrum: Spectrum, delta: float = 0.0, dimension: in
     holds because rho has covariance :math:`c^2 I` and lives in a set of diameter D.
 
     Args:
-        spectrum: the spectrum of the EGOP matrix.
         delta: how far f is from a quadratic, see :func:`needed_delta`; 0 for a quadratic.
-        dimension: d; required if the spectrum holds only the leading eigenvalues.
 
     Returns:
         The bound; infinity if ``delta`` is at least the leading density, where there is none.
@@ -91,7 +78,6 @@ def smoothness_ratio_bound(spectrum: Spectrum, delta: float = 0.0, dimension: in
 
     Reference: the theorem on the ratio of smoothness constants, Appendix A.1.
     """
-    check_nonnegative(delta=delta)
     size = len(spectrum.eigenvalues) if dimension is None else dimension
     margin = float(spectrum.density[0]) - delta
     if margin <= 0:
@@ -107,8 +93,6 @@ def largest_hessian_lipschitz(delta: float, *, egop_norm: float, hessian_norm: f
 
     Args:
         delta: the accepted error; the paper requires it to be below :math:`\beta_1^2`.
-        egop_norm: the largest eigenvalue of the EGOP matrix, :math:`\lambda_1(P)`.
-        hessian_norm: the largest eigenvalue of the Hessian at the minimum.
         diameter: D, the diameter of the set that contains rho and all iterates.
 
     Example:
@@ -117,8 +101,6 @@ def largest_hessian_lipschitz(delta: float, *, egop_norm: float, hessian_norm: f
 
     Reference: Assumption 2.
     """
-    check_nonnegative(delta=delta, egop_norm=egop_norm, hessian_norm=hessian_norm)
-    check_positive(diameter=diameter)
     slope, error = diameter * hessian_norm, delta * egop_norm
     if error == 0:
         return 0.0
@@ -134,9 +116,6 @@ def needed_delta(hessian_lipschitz: float, *, egop_norm: float, hessian_norm: fl
     The paper's guarantees require :math:`\delta < \beta_1^2`; the proof only needs :math:`\delta < \beta_1`.
 
     Args:
-        hessian_lipschitz: H.
-        egop_norm: the largest eigenvalue of the EGOP matrix, :math:`\lambda_1(P)`.
-        hessian_norm: the largest eigenvalue of the Hessian at the minimum.
         diameter: D, the diameter of the set that contains rho and all iterates.
 
     Example:
@@ -145,7 +124,5 @@ def needed_delta(hessian_lipschitz: float, *, egop_norm: float, hessian_norm: fl
 
     Reference: Assumption 2.
     """
-    check_nonnegative(hessian_lipschitz=hessian_lipschitz, hessian_norm=hessian_norm)
-    check_positive(egop_norm=egop_norm, diameter=diameter)
     change = hessian_lipschitz * diameter**2
     return change * (2 * diameter * hessian_norm + change) / egop_norm

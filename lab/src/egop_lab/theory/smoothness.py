@@ -1,7 +1,6 @@
 """Coordinate-wise smoothness constants of given Hessians: exact in few dimensions, bracketed in many."""
 
-from __future__ import annotations
-
+import importlib
 import math
 from types import ModuleType
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from egop_lab.theory.common import check_nonnegative, check_positive, symmetrize
+from egop_lab.theory.common import symmetrize
 
 
 class SmoothnessSum(NamedTuple):
@@ -36,10 +35,8 @@ def smoothness_constants(hessian: Tensor) -> Tensor:
 
     .. math:: \min_L \sum_i L_i \quad \text{with} \quad -\mathrm{diag}(L) \preceq \nabla^2 f \preceq \mathrm{diag}(L)
 
-    This takes seconds up to about 50 dimensions; above that, use :func:`smoothness_sum_bounds`.
-
-    Args:
-        hessian: a symmetric matrix, or a stack of them that must share one set of constants.
+    This takes seconds up to about 50 dimensions, and needs cvxpy (``pip install 'egop-lab[theory]'``). Above that, use
+    :func:`smoothness_sum_bounds`, which needs no solver.
 
     Returns:
         The constants in float64. They satisfy the inequalities up to rounding; their sum is minimal to about 1e-7.
@@ -50,7 +47,7 @@ def smoothness_constants(hessian: Tensor) -> Tensor:
 
     Reference: Section 1 (Notation) for the constants, Appendix A.1 for their form as an inequality of matrices.
     """
-    cvxpy = _import_cvxpy()
+    cvxpy: ModuleType = importlib.import_module("cvxpy")
     matrices, size = _both_signs(hessian)
     top = float(matrices.abs().max())
     if top == 0:
@@ -62,10 +59,7 @@ def smoothness_constants(hessian: Tensor) -> Tensor:
     )
     programme.solve(solver=cvxpy.CLARABEL)
     if constants.value is None:
-        raise RuntimeError(
-            f"The semidefinite programme for {size} constants ended with status '{programme.status}'. "
-            "Use smoothness_sum_bounds, which needs no solver."
-        )
+        raise RuntimeError(f"The programme ended with status '{programme.status}'. Use smoothness_sum_bounds.")
     return _scale_to_valid(torch.from_numpy(constants.value).to(matrices) * top, matrices)
 
 
@@ -79,7 +73,6 @@ def smoothness_sum_bounds(hessian: Tensor, *, tolerance: float = 1e-6, iteration
     from them, scaled until they are valid, give an upper bound. An iteration costs :math:`d^2 \sqrt{2d}`.
 
     Args:
-        hessian: a symmetric matrix, or a stack of them that must share one set of constants.
         tolerance: stop when the bounds differ by this fraction.
         iterations: the most iterations; the bounds hold whenever it stops.
 
@@ -91,8 +84,6 @@ def smoothness_sum_bounds(hessian: Tensor, *, tolerance: float = 1e-6, iteration
     Reference: as for :func:`smoothness_constants`; the iteration is Burer and Monteiro's low-rank form of the
     programme, stepped as in Journée, Nesterov, Richtárik and Sepulchre, *Generalized Power Method* (2010).
     """
-    check_nonnegative(tolerance=tolerance)
-    check_positive(iterations=iterations)
     matrices, size = _both_signs(hessian)
     top = float(matrices.abs().max())
     if top == 0:
@@ -120,7 +111,7 @@ def smoothness_sum_bounds(hessian: Tensor, *, tolerance: float = 1e-6, iteration
 
 def _both_signs(hessian: Tensor) -> tuple[Tensor, int]:
     """Return the matrices that the constants must dominate, stacked, and their size."""
-    hessians = symmetrize(hessian, "hessian").reshape(-1, *hessian.shape[-2:])
+    hessians = symmetrize(hessian).reshape(-1, *hessian.shape[-2:])
     lowest = torch.linalg.eigvalsh(hessians)[:, 0]
     convex = bool((lowest >= -1e-14 * hessians.abs().max()).all())  # then −∇²f adds no condition
     return (hessians if convex else torch.cat([hessians, -hessians])), hessians.shape[-1]
@@ -133,15 +124,3 @@ def _scale_to_valid(constants: Tensor, matrices: Tensor) -> Tensor:
     roots = constants.rsqrt()
     factor = float(torch.linalg.eigvalsh(roots.unsqueeze(-1) * matrices * roots).max())
     return constants * factor
-
-
-def _import_cvxpy() -> ModuleType:
-    try:
-        import cvxpy
-    except ImportError as error:
-        raise ImportError(
-            "smoothness_constants solves a semidefinite programme with cvxpy, which is not installed. "
-            "Install it with pip install 'egop-lab[theory]', or use smoothness_sum_bounds, which needs no "
-            "solver."
-        ) from error
-    return cvxpy

@@ -1,29 +1,30 @@
-"""Batched runs: all trials and learning rates in one tensor program, for coordinate-wise optimizers.
+"""Runs of small problems: all trials and learning rates in one tensor program, for coordinate-wise optimizers.
 
 All runs of one method are one loop. The parameters of T trials with K learning rates each are stacked along two leading
 dimensions. In EGOP coordinates the stacked coordinates are decoded by stacked bases, and reverse mode through that
 product gives the gradients in coordinates: the literal f∘V, independent of the library's optimizer.
 
 On a GPU such a step is many small kernels, and starting them takes longer than running them. So the step is recorded
-once as a CUDA graph and then replayed.
+once as a CUDA graph and then replayed. Optimizers that couple the entries of a matrix run one by one.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm.auto import tqdm
+from torch import Tensor, nn
 
 import egop
+from egop_lab.builders import Setup
 from egop_lab.formatting import pluralize
+from egop_lab.methods import SMALL
 from egop_lab.models.stacked import Point
+from egop_lab.training.loop import pad, run_epochs
 from egop_lab.training.updates import OPTIMIZERS, Rule
 
 _WARM_UP = 2  # steps before the recording, in which libraries set themselves up
@@ -121,22 +122,60 @@ def train(
     first = torch.tensor(rates, dtype=torch.float64, device=device)
     decays = first.new_tensor([0.01] * len(rates) if weight_decays is None else weight_decays)
     rule = OPTIMIZERS[optimizer](coordinates.leaves, first.clone(), decays, coordinates.weights)
-    take = _Stepper(problem, coordinates, rule, graphs and device.type == "cuda")
     period = record_every if schedule_every is None else schedule_every
-    history = [_evaluate(problem, coordinates)]
-    seconds = 0.0
-    name = f"{optimizer}{'' if basis is None else ', EGOP'}, {pluralize(len(rates), 'rate')}"
-    with tqdm(total=steps, desc=name, unit="step", disable=not progress) as bar:
-        for begin in range(0, steps, record_every):
-            began = time.perf_counter()
-            for step in range(begin, min(begin + record_every, steps)):
-                if schedule is not None and step % period == 0:
-                    rule.rates.copy_(first * schedule(step // period))
-                take(problem.batch(step))
-            history.append(_evaluate(problem, coordinates))  # reads numbers, so all kernels have finished
-            seconds += time.perf_counter() - began
-            bar.update(min(record_every, steps - begin))
-    return {key: torch.stack([entry[key] for entry in history], dim=-1) for key in history[0]}, seconds
+
+    def batches(epoch: int) -> Iterator[Any]:
+        for step in _list_steps(epoch, record_every, steps):
+            if schedule is not None and step % period == 0:
+                rule.rates.copy_(first * schedule(step // period))
+            yield problem.batch(step)
+
+    curves, seconds = run_epochs(
+        _Stepper(problem, coordinates, rule, graphs and device.type == "cuda"),
+        batches,
+        lambda: _evaluate(problem, coordinates),
+        math.ceil(steps / record_every),
+        description=f"{optimizer}{'' if basis is None else ', EGOP'}, {pluralize(len(rates), 'rate')}",
+        progress=progress,
+    )
+    return {name: torch.stack(values, dim=-1) for name, values in curves.items()}, seconds
+
+
+def train_single(
+    problem: Problem, name: str, lr: float, steps: int, *, record_every: int = 1, cosine: bool = False
+) -> tuple[dict[str, list[float]], float]:
+    """Train the only trial of a problem by one of the methods for small problems, which cannot be stacked.
+
+    With ``cosine`` the learning rate is annealed to zero, step by step. ``nan`` fills up a run that diverges.
+    """
+    start = problem.start()
+    leaves = nn.ParameterList(value[0].clone() for value in start.values())
+    optimizer = SMALL[name](Setup(model=leaves, options={"lr": lr}, every=1))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
+
+    def get_point() -> Point:
+        return {key: leaf[None, None] for key, leaf in zip(start, leaves, strict=True)}
+
+    def take(step: int) -> None:
+        optimizer.zero_grad()
+        problem.losses(get_point(), problem.batch(step)).sum().backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        return {key: value.item() for key, value in problem.evaluate(get_point()).items()}
+
+    epochs = math.ceil(steps / record_every)
+    curves, seconds = run_epochs(
+        take, lambda epoch: _list_steps(epoch, record_every, steps), evaluate, epochs, progress=False
+    )
+    return {key: pad(values, epochs) for key, values in curves.items()}, seconds
+
+
+def _list_steps(epoch: int, every: int, steps: int) -> range:
+    return range(epoch * every, min((epoch + 1) * every, steps))
 
 
 class Coordinates:

@@ -1,7 +1,5 @@
 """The context of a run: preset, device, data, time budget; the record it leaves; runs in several processes."""
 
-from __future__ import annotations
-
 import pickle
 import platform
 import time
@@ -23,25 +21,15 @@ Preset = Literal["quick", "full"]
 
 @dataclass(frozen=True)
 class Context:
-    """Settings that an experiment runs with.
+    """Settings that an experiment runs with."""
 
-    Attributes:
-        preset: ``"quick"`` (small sizes, few trials; labelled as such) or ``"full"`` (the paper's).
-        device: the device to run on.
-        data: the folder with data sets that do not ship with the package.
-        progress: show progress bars.
-        workers: processes for runs that cannot be batched.
-        time_budget: seconds after which an experiment of long runs starts no further run; unlimited by default.
-        say: shows a line to the user; ignores it by default.
-    """
-
-    preset: Preset = "quick"
+    preset: Preset = "quick"  # small sizes, few trials; labelled as such. "full": the paper's
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    data: str | None = None
+    data: str | None = None  # the folder with data sets that do not ship with the package
     progress: bool = True
-    workers: int = 2
-    time_budget: float | None = None
-    say: Callable[[str], object] = lambda line: None
+    workers: int = 2  # processes for runs that cannot be batched
+    time_budget: float | None = None  # seconds after which an experiment of long runs starts no further run
+    say: Callable[[str], object] = lambda line: None  # shows a line to the user
 
 
 def make_record(

@@ -1,7 +1,5 @@
 """Trials of the digits network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

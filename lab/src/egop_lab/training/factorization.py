@@ -1,9 +1,7 @@
 """Random instances of low-rank matrix factorisation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,19 +35,17 @@ class Factorization(Trials):
         samples: int,
         start: str = SPECTRAL,
     ) -> None:
-        self.seeds, self.samples, self.rank, self.begun = list(seeds), samples, rank, start
-        self.sizes = {"n": n, "rank": rank, "condition": condition, "decay": decay, "noise": noise, "samples": samples}
+        sizes = {"n": n, "rank": rank, "condition": condition, "decay": decay, "noise": noise, "start": start}
+        super().__init__(seeds, samples=samples, **sizes)
+        self.rank = rank
         instances = [self._instance(torch.Generator().manual_seed(seed)) for seed in seeds]
         self.data, self.truth, self.targets = (torch.stack(column) for column in zip(*instances, strict=True))
         values = torch.linalg.svdvals(self.targets)
         self.least = 0.5 * values[:, rank:].square().sum(-1)
 
-    def single_trial(self, seed: int) -> Self:
-        return type(self)([seed], start=self.begun, **self.sizes)  # type: ignore[arg-type]
-
     def start(self) -> batched.Point:
         U, values, Vh = torch.linalg.svd(torch.linalg.pinv(self.data) @ self.targets)
-        scale = values[:, None, : self.rank] ** _POWERS[self.begun]
+        scale = values[:, None, : self.rank] ** _POWERS[self.sizes["start"]]
         return {"L": U[:, :, : self.rank] * scale, "R": Vh.mT[:, :, : self.rank] * scale}
 
     def losses(self, point: batched.Point, batch: Any) -> Tensor:
@@ -62,7 +58,7 @@ class Factorization(Trials):
         return {"excess": excess.clamp(min=ROUNDING), "error": error}
 
     def _instance(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        n, rank = int(self.sizes["n"]), self.rank
+        n, rank = self.sizes["n"], self.rank
         data = matrix_with_decay(n, n, self.sizes["decay"], generator)
         left, right = (random_orthonormal(n, rank, generator) for _ in ("left", "right"))
         truth = left * torch.linspace(1, 1 / self.sizes["condition"], rank, dtype=torch.float64) @ right.mT

@@ -5,8 +5,6 @@ basis is made from at least as many gradients as it has directions, and the spec
 with no more weights than the rank has a full basis: with as many directions as weights nothing is left outside them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,7 @@ from egop_lab.gpu import synchronize
 from egop_lab.models.small import cross_entropy, fashion_network, normal_, scores
 from egop_lab.training import batched
 from egop_lab.training.context import Context
-from egop_lab.training.loop import train
+from egop_lab.training.loop import pad, train
 from egop_lab.training.networks import ImageTrials
 from egop_lab.training.spectra import subsample
 
@@ -60,9 +58,8 @@ class Runs:
             progress=self.context.progress,
             description=f"r = {rank}, lr {config['lr']:g}, decay {config['weight_decay']:g}",
         )
-        missing = [math.nan] * (config["epochs"] + 1 - len(curve.loss))  # if the run diverged
         curves = {"loss": curve.loss, **curve.metrics}
-        result: dict[str, Any] = {name: [*values, *missing] for name, values in curves.items()}
+        result: dict[str, Any] = {name: pad(values, config["epochs"]) for name, values in curves.items()}
         return result | {"seconds": curve.seconds, "estimation seconds": estimation}
 
     def spectrum(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,12 +174,11 @@ def train_batched(runs: Runs, configs: Sequence[Mapping[str, Any]]) -> tuple[lis
         progress=runs.context.progress,
     )
     places = [(seeds.index(c["seed"]), pairs.index((c["lr"], c["weight_decay"]))) for c in configs]
-    return [_until_divergence({name: values[place].tolist() for name, values in curves.items()}) for place in places], (
-        seconds
-    )
+    own = [{name: values[place].tolist() for name, values in curves.items()} for place in places]
+    return [_end_at_divergence(each) for each in own], seconds
 
 
-def _until_divergence(curves: Curves) -> Curves:
+def _end_at_divergence(curves: Curves) -> Curves:
     """Replace everything after the first non-finite loss by nan, as in a single run."""
     end = next((place + 1 for place, loss in enumerate(curves["loss"]) if not math.isfinite(loss)), None)
     return {

@@ -1,10 +1,7 @@
 """Random instances of small problems, and their bases."""
 
-from __future__ import annotations
-
-import abc
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,17 +16,15 @@ RANDOM = "random rotation"  # a further kind of coordinates, as a control
 class Trials(batched.Problem):
     """Independent random instances of a problem, one a seed, with a basis each.
 
-    Attributes:
-        seeds: one seed per trial.
-        samples: gradients for a basis, at points drawn from N(0, I).
+    A basis is from ``samples`` gradients, at points drawn from N(0, I). The sizes are all arguments but the seeds.
     """
 
-    seeds: Sequence[int]
-    samples: int
+    def __init__(self, seeds: Sequence[int], *, samples: int, **sizes: Any) -> None:
+        self.seeds, self.samples, self.sizes = list(seeds), samples, {**sizes, "samples": samples}
 
-    @abc.abstractmethod
     def single_trial(self, seed: int) -> Self:
         """Build the problem of one trial."""
+        return type(self)([seed], **self.sizes)
 
     def objective(self, seed: int) -> egop.Objective:
         """Return the loss of one trial as an objective of the library."""

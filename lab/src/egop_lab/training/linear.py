@@ -1,7 +1,5 @@
 """Trials of the multilayer linear network, with the three kinds of EGOP bases."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -29,13 +27,7 @@ FIRST = "EGOP, first layer"
 class LinearProblem(NetworkTrials):
     """Trials of ‖W₃W₂W₁A − Y‖²/n with Y = M*A, each with its own A, M*, start and order of the batches.
 
-    Args:
-        seeds: one seed per trial.
-        samples: columns of A: half of them to train, a fifth to validate.
-        gradients: the number of gradients for a basis.
-        dtype: the precision of everything.
-        device: the device of the training.
-        workers: processes for the bases.
+    Of the columns of A, the samples, half are to train and a fifth to validate.
     """
 
     def __init__(

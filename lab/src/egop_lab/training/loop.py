@@ -1,7 +1,5 @@
 """The training loop of the experiments."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,19 +13,12 @@ from tqdm.auto import tqdm
 
 @dataclass(frozen=True)
 class Curve:
-    """One training run by epoch; index 0 is the starting point.
+    """One training run by epoch; index 0 is the starting point."""
 
-    Attributes:
-        loss: loss over the whole training set.
-        metrics: other evaluated quantities by name, as long as ``loss``.
-        seconds: time spent in training steps, without evaluation.
-        diverged: whether the loss became non-finite, which ended the run; it is then the last entry.
-    """
-
-    loss: tuple[float, ...]
-    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    seconds: float = 0.0
-    diverged: bool = False
+    loss: tuple[float, ...]  # over the whole training set
+    metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by name, as long as the loss
+    seconds: float = 0.0  # spent in training steps, without evaluation
+    diverged: bool = False  # the run ended early
 
     @property
     def final(self) -> float:
@@ -37,6 +28,54 @@ class Curve:
     def epochs_to(self, target: float) -> int | None:
         """Return the first epoch after which the loss is at most ``target``, or None."""
         return next((epoch for epoch, loss in enumerate(self.loss) if loss <= target), None)
+
+
+def run_epochs(
+    step: Callable[[Any], object],
+    batches: Callable[[int], Iterable[Any]],
+    evaluate: Callable[[], dict[str, Any]],
+    epochs: int,
+    *,
+    description: str = "training",
+    progress: bool = True,
+) -> tuple[dict[str, list[Any]], float]:
+    """Take the steps of each epoch, and evaluate before the first one and after every one.
+
+    The run ends early if the first evaluated number is not finite, or if a decomposed matrix overflowed. Nothing is
+    raised then, because a learning rate that is too large is a result like any other.
+
+    Returns:
+        What was evaluated, a list each, and the seconds of the steps.
+    """
+    history, seconds, overflowed = [evaluate()], 0.0, False
+    with tqdm(total=epochs, desc=description, unit="epoch", disable=not progress) as bar:
+        while len(history) <= epochs and not overflowed and not _has_diverged(history[-1]):
+            began = time.perf_counter()
+            try:
+                for batch in batches(len(history) - 1):
+                    step(batch)
+            except torch.linalg.LinAlgError:
+                overflowed = True
+                continue
+            if torch.accelerator.is_available():  # wait for kernels that are still running
+                torch.accelerator.synchronize()
+            seconds += time.perf_counter() - began
+            history.append(evaluate())
+            bar.update()
+        if overflowed or _has_diverged(history[-1]):
+            bar.set_postfix_str(f"diverged after epoch {len(history) - 1}, stopped")
+    return {name: [entry[name] for entry in history] for name in history[0]}, seconds
+
+
+def _has_diverged(values: Mapping[str, Any]) -> bool:
+    first = next(iter(values.values()))
+    return isinstance(first, float) and not math.isfinite(first)
+
+
+def pad(values: Iterable[float], epochs: int) -> list[float]:
+    """Fill up the curve of a run that ended early with ``nan``."""
+    known = list(values)
+    return known + [math.nan] * (epochs + 1 - len(known))
 
 
 def train(
@@ -51,10 +90,7 @@ def train(
     description: str = "training",
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Curve:
-    """Train a model and evaluate it before the first epoch and after every one.
-
-    A non-finite loss ends the run: the curve so far is returned with ``diverged=True``, and the progress bar says so.
-    Nothing is raised, because a learning rate that is too large is a result like any other.
+    """Train a model and evaluate it before the first epoch and after every one; see :func:`run_epochs`.
 
     Args:
         model: trained in place, with each of its modules in the mode it is in.
@@ -62,57 +98,34 @@ def train(
         loss_fn: ``loss_fn(model, batch)``, a scalar.
         batches: one pass over it is one epoch.
         epochs: the number of passes.
-        evaluate: ``evaluate(model)`` returns named numbers, among them ``"loss"`` over the whole training set; called
-            in evaluation mode, without gradients.
+        evaluate: ``evaluate(model)`` returns named numbers, first ``"loss"`` over the whole training set; called in
+            evaluation mode, without gradients.
         progress: show a progress bar on standard error.
         description: its title.
         scheduler: a learning-rate scheduler, advanced after every step.
     """
     modes = [(module, module.training) for module in model.modules()]
-    history = [_evaluate(model, evaluate)]
-    seconds = 0.0
-    try:
-        with tqdm(total=epochs, desc=description, unit="epoch", disable=not progress) as bar:
-            while len(history) <= epochs and math.isfinite(history[-1]["loss"]):
-                _set_modes(modes)
-                seconds += _train_epoch(model, optimizer, loss_fn, batches, scheduler)
-                history.append(_evaluate(model, evaluate))
-                bar.set_postfix_str(f"loss {history[-1]['loss']:.2e}", refresh=False)
-                bar.update()
-            if diverged := not math.isfinite(history[-1]["loss"]):
-                bar.set_postfix_str(f"diverged: loss {history[-1]['loss']} after epoch {len(history) - 1}, stopped")
-    finally:
-        _set_modes(modes)
-    by_name = {name: tuple(entry[name] for entry in history) for name in history[0]}
-    return Curve(loss=by_name.pop("loss"), metrics=by_name, seconds=seconds, diverged=diverged)
 
-
-def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
-
-
-def _train_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
-    batches: Iterable[Any],
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-) -> float:
-    """Pass over the batches once; return the seconds it took."""
-    start = time.perf_counter()
-    for batch in batches:
+    def step(batch: Any) -> None:
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    if torch.accelerator.is_available():  # wait for kernels that are still running
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
 
+    @torch.no_grad()
+    def score() -> dict[str, float]:
+        model.eval()
+        try:
+            return {name: float(value) for name, value in evaluate(model).items()}
+        finally:
+            restore()
 
-@torch.no_grad()
-def _evaluate(model: nn.Module, evaluate: Callable[[nn.Module], Mapping[str, Tensor | float]]) -> dict[str, float]:
-    model.eval()
-    return {name: float(value) for name, value in evaluate(model).items()}
+    def restore() -> None:
+        for module, training in modes:
+            module.training = training
+
+    curves, seconds = run_epochs(step, lambda _: batches, score, epochs, description=description, progress=progress)
+    loss, *metrics = ((name, tuple(values)) for name, values in curves.items())
+    diverged = len(loss[1]) <= epochs or not math.isfinite(loss[1][-1])
+    return Curve(loss[1], dict(metrics), seconds, diverged)

@@ -1,7 +1,5 @@
 """Trials of one network as a batched problem."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +15,10 @@ Source = Callable[[int, int], torch.Generator]
 
 
 class NetworkTrials(batched.Problem):
-    """Trials of a network, each with its own start and its own order of the examples.
+    """Trials of a network, each with its own start and its own order of the examples, in batches of a size.
 
-    Args:
-        seeds: one seed per trial.
-        network: builds the network at the start of a seed's trial.
-        source: returns the generator of a seed's order in an epoch; called for one epoch after the other.
-        examples: the number of examples in an epoch.
-        size: the size of a batch.
-        **to: device and precision of the training.
+    ``source`` returns the generator of a seed's order in an epoch, and is called for one epoch after the other; ``to``
+    are device and precision.
     """
 
     def __init__(

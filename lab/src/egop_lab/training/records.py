@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,13 @@ from egop_lab.files import replace_nonfinite
 
 @dataclass(frozen=True)
 class Record:
-    """One finished run.
+    """One finished run."""
 
-    Attributes:
-        config: everything that decides the outcome: experiment, its version, method, learning rate, seed, sizes, ...
-        result: the results, as numbers and lists of numbers; ``nan`` if not finite.
-        seconds: the time it took; runs of one batch share their time.
-        device: the device it ran on.
-        versions: versions of the software.
-    """
-
-    config: Mapping[str, Any]
-    result: Mapping[str, Any]
-    seconds: float = 0.0
+    config: Mapping[str, Any]  # all that decides the outcome: experiment, version, method, learning rate, seed, sizes
+    result: Mapping[str, Any]  # numbers and lists of numbers; nan if not finite
+    seconds: float = 0.0  # runs of one batch share their time
     device: str = "cpu"
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the software
 
     @property
     def key(self) -> str:
@@ -51,10 +43,8 @@ class Store:
 
     Runs that are added together share a line, in which what they have in common is written once. A line that is cut off
     (the process died while writing it) is dropped when the store is opened, and its runs are done again. Any other line
-    that cannot be read is an error: records are never thrown away silently.
-
-    Args:
-        path: the file; created with its folder when the first record is added.
+    that cannot be read is an error: records are never thrown away silently. The file is created with its folder when
+    the first record is added.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,31 +140,26 @@ def _to_json(value: Any) -> str:
 
 
 def _parse_record(entry: dict[str, Any]) -> Record:
-    return Record(**{**entry, "result": _restore_nan(entry["result"])})
+    result = _map_leaves(lambda leaf: math.nan if leaf is None else leaf, entry["result"])
+    return Record(**{**entry, "result": result})
 
 
 def _make_entry(record: Record) -> dict[str, Any]:
     return {
         "config": dict(record.config),
-        "result": _round(replace_nonfinite(record.result)),
+        "result": _map_leaves(_round, replace_nonfinite(record.result)),
         "seconds": round(record.seconds, 3),
         "device": record.device,
         "versions": dict(record.versions),
     }
 
 
-def _round(value: Any) -> Any:
+def _round(leaf: Any) -> Any:
     """Round to six digits: more than any figure shows, and a third of the bytes."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _round(entry) for key, entry in value.items()}
-    return [_round(entry) for entry in value] if isinstance(value, list) else value
+    return float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf
 
 
-def _restore_nan(value: Any) -> Any:
-    if value is None:
-        return math.nan
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _restore_nan(entry) for key, entry in value.items()}
-    return [_restore_nan(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _map_leaves(function, entry) for key, entry in value.items()}
+    return [_map_leaves(function, entry) for entry in value] if isinstance(value, list) else function(value)

@@ -1,8 +1,5 @@
 """Timed training of a residual network on images."""
 
-from __future__ import annotations
-
-import contextlib
 import functools
 import gc
 import math
@@ -21,11 +18,10 @@ from egop_lab.gpu import capture_graphs, compute_outputs, fast_math, synchronize
 from egop_lab.methods import RESNET
 from egop_lab.models.residual import ResidualNetwork, initialize_
 from egop_lab.training.context import make_record
-from egop_lab.training.loop import train
+from egop_lab.training.loop import pad, train
 from egop_lab.training.records import Record
 
 _ROWS = 1000  # least number of kernel gradients for every convolution
-_CURVES = ("validation loss", "accuracy", "training loss", "training accuracy", "seconds")
 
 
 def count_samples(model: nn.Module) -> int:
@@ -73,11 +69,6 @@ class Run:
 
     The recorded seconds are those of training, bases included; evaluation is not counted. On a GPU the network's
     forward and backward pass are replayed as a CUDA graph: launching single kernels would hide what the methods cost.
-
-    Args:
-        data: the images.
-        config: ``method``, ``lr``, ``epochs``, ``seed`` and the sizes of network and batch.
-        device: the device to train on.
     """
 
     def __init__(self, data: images.HeldImages, config: Mapping[str, Any], device: torch.device) -> None:
@@ -122,16 +113,21 @@ class Run:
         optimizer = RESNET[config["method"]](self.make_setup())
         synchronize(self.device)
         name = f"{config['method']}, lr {config['lr']:g}, seed {config['seed']}"
-        options: dict[str, Any] = {"evaluate": self._evaluate, "progress": progress, "description": name}
-        curves: dict[str, tuple[float, ...]] = dict.fromkeys(_CURVES, ())
-        diverged = True
-        with contextlib.suppress(torch.linalg.LinAlgError):  # a decomposed matrix overflowed
-            curve = train(self.model, optimizer, self._compute_loss, self, epochs, **options)
-            curves, diverged = {"validation loss": curve.loss, **curve.metrics}, curve.diverged
-        whole = {name: [*values, *[math.nan] * (epochs + 1 - len(values))] for name, values in curves.items()}
+        curve = train(
+            self.model,
+            optimizer,
+            self._compute_loss,
+            self,
+            epochs,
+            evaluate=self._evaluate,
+            progress=progress,
+            description=name,
+        )
+        curves = {"validation loss": pad(curve.loss, epochs)}
+        curves |= {name: pad(values, epochs) for name, values in curve.metrics.items()}
         self.model.eval()
         loss, accuracy = self._score(self.data.validation(ten=True))
-        return whole | {"ten-crop loss": loss, "ten-crop accuracy": accuracy, "diverged": diverged}
+        return curves | {"ten-crop loss": loss, "ten-crop accuracy": accuracy, "diverged": curve.diverged}
 
     def _compute_sampled_loss(self, model: nn.Module, batch: images.Batch) -> Tensor:
         return F.cross_entropy(compute_outputs(model, batch[0]), batch[1])
@@ -167,12 +163,8 @@ class Run:
 def train_in_process(source: Mapping[str, Any], ends: float, config: Mapping[str, Any]) -> Record | None:
     """Train in a process that shares the device with others; return None when the time is over.
 
-    Its seconds say nothing of the method, so that they are not recorded.
-
-    Args:
-        source: arguments for loading the images.
-        ends: time after which no run starts, by the monotonic clock, which processes share.
-        config: the configuration of the run.
+    Its seconds say nothing of the method, so that they are not recorded. ``source`` are arguments for loading the
+    images, ``ends`` is a time by the monotonic clock, which processes share.
     """
     if time.monotonic() > ends:
         return None

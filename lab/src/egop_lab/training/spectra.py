@@ -1,7 +1,5 @@
 """Spectra as they are recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sweeps over learning rates, trials and coordinates, run in batches, with one record per run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,25 +19,15 @@ TUNING = 10_000
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs to do: every optimizer in every kind of coordinates, with every rate, on every trial.
+    """Runs to do: every optimizer in every kind of coordinates, with every rate, on every trial."""
 
-    Attributes:
-        rates: the learning rates of each optimizer.
-        seeds: one seed per trial.
-        coordinates: ``"original"``, ``"EGOP"`` or another kind that the experiment knows.
-        steps: the number of steps of each run.
-        record_every: steps between two recorded evaluations.
-        at_once: the number of trials to run together, limited by memory.
-        extra: further settings that go into every configuration.
-    """
-
-    rates: Mapping[str, Sequence[float]]
-    seeds: Sequence[int]
-    coordinates: Sequence[str]
+    rates: Mapping[str, Sequence[float]]  # of each optimizer
+    seeds: Sequence[int]  # one per trial
+    coordinates: Sequence[str]  # "original", "EGOP" or another kind that the experiment knows
     steps: int
-    record_every: int
-    at_once: int
-    extra: Mapping[str, Any]
+    record_every: int  # steps between two recorded evaluations
+    at_once: int  # trials to run together, limited by memory
+    extra: Mapping[str, Any]  # further settings that go into every configuration
 
 
 def run_sweep(
@@ -58,7 +46,7 @@ def run_sweep(
     Args:
         make_config: builds the configuration of a run from the preset and its own settings.
         sweep: the runs to do.
-        store: the store of finished runs.
+        store: the finished runs.
         context: the preset and the device.
         problem: builds the problems of several seeds.
         basis: builds their bases for a kind of coordinates; called once for all optimizers.

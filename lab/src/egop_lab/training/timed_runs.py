@@ -1,7 +1,5 @@
 """Series of long runs within a time budget."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -14,12 +12,7 @@ from egop_lab.training.records import Record, Store
 class Trials:
     """A series of runs, done one after the other until the time budget ends; finished ones are skipped.
 
-    Args:
-        store: the store of finished runs.
-        context: the preset, the device and the time budget.
-        make_config: builds the configuration of a run from its own settings.
-        run: builds a run from a configuration.
-        warm_up: called with the configuration before a run that may be timed.
+    ``warm_up`` is called with the configuration before a run that may be timed.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Searches for a learning rate: the paper's in two stages, and one along a ladder of rates."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,12 +26,9 @@ def doublings(lowest: float, highest: float) -> list[float]:
 def search_two_stage(evaluate: Evaluate, lowest: int, highest: int) -> tuple[float, dict[float, float]]:
     """Find the learning rate with the smallest score: powers of ten first, then doubling around the best one.
 
-    Args:
-        evaluate: gives a score for each of several learning rates at once (so that they can be run as one batch); the
-            smaller the better, ``inf`` or ``nan`` for a run that diverged. It is called twice, never with a rate that
-            it has already seen.
-        lowest: exponent of the smallest power of ten.
-        highest: exponent of the largest.
+    ``evaluate`` gives a score for each of several learning rates at once (so that they can be run as one batch); the
+    smaller the better, ``inf`` or ``nan`` for a run that diverged. It is called at most twice. The powers of ten have
+    exponents from ``lowest`` to ``highest``.
 
     Returns:
         The best learning rate and the score of every one that was tried, ascending. Of equal scores the smaller rate.
@@ -76,13 +71,8 @@ def search_rates(
 ) -> tuple[float, list[float]]:
     """Return the best learning rate, and the rates still to try before it is known.
 
-    While the best is the first or last rate tried, the next one of the ladder on that side is to be tried too.
-
-    Args:
-        ladder: all rates that may be tried, ascending.
-        first: the rates that are always tried.
-        runs: the runs so far.
-        score: score of a result; the smaller the better.
+    The ``first`` rates are always tried. While the best is the first or last rate tried, the next one of the ladder on
+    that side is to be tried too.
     """
     there = {run.config["lr"] for run in runs}
     low, high = ladder.index(min(first)), ladder.index(max(first))

@@ -5,8 +5,6 @@ small kernels. Here the rate is a tensor, one a run, and a step is a handful of 
 runs. Nothing in a step depends on the host, so that a step can be recorded as a CUDA graph.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 
@@ -18,13 +16,10 @@ _MOMENTUM = 0.9
 
 
 class Rule(abc.ABC):
-    """Update rule that steps stacked parameters in place.
+    """Update rule that steps stacked parameters, (trials, runs, *shape) each, in place.
 
-    Args:
-        leaves: trained tensors, (trials, runs, *shape) each.
-        rates: the learning rate of each run; may be changed in place between steps.
-        decays: the weight decay of each run, if the rule has one.
-        decayed: which of the leaves it applies to.
+    Each run has its learning rate, which may be changed in place between steps, and its weight decay, if the rule has
+    one, for those of the leaves that are ``decayed``.
     """
 
     def __init__(self, leaves: Sequence[Tensor], rates: Tensor, decays: Tensor, decayed: Sequence[bool]) -> None:
