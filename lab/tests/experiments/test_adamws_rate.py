@@ -8,15 +8,18 @@ import pytest
 from egop_lab.experiments import adamws_rate
 from egop_lab.training.problems import PROBLEMS
 
-PAGE = Path(__file__).parents[3] / "docs" / "howto" / "learning-rate.md"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_the_page_shows_the_record():
+def test_the_pages_show_the_record():
     table = adamws_rate.make_table(adamws_rate.read_losses(adamws_rate.RECORD))
     lines = [f"| {' | '.join(row)} |" for row in (table.header, *table.rows)]
     lines.insert(1, "|---" * len(table.header) + "|")
-    shown = PAGE.read_text().split("<!-- records -->\n")[1]
+    shown = (DOCS / "reproduction" / "adamws-rate.md").read_text().split("<!-- records -->\n")[1]
     assert shown == "\n".join(lines) + "\n", "\n".join(lines)
+    _, number, lower, _, _, difference = table.rows[0]
+    summary = f"AdamW on {lower} of {number} small problems (median difference {difference})"
+    assert summary in (DOCS / "howto" / "learning-rate.md").read_text()
 
 
 def test_losses_are_compared_by_seed_at_adamws_rate():

@@ -2,7 +2,7 @@
 
 ``python -m egop_lab.experiments.adamws_rate DATA COMMIT`` adds the missing runs to ``docs/records/adamws-rate.jsonl``,
 one line for each. It also holds EGOP at other rates and with updates of other sizes, and three further networks, whose
-AdamW was tuned with seeds from 100 on. A test compares the table in ``docs/howto/learning-rate.md`` with the record.
+AdamW was tuned with seeds from 100 on. A test compares ``docs/reproduction/adamws-rate.md`` with the record.
 """
 
 from __future__ import annotations
