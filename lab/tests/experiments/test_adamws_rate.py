@@ -1,0 +1,49 @@
+"""EGOP at AdamW's best learning rate: the page shows the record, and missing runs are done once."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from egop_lab.experiments import adamws_rate
+from egop_lab.training.problems import PROBLEMS
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def test_the_pages_show_the_record():
+    table = adamws_rate.make_table(adamws_rate.read_losses(adamws_rate.RECORD))
+    lines = [f"| {' | '.join(row)} |" for row in (table.header, *table.rows)]
+    lines.insert(1, "|---" * len(table.header) + "|")
+    shown = (DOCS / "reproduction" / "adamws-rate.md").read_text().split("<!-- records -->\n")[1]
+    assert shown == "\n".join(lines) + "\n", "\n".join(lines)
+    _, number, lower, _, _, difference = table.rows[0]
+    summary = f"AdamW on {lower} of {number} small problems (median difference {difference})"
+    assert summary in (DOCS / "howto" / "learning-rate.md").read_text()
+
+
+def test_losses_are_compared_by_seed_at_adamws_rate():
+    adamws = {seed: 2.0 + seed for seed in range(5)}
+    losses = {
+        ("a", "AdamW", 0.1): adamws,
+        ("a", "EGOP", 0.1): {seed: loss / 2 for seed, loss in adamws.items()},
+        ("a", "EGOP", 0.2): dict.fromkeys(range(5), 0.1),
+        ("b", "AdamW", 0.1): adamws,
+        ("b", "EGOP", 0.1): {**adamws, 4: math.inf},
+    }
+    assert adamws_rate.compare(losses, "EGOP") == {
+        "a": pytest.approx((-math.log(2), 0), abs=1e-12),
+        "b": (math.inf, math.inf),
+    }
+
+
+def test_missing_runs_are_done_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(adamws_rate, "RECORD", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(adamws_rate, "PROBLEMS", {"table": PROBLEMS["table"]})
+    monkeypatch.setattr(adamws_rate, "train", lambda *arguments: {"losses": [1.0, 0.5]})
+    for _ in range(2):
+        adamws_rate.main("", "abc")
+        assert adamws_rate.read_losses(tmp_path / "runs.jsonl") == {
+            ("table", method, 0.05): dict.fromkeys(range(5), 0.5) for method in ("AdamW", "EGOP")
+        }
+        assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 10
