@@ -95,7 +95,8 @@ def _load_section(one: Experiment, store: Store) -> Section:
 def format_counts(found: Sequence[Section]) -> str:
     """Say in a sentence how many claims hold, how many targets are met, and how many checks passed."""
     judged = [item for section in found for item in section.judged]
-    verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
+    kinds = ("claim", "reading", "target", "control")
+    verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in kinds}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
         f"of {pluralize(len(given), what)} {whose} {_tally(given, words)}"
@@ -103,6 +104,7 @@ def format_counts(found: Sequence[Section]) -> str:
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
             (verdicts["reading"], "reading", "of its figures by us", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),
+            (verdicts["control"], "control", "of ours", _CLAIMS),
         )
         if given
     ] + ([f"{pluralize(checks, 'check')} passed"] if checks else [])

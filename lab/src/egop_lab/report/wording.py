@@ -53,23 +53,24 @@ def format_value(value: Any) -> str:
 
 
 def count_holding(judged: Sequence[Judgement]) -> str:
-    """Count the judged claims that hold; targets if there are no claims."""
-    kind = "claim" if any(item.kind == "claim" for item in judged) else "target"
+    """Count the judged claims that hold; if there are none, the targets or the controls."""
+    kind = next((kind for kind in ("claim", "target") if any(item.kind == kind for item in judged)), "control")
     decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
     good = sum(item.verdict == "holds" for item in decided)
-    return f"{good} / {len(decided)}{'' if kind == 'claim' else ' targets'}"
+    return f"{good} / {len(decided)}{'' if kind == 'claim' else f' {kind}s'}"
 
 
 def summarize_verdicts(judged: Sequence[Judgement]) -> str:
     """Say in a line why not all claims hold."""
-    own = [item for item in judged if item.kind in ("claim", "target")]
+    own = [item for item in judged if item.kind in ("claim", "target", "control")]
     failed = [item for item in own if item.verdict == "does not hold"]
     unknown = sum(item.verdict == "cannot be judged" for item in own)
     flipped = sum(map(_has_opposite, own))
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        parts = [f"does not hold: {worst.statement.removesuffix('.').removeprefix('Target: ')}{more}"]
+        words = worst.statement.removesuffix(".").removeprefix("Target: ").removeprefix("Control: ")
+        parts = [f"does not hold: {words}{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
