@@ -47,8 +47,8 @@ Losses = Mapping[str, Mapping[float, float]]  # median final losses by coordinat
 class ControlsExperiment(Experiment):
     """The optimizers of the network experiments in random rotations, and VectorAdam; other numbers are recorded there.
 
-    Random rotations use the learning rates and trials of original coordinates. On Fashion-MNIST, where each method has
-    its own, the best of those that its search chose for any method.
+    Random rotations use the learning rates (on Fashion-MNIST also the weight decay) and the trials of original
+    coordinates.
     """
 
     id: ClassVar[str] = "controls"
@@ -59,10 +59,9 @@ class ControlsExperiment(Experiment):
         full = preset == "full"
         return {
             "random rotations": "one for each weight; of linear networks beside a basis for each layer",
-            "trials": {DIGITS: 10 if full else 3, LINEAR: 3 if full else 1, FASHION: 2 if full else 1},
+            "trials": {DIGITS: 5 if full else 3, LINEAR: 2 if full else 1, FASHION: 2 if full else 1},
             "Fashion-MNIST": "random directions as auxiliary variables, losses after the epochs of a tuning run",
             "rank": 200 if full else 50,
-            "rates and weight decays": "on Fashion-MNIST those pairs that its search chose for any of its methods",
             "VectorAdam": "a vector is a row of a weight; learning rates chosen as for the other methods",
             "VectorAdam rates": doublings(1e-3, 10) if full else [0.04, 0.1, 0.4, 1.0],
             "gain": "decades of the median final loss below original coordinates, mean over learning rates",
@@ -70,8 +69,8 @@ class ControlsExperiment(Experiment):
 
     def run(self, store: Store, context: Context) -> None:
         self._run_digits(store, context)
-        self._run_linear(store, context)
         VectorFactorization().run(store, context)
+        self._run_linear(store, context)
         self._run_fashion(store, context)
 
     def _run_digits(self, store: Store, context: Context) -> None:
@@ -124,39 +123,18 @@ class ControlsExperiment(Experiment):
         go({name: settings["rates"][name] for name in _ADAPTIVE}, range(own["trials"][LINEAR]), RANDOM)
 
     def _run_fashion(self, store: Store, context: Context) -> None:
-        images = FashionMnistExperiment().settings(context.preset)["images"]
-        runs: RandomRuns | None = None
-        for find in (self._fashion_tuning, self._fashion_reported):
-            if left := store.missing(find(store, context.preset)):
-                runs = runs or RandomRuns(images, context)
-                curves, seconds = train_batched(runs, left)
-                results = [
-                    {"final": each["loss"][-1], "best validation accuracy": max(each["validation accuracy"])}
-                    for each in curves
-                ]
-                pairs = zip(left, results, strict=True)
-                store.add(*(make_record(*pair, seconds / len(left), context.device) for pair in pairs))
+        for config in store.missing(self._fashion_configs(store, context.preset)):
+            runs = RandomRuns(FashionMnistExperiment().settings(context.preset)["images"], context)
+            (curves,), seconds = train_batched(runs, [config])
+            store.add(make_record(config, {"loss": curves["loss"]}, seconds, context.device))
 
-    def _fashion_config(self, preset: Preset, lr: float, weight_decay: float, seed: int) -> dict[str, Any]:
-        epochs = FashionMnistExperiment().settings(preset)["tuning epochs"]
-        entries = {"rank": self.settings(preset)["rank"], "lr": lr, "weight_decay": weight_decay, "epochs": epochs}
-        return self.config(preset, problem=FASHION, coordinates=RANDOM, **entries, seed=seed)
-
-    def _fashion_tuning(self, store: Store, preset: Preset) -> list[dict[str, Any]]:
-        """Return the configurations of the search: the pairs chosen for original coordinates or a rank."""
-        fashion, other = FashionMnistExperiment(), _open_beside(store, FASHION)
-        (*_, search), ranks = fashion.settings(preset)["searches"], (0, *fashion.settings(preset)["ranks"])
-        pairs = sorted({fashion.choose_rates(other, preset, FashionMethod(rank), search) for rank in ranks})
-        return [self._fashion_config(preset, *pair, TUNING) for pair in pairs]
-
-    def _fashion_reported(self, store: Store, preset: Preset) -> list[dict[str, Any]]:
-        """Return the configurations of the trials, at the pair of the highest validation accuracy."""
-        tuning = [run for config in self._fashion_tuning(store, preset) if (run := store.get(config))]
-        if not tuning:
-            raise LookupError("Fashion-MNIST is not tuned yet")
-        best = max(tuning, key=lambda run: run.result["best validation accuracy"]).config
-        trials = range(self.settings(preset)["trials"][FASHION])
-        return [self._fashion_config(preset, best["lr"], best["weight_decay"], seed) for seed in trials]
+    def _fashion_configs(self, store: Store, preset: Preset) -> list[dict[str, Any]]:
+        fashion, settings = FashionMnistExperiment(), self.settings(preset)
+        lr, decay = fashion.choose_rates(open_beside(store, FASHION), preset, FashionMethod(0), _search(preset))
+        epochs = fashion.settings(preset)["tuning epochs"]
+        entries = {"rank": settings["rank"], "lr": lr, "weight_decay": decay, "epochs": epochs}
+        trials = range(settings["trials"][FASHION])
+        return [self.config(preset, problem=FASHION, coordinates=RANDOM, **entries, seed=seed) for seed in trials]
 
     def judge(self, store: Store, preset: Preset) -> list[Judgement]:
         rotations = [
@@ -169,7 +147,7 @@ class ControlsExperiment(Experiment):
         """Return the losses of each control, on the same trials in all coordinates."""
         found: dict[tuple[str, str], Losses] = {}
         for problem, one in _EXPERIMENTS.items():
-            other, turned = _open_beside(store, problem), EGOP if problem == DIGITS else BLOCK
+            other, turned = open_beside(store, problem), EGOP if problem == DIGITS else BLOCK
             for optimizer in _ADAPTIVE:
                 runs = {RANDOM: self.records(store, preset, problem=problem, optimizer=optimizer, coordinates=RANDOM)}
                 seeds = {run.config["seed"] for run in runs[RANDOM]}
@@ -184,26 +162,21 @@ class ControlsExperiment(Experiment):
 
     def _fashion_losses(self, store: Store, preset: Preset) -> Losses:
         """Return the losses after the epochs of the control, which a constant rate makes comparable, at one "rate"."""
-        fashion, other = FashionMnistExperiment(), _open_beside(store, FASHION)
-        settings = fashion.settings(preset)
-        (*_, search), epochs = settings["searches"], settings["tuning epochs"]
-        trials = range(self.settings(preset)["trials"][FASHION])
-        found = {RANDOM: [run for c in self._fashion_reported(store, preset) if (run := store.get(c))]}
-        if len(found[RANDOM]) < len(trials):
+        fashion, other = FashionMnistExperiment(), open_beside(store, FASHION)
+        configs = self._fashion_configs(store, preset)
+        if store.missing(configs):
             raise LookupError("Fashion-MNIST has runs left")
-        losses = {RANDOM: {0.0: median([run.result["final"] for run in found[RANDOM]])}}
-        for kind, rank in ((ORIGINAL, 0), (EGOP, self.settings(preset)["rank"])):
-            lr, decay = fashion.choose_rates(other, preset, FashionMethod(rank), search)
-            runs = fashion.records(other, preset, kind="run", rank=rank, lr=lr, weight_decay=decay)
-            own = [r for r in runs if r.config["seed"] in trials and r.config["epochs"] == settings["epochs"]]
-            losses[kind] = {
-                0.0: median([r.result["loss"][epochs] for r in own if "reduced" not in r.config]),
-            }
-        return losses
+        epochs, seeds = configs[0]["epochs"], {config["seed"] for config in configs}
+        runs = {RANDOM: self.records(store, preset, problem=FASHION)}
+        for kind, rank in ((ORIGINAL, 0), (EGOP, configs[0]["rank"])):
+            lr, decay = fashion.choose_rates(other, preset, FashionMethod(rank), _search(preset))
+            own = fashion.records(other, preset, kind="run", rank=rank, lr=lr, weight_decay=decay)
+            runs[kind] = [run for run in own if run.config["seed"] in seeds and "reduced" not in run.config]
+        return {kind: {0.0: median([run.result["loss"][epochs] for run in own])} for kind, own in runs.items()}
 
     def _judge_vectors(self, store: Store, preset: Preset) -> list[Judgement]:
         linear = self._linear_finals(store, preset)
-        factorization, other = VectorFactorization(), _open_beside(store, MatrixFactorizationExperiment.id)
+        factorization, other = VectorFactorization(), open_beside(store, MatrixFactorizationExperiment.id)
         rule = "Control: EGOP Adam comes near the optimum in fewer steps than VectorAdam."
         by_start = []
         for case in factorization.starts(preset):
@@ -246,7 +219,7 @@ class ControlsExperiment(Experiment):
                 [final_loss(run.result) for run in runs if not is_tuning(run) and run.config["lr"] == rate]
             )
         }
-        linear, other = _EXPERIMENTS[LINEAR], _open_beside(store, LINEAR)
+        linear, other = _EXPERIMENTS[LINEAR], open_beside(store, LINEAR)
         for optimizer in _ADAPTIVE:
             for kind, words in ((ORIGINAL, optimizer), (EGOP, f"EGOP {optimizer}")):
                 own = linear.reported_runs(other, preset, optimizer, kind)
@@ -314,30 +287,40 @@ class RandomRuns(Runs):
     def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Basis, float]:
         """Draw the directions of a trial."""
         weights = {name: value for name, value in self.start(seed).named_parameters() if value.dim() > 1}
-        like = {
-            name: egop.Auxiliary(rank=rank) if rank < weight.numel() else egop.Full()
-            for name, weight in weights.items()
-        }
-        return _draw(weights, seed, like), 0.0
+        like = {name: egop.Auxiliary(rank=rank) for name, weight in weights.items() if rank < weight.numel()}
+        return draw_rotation(weights, seed, like), 0.0
 
 
 def draw_rotations(problem: NetworkTrials) -> batched.Basis:
     """Draw a random rotation of each weight for each trial."""
     start = {name: value for name, value in problem.start().items() if value.dim() > 2}
-    bases = [
-        _draw({name: value[place] for name, value in start.items()}, seed, dict.fromkeys(start, egop.Full()))
-        for place, seed in enumerate(problem.seeds)
-    ]
-    return batched.Basis.stack(bases)
+    return batched.Basis.stack(
+        [
+            draw_rotation({name: value[place] for name, value in start.items()}, seed)
+            for place, seed in enumerate(problem.seeds)
+        ]
+    )
 
 
-def _draw(weights: Mapping[str, torch.Tensor], seed: int, like: Mapping[str, egop.Structure]) -> egop.Basis:
+def draw_rotation(
+    weights: Mapping[str, torch.Tensor], seed: int, like: Mapping[str, egop.Structure] | None = None
+) -> egop.Basis:
+    """Draw a random basis of each weight, of a full structure unless another one is given."""
     objective = egop.Objective.from_function(lambda **values: sum(v.sum() for v in values.values()), dict(weights))
-    structure = {name: egop.extras.RandomRotation(seed=seed, like=own) for name, own in like.items()}
+    structure = {
+        name: egop.extras.RandomRotation(seed=seed, like=(like or {}).get(name, egop.Full())) for name in weights
+    }
     return egop.estimate(objective, rho=egop.Gaussian(), partition="parameter", structure=structure, progress=False)
 
 
-def _open_beside(store: Store, id: str) -> Store:
+def _search(preset: Preset) -> str:
+    """Return the search for rates and weight decays that the paper made."""
+    (*_, search) = FashionMnistExperiment().settings(preset)["searches"]
+    return search
+
+
+def open_beside(store: Store, id: str) -> Store:
+    """Open the records of another experiment, in the same folder."""
     return Store(store.path.with_name(f"{id}{store.path.suffix}"))
 
 

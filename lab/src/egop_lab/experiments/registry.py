@@ -19,6 +19,7 @@ _PLACES = {
     "convex": "convex:ConvexExperiment",
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
+    "sample-size": "sample_size:SampleSizeExperiment",
     "controls": "controls:ControlsExperiment",
     "advice": "advice:AdviceExperiment",
 }
