@@ -60,10 +60,11 @@ class ControlsExperiment(Experiment):
         return {
             "random rotations": "one for each weight; of linear networks beside a basis for each layer",
             "trials": {DIGITS: 5 if full else 3, LINEAR: 2 if full else 1, FASHION: 2 if full else 1},
+            "VectorAdam trials": 5 if full else 1,
             "Fashion-MNIST": "random directions as auxiliary variables, losses after the epochs of a tuning run",
             "rank": 200 if full else 50,
             "VectorAdam": "a vector is a row of a weight; learning rates chosen as for the other methods",
-            "VectorAdam rates": doublings(1e-3, 10) if full else [0.04, 0.1, 0.4, 1.0],
+            "VectorAdam rates": doublings(1e-2, 1) if full else [0.04, 0.1, 0.4, 1.0],
             "gain": "decades of the median final loss below original coordinates, mean over learning rates",
         }
 
@@ -100,7 +101,7 @@ class ControlsExperiment(Experiment):
 
         def go(rates: Mapping[str, Sequence[float]], seeds: Sequence[int], coordinates: str) -> None:
             steps = samples // 2 // BATCH
-            sweep = Sweep(rates, seeds, [coordinates], epochs * steps, steps, 3, {"problem": LINEAR})
+            sweep = Sweep(rates, seeds, [coordinates], epochs * steps, steps, 5, {"problem": LINEAR})
             run_sweep(
                 self.config,
                 sweep,
@@ -118,7 +119,7 @@ class ControlsExperiment(Experiment):
             )
 
         tuning = range(TUNING, TUNING + settings["tuning trials"])
-        for seeds in (tuning, range(settings["trials"])):
+        for seeds in (tuning, range(own["VectorAdam trials"])):
             go({VECTOR_ADAM: own["VectorAdam rates"]}, seeds, ORIGINAL)
         go({name: settings["rates"][name] for name in _ADAPTIVE}, range(own["trials"][LINEAR]), RANDOM)
 

@@ -20,6 +20,7 @@ _PLACES = {
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
     "sample-size": "sample_size:SampleSizeExperiment",
+    "assumptions": "assumptions:AssumptionsExperiment",
     "controls": "controls:ControlsExperiment",
     "advice": "advice:AdviceExperiment",
 }
