@@ -214,6 +214,7 @@ class ControlsExperiment(Experiment):
     def _linear_finals(self, store: Store, preset: Preset) -> dict[str, float]:
         """Return the median final losses on linear networks at the rates chosen on tuning trials."""
         runs = self.records(store, preset, problem=LINEAR, optimizer=VECTOR_ADAM)
+        seeds = {run.config["seed"] for run in runs}
         rate = best_rate(filter(is_tuning, runs), best_validation_loss)
         finals = {
             VECTOR_ADAM: median(
@@ -224,7 +225,7 @@ class ControlsExperiment(Experiment):
         for optimizer in _ADAPTIVE:
             for kind, words in ((ORIGINAL, optimizer), (EGOP, f"EGOP {optimizer}")):
                 own = linear.reported_runs(other, preset, optimizer, kind)
-                finals[words] = median([final_loss(run.result) for run in own])
+                finals[words] = median([final_loss(run.result) for run in own if run.config["seed"] in seeds])
         return finals
 
     def tables(self, store: Store, preset: Preset) -> list[Table]:

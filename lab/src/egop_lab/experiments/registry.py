@@ -19,6 +19,7 @@ _PLACES = {
     "convex": "convex:ConvexExperiment",
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
+    "alexnet": "alexnet:AlexNetExperiment",
     "sample-size": "sample_size:SampleSizeExperiment",
     "assumptions": "assumptions:AssumptionsExperiment",
     "controls": "controls:ControlsExperiment",
