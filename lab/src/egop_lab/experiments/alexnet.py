@@ -37,7 +37,10 @@ class AlexNetExperiment(Experiment):
 
     id: ClassVar[str] = "alexnet"
     title: ClassVar[str] = "AlexNet on Imagenette"
-    figures: ClassVar[str] = "nothing like it; AlexNet is named beside the residual network, without results"
+    figures: ClassVar[str] = (
+        "nothing like it; AlexNet is named beside the residual network, without results. Rules were written down "
+        "before the runs"
+    )
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"

@@ -52,7 +52,7 @@ class AssumptionsExperiment(Experiment):
 
     id: ClassVar[str] = "assumptions"
     title: ClassVar[str] = "What the theory and the shared basis rest on"
-    figures: ClassVar[str] = "nothing like it; sentences of its text, checked by rules written down before the runs"
+    figures: ClassVar[str] = "nothing like it; sentences of its text. Rules were written down before the runs"
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"

@@ -53,7 +53,7 @@ class ControlsExperiment(Experiment):
 
     id: ClassVar[str] = "controls"
     title: ClassVar[str] = "Controls: random rotations and VectorAdam"
-    figures: ClassVar[str] = "nothing like it; controls of ours, written down before their runs"
+    figures: ClassVar[str] = "nothing like it; controls of ours. Rules were written down before the runs"
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"

@@ -34,7 +34,9 @@ class SampleSizeExperiment(Experiment):
 
     id: ClassVar[str] = "sample-size"
     title: ClassVar[str] = "How many gradients a basis needs"
-    figures: ClassVar[str] = "nothing like it; its text says that M ≈ d gradients suffice"
+    figures: ClassVar[str] = (
+        "nothing like it; its text says that M ≈ d gradients suffice. Rules were written down before the runs"
+    )
 
     def settings(self, preset: Preset) -> dict[str, Any]:
         full = preset == "full"

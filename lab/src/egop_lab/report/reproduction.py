@@ -15,6 +15,7 @@ from egop_lab.formatting import pluralize
 from egop_lab.plots.figures import draw_picture, embed_picture, save_figure
 from egop_lab.plots.picture import Picture
 from egop_lab.report import wording
+from egop_lab.report.failures import HEADER, group_failures
 from egop_lab.report.html import format_page
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Store
@@ -23,7 +24,8 @@ _INTRODUCTION = (
     "We repeated the paper's experiments and compared each of its claims with what we measured. A claim is judged by "
     "the paper's own criterion; results under alternative criteria, mostly ours, are listed alongside. If the paper "
     "gives no threshold, we chose one and state it. Claims and thresholds were written down after the records existed, "
-    "so none of them is a preregistered test. All numbers come from the records: egop-lab reproduce made them, and "
+    "so none of them is a preregistered test, except on the pages that say so (controls, assumptions, sample-size, "
+    "alexnet). All numbers come from the records: egop-lab reproduce made them, and "
     "egop-lab report wrote these pages."
 )
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
@@ -133,7 +135,7 @@ def _list_missing(found: Sequence[Section]) -> list[str]:
 
 
 def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judgement]]]:
-    judged = [item for section in found for item in section.judged]
+    judged = _get_judged(found)
     pairs = (("The strongest confirmations", "holds"), ("The clearest failures", "does not hold"))
     return [(title, items) for title, verdict in pairs if (items := wording.select_furthest(judged, verdict))]
 
@@ -154,6 +156,8 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
         lines.append("")
     for line in _list_missing(found):
         lines += [line, ""]
+    if failures := group_failures(_get_judged(found)):
+        lines += [f"**{_describe_failures(failures)}**", "", _row(HEADER), "|---|---|---|", *map(_row, failures), ""]
     for title, items in _highlights(found):
         lines += [f"**{title}**", ""]
         lines += [
@@ -182,6 +186,14 @@ def _write_lines(lines: Sequence[str], path: Path) -> None:
 def _summary(found: Sequence[Section]) -> str:
     changed = wording.describe_changes([item for section in found for item in section.judged])
     return f"{format_counts(found)} {changed}".strip()
+
+
+def _get_judged(found: Sequence[Section]) -> list[Judgement]:
+    return [item for section in found for item in section.judged]
+
+
+def _describe_failures(rows: Sequence[tuple[str, str, str]]) -> str:
+    return f"Why claims fail: {pluralize(len(rows), 'finding')}"
 
 
 def _get_experiment_id(item: Judgement) -> str:
@@ -252,6 +264,9 @@ def write_html(found: Sequence[Section], path: Path) -> None:
         ]  # fmt: skip
         body.append(_table(_HEADER, rows))
     body += [f"<p>{escape(line)}</p>" for line in _list_missing(found)]
+    if failures := group_failures(_get_judged(found)):
+        cells = [tuple(map(escape, row)) for row in failures]
+        body += [f"<h2>{escape(_describe_failures(failures))}</h2>", _table(HEADER, cells)]
     for title, items in _highlights(found):
         shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_get_experiment_id(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]

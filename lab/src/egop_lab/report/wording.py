@@ -8,6 +8,7 @@ from typing import Any
 
 from egop_lab.experiments.base import Experiment, Judgement
 from egop_lab.formatting import pluralize
+from egop_lab.report.failures import find_cause
 from egop_lab.training.context import Preset
 
 RULE = (
@@ -116,11 +117,12 @@ def _format_factor(number: float) -> str:
 
 
 def list_findings(item: Judgement) -> list[str]:
-    """Return the finding, our threshold and the results of alternative rules, a sentence each."""
+    """Return the finding, our threshold, the results of alternative rules, and why the claim fails if it does."""
     lines = [item.finding]
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
     lines += [f"Alternative criterion ({other.rule}): {other.verdict}. {other.finding}" for other in item.alternatives]
-    return lines
+    cause = find_cause(item)
+    return lines if cause is None else [*lines, f"Which it is: {cause.reason}. {cause.words}"]
 
 
 def merge_unjudged(judged: Iterable[Judgement]) -> list[Judgement]:
