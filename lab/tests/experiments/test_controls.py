@@ -137,7 +137,7 @@ def test_vector_adam_is_tuned_as_the_others_are(tmp_path):
     one, store = faked(VectorFactorization, outcome, tmp_path)
     (case,) = one.starts("quick")
     assert one.choose_rate(store, "quick", case, Method("VectorAdam")) == 0.1
-    assert one.steps_from(store, "quick", Method("VectorAdam"), 1e-4, case) == pytest.approx(500)
+    assert one.steps_to(store, "quick", Method("VectorAdam"), 1e-4, case) == pytest.approx(500)
     assert {run.config["experiment"] for run in store} == {"controls"}
 
 

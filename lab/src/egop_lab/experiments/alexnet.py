@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 import egop
 from egop_lab.data import images
 from egop_lab.experiments.base import Experiment, Judgement, Table, compare, to_verdict
-from egop_lab.experiments.curves import curve_series, median
+from egop_lab.experiments.curves import median
 from egop_lab.models.alexnet import alexnet
 from egop_lab.models.residual import initialize_
 from egop_lab.models.small import cross_entropy
-from egop_lab.plots.picture import Panel, Picture
+from egop_lab.plots.picture import Picture
 from egop_lab.training.context import Context, Preset, record_run
 from egop_lab.training.instances import RANDOM
 from egop_lab.training.loop import train
 from egop_lab.training.records import Record, Store
 from egop_lab.training.resnet import count_samples
-from egop_lab.training.sweeps import ORIGINAL, TUNING
+from egop_lab.training.sweeps import TUNING
 from egop_lab.training.tuning import best_rate
 
 METHODS = ("Adam", "AdamW", "EGOP AdamW", f"{RANDOM} AdamW")
@@ -141,13 +141,7 @@ class AlexNetExperiment(Experiment):
         return [Table("After the last epoch, medians over trials", header, tuple(rows))]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        runs = self._reported_runs(store, preset)
-        panels = [
-            Panel(words, "epoch", "loss", [curve_series(own, name, method, ORIGINAL) for method, own in runs.items()],
-                  yscale="linear")
-            for words, name in (("Training loss", "training loss"), ("Validation loss", "loss"))
-        ]  # fmt: skip
-        return [Picture(self.id, "Loss of the batches of an epoch, and of the central crops after it.", panels)]
+        return []
 
 
 def train_once(data: images.HeldImages, config: Mapping[str, Any], context: Context) -> dict[str, Any]:

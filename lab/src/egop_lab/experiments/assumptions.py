@@ -26,7 +26,7 @@ from egop_lab.experiments.matrix_factorization_claims import AT_OPTIMUM
 from egop_lab.experiments.tuned_experiment import Case, Method, TunedExperiment
 from egop_lab.models.residual import initialize_
 from egop_lab.models.small import cross_entropy
-from egop_lab.plots.picture import Mark, Panel, Picture
+from egop_lab.plots.picture import Picture
 from egop_lab.training import digits as digits_trials
 from egop_lab.training import linear as linear_trials
 from egop_lab.training.context import Context, Preset, record_run
@@ -174,11 +174,7 @@ class AssumptionsExperiment(Experiment):
         ]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        rows = self._compare_ratios(store, preset).items()
-        marks = [Mark(problem, row["ratio"], row["Adagrad"]) for problem, row in rows if math.isfinite(row["Adagrad"])]
-        caption = "The leading term of the paper's bound, and the share of Adagrad's steps that EGOP Adagrad needs."
-        panel = Panel("Bound and gain", "sr/(dβ₁)", "share of steps", [], "log", "log", "points", marks=marks)
-        return [Picture(self.id, caption, [panel])]
+        return []
 
 
 def _list_problems(preset: Preset) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from egop_lab.experiments.matrix_factorization import MatrixFactorizationExperim
 from egop_lab.experiments.matrix_factorization_claims import THRESHOLDS
 from egop_lab.experiments.sweep_experiment import SweepExperiment
 from egop_lab.experiments.tuned_experiment import Case, Method
-from egop_lab.plots.picture import Panel, Picture, Series
+from egop_lab.plots.picture import Picture
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, make_record
 from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem
@@ -69,31 +70,20 @@ class ControlsExperiment(Experiment):
         }
 
     def run(self, store: Store, context: Context) -> None:
-        self._run_digits(store, context)
+        settings = _EXPERIMENTS[DIGITS].settings(context.preset)
+        sweep_digits(
+            partial(self.config, problem=DIGITS),
+            store,
+            context,
+            {name: settings["rates"][name] for name in _ADAPTIVE},
+            range(self.settings(context.preset)["trials"][DIGITS]),
+            settings["epochs"],
+            RANDOM,
+            draw_rotations,
+        )
         VectorFactorization().run(store, context)
         self._run_linear(store, context)
         self._run_fashion(store, context)
-
-    def _run_digits(self, store: Store, context: Context) -> None:
-        settings = _EXPERIMENTS[DIGITS].settings(context.preset)
-        sweep = Sweep(
-            rates={name: settings["rates"][name] for name in _ADAPTIVE},
-            seeds=range(self.settings(context.preset)["trials"][DIGITS]),
-            coordinates=[RANDOM],
-            steps=settings["epochs"] * STEPS_PER_EPOCH,
-            record_every=STEPS_PER_EPOCH,
-            at_once=5,
-            extra={"problem": DIGITS},
-        )
-        run_sweep(
-            self.config,
-            sweep,
-            store,
-            context,
-            problem=lambda seeds: DigitsProblem(seeds, context.device),
-            basis=lambda problem, kind: draw_rotations(problem),
-            compact=lambda config, result: {"final": result["loss"][-1]},
-        )
 
     def _run_linear(self, store: Store, context: Context) -> None:
         settings, own = _EXPERIMENTS[LINEAR].settings(context.preset), self.settings(context.preset)
@@ -177,13 +167,15 @@ class ControlsExperiment(Experiment):
 
     def _judge_vectors(self, store: Store, preset: Preset) -> list[Judgement]:
         linear = self._linear_finals(store, preset)
-        factorization, other = VectorFactorization(), open_beside(store, MatrixFactorizationExperiment.id)
-        rule = "Control: EGOP Adam comes near the optimum in fewer steps than VectorAdam."
-        by_start = []
-        for case in factorization.starts(preset):
+        vectors, papers = VectorFactorization(), MatrixFactorizationExperiment()
+        other, by_start = open_beside(store, papers.id), []
+        for case in vectors.starts(preset):
             mine, theirs = (
-                [factorization.steps_from(source, preset, method, threshold, case) for threshold in THRESHOLDS]
-                for source, method in ((other, Method("Adam", EGOP)), (store, Method(VECTOR_ADAM)))
+                [one.steps_to(source, preset, method, threshold, case) for threshold in THRESHOLDS]
+                for one, source, method in (
+                    (papers, other, Method("Adam", EGOP)),
+                    (vectors, store, Method(VECTOR_ADAM)),
+                )
             )
             shown = "; ".join(
                 f"to {threshold:g}: EGOP Adam {a:.0f}, VectorAdam {b:.0f}"
@@ -203,7 +195,7 @@ class ControlsExperiment(Experiment):
             ),
             Judgement(
                 "controls/matrix-factorization-VectorAdam",
-                rule,
+                "Control: EGOP Adam comes near the optimum in fewer steps than VectorAdam.",
                 verdict,
                 f"Steps from {start} at the fastest rates: {finding}",
                 "control",
@@ -231,7 +223,7 @@ class ControlsExperiment(Experiment):
     def tables(self, store: Store, preset: Preset) -> list[Table]:
         rows = []
         for (problem, optimizer), losses in self._rotations(store, preset).items():
-            at = _best_in_original(losses)
+            at = min(losses[ORIGINAL], key=lambda rate: losses[ORIGINAL][rate])
             ends = [f"{losses[kind][at]:.3g}" for kind in (ORIGINAL, RANDOM, EGOP)]
             gains = {kind: compute_gain(losses, kind) for kind in (RANDOM, EGOP)}
             share = gains[RANDOM] / gains[EGOP] if gains[EGOP] > 0 else math.nan
@@ -251,18 +243,7 @@ class ControlsExperiment(Experiment):
         return [Table(title, (*header, *gain), tuple(rows)), linear]
 
     def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        panels = []
-        for (problem, optimizer), losses in self._rotations(store, preset).items():
-            if problem == FASHION:
-                continue
-            series = [
-                Series(kind, sorted(losses[kind]), [losses[kind][rate] for rate in sorted(losses[kind])],
-                       method=optimizer if kind != RANDOM else RANDOM, egop=kind == EGOP)
-                for kind in (ORIGINAL, RANDOM, EGOP)
-            ]  # fmt: skip
-            panels.append(Panel(f"{problem}, {optimizer}", "learning rate", "final training loss", series, "log"))
-        caption = "Final training loss by learning rate in original coordinates, a random rotation and EGOP's; medians."
-        return [Picture(self.id, caption, panels)]
+        return []
 
 
 class VectorFactorization(MatrixFactorizationExperiment):
@@ -277,11 +258,6 @@ class VectorFactorization(MatrixFactorizationExperiment):
     def pairs(self, preset: Preset) -> list[tuple[Case, Method]]:
         return [(case, Method(VECTOR_ADAM)) for case in self.starts(preset)]
 
-    def steps_from(self, store: Store, preset: Preset, method: Method, threshold: float, case: Case) -> float:
-        """Return the median steps to a threshold, with the records of either experiment."""
-        one = self if method.optimizer == VECTOR_ADAM else MatrixFactorizationExperiment()
-        return one.steps_to(store, preset, method, threshold, case)
-
 
 class RandomRuns(Runs):
     """Fashion-MNIST with random directions in place of EGOP's."""
@@ -291,6 +267,28 @@ class RandomRuns(Runs):
         weights = {name: value for name, value in self.start(seed).named_parameters() if value.dim() > 1}
         like = {name: egop.Auxiliary(rank=rank) for name, weight in weights.items() if rank < weight.numel()}
         return draw_rotation(weights, seed, like), 0.0
+
+
+def sweep_digits(
+    make_config: Callable[..., dict[str, Any]],
+    store: Store,
+    context: Context,
+    rates: Mapping[str, Sequence[float]],
+    seeds: Sequence[int],
+    epochs: int,
+    kind: str,
+    basis: Callable[[DigitsProblem], batched.Basis],
+) -> None:
+    """Train the digits network in one kind of coordinates; record final losses."""
+    run_sweep(
+        make_config,
+        Sweep(rates, seeds, [kind], epochs * STEPS_PER_EPOCH, STEPS_PER_EPOCH, at_once=5, extra={}),
+        store,
+        context,
+        problem=lambda seeds: DigitsProblem(seeds, context.device),
+        basis=lambda problem, _: basis(problem),
+        compact=lambda config, result: {"final": result["loss"][-1]},
+    )
 
 
 def draw_rotations(problem: NetworkTrials) -> batched.Basis:
@@ -354,7 +352,3 @@ def judge_rotation(problem: str, optimizer: str, losses: Losses) -> Judgement:
         "control",
         threshold="half of the gain in decades, mean over learning rates",
     )
-
-
-def _best_in_original(losses: Losses) -> float:
-    return min(losses[ORIGINAL], key=lambda rate: losses[ORIGINAL][rate])

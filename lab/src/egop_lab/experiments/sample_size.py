@@ -11,16 +11,16 @@ import torch
 
 import egop
 from egop_lab.experiments.base import Experiment, Judgement, Table, to_verdict
-from egop_lab.experiments.controls import draw_rotation, open_beside
+from egop_lab.experiments.controls import draw_rotation, open_beside, sweep_digits
 from egop_lab.experiments.curves import median
 from egop_lab.experiments.digits import DigitsExperiment
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
 from egop_lab.training.context import Context, Preset, make_record
-from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem, estimate, network
+from egop_lab.training.digits import DigitsProblem, estimate, network
 from egop_lab.training.instances import RANDOM
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import ORIGINAL, TUNING, Sweep, run_sweep
+from egop_lab.training.sweeps import ORIGINAL, TUNING
 
 _BLOCK = "0.weight"  # the first layer, whose leading directions are compared
 _MOST, _ALIGNED, _HALF = 0.9, 0.9, 0.5
@@ -56,7 +56,16 @@ class SampleSizeExperiment(Experiment):
         reference: torch.Tensor | None = None
         for kind, share in {**_shares(settings), RANDOM: 0.0}.items():
             bases = functools.partial(_find_bases, share, settings["trials"])
-            self._train(store, context, kind, bases)
+            sweep_digits(
+                self.config,
+                store,
+                context,
+                {name: [rate] for name, rate in settings["rates"].items()},
+                range(settings["trials"]),
+                settings["epochs"],
+                kind,
+                functools.partial(_stack, bases),
+            )
             if left := store.missing(self._alignment_configs(context.preset, kind)):
                 if reference is None:
                     reference = _leading(estimate(TUNING, settings["reference"]), settings["directions"])
@@ -64,27 +73,6 @@ class SampleSizeExperiment(Experiment):
                     own = _leading(bases()[config["seed"]], settings["directions"])
                     overlap = float((reference.mT @ own).square().sum() / settings["directions"])
                     store.add(make_record(config, {"alignment": overlap}, 0.0))
-
-    def _train(self, store: Store, context: Context, kind: str, bases: Callable[[], list[egop.Basis]]) -> None:
-        settings = self.settings(context.preset)
-        sweep = Sweep(
-            rates={name: [rate] for name, rate in settings["rates"].items()},
-            seeds=range(settings["trials"]),
-            coordinates=[kind],
-            steps=settings["epochs"] * STEPS_PER_EPOCH,
-            record_every=STEPS_PER_EPOCH,
-            at_once=settings["trials"],
-            extra={},
-        )
-        run_sweep(
-            self.config,
-            sweep,
-            store,
-            context,
-            problem=lambda seeds: DigitsProblem(seeds, context.device),
-            basis=lambda *_: batched.Basis.stack([basis.to(context.device) for basis in bases()]),
-            compact=lambda config, result: {"final": result["loss"][-1]},
-        )
 
     def _alignment_configs(self, preset: Preset, kind: str) -> list[dict[str, Any]]:
         settings = self.settings(preset)
@@ -197,6 +185,10 @@ def _find_bases(share: float, trials: int) -> list[egop.Basis]:
     starts = [dict(network(seed).named_parameters()) for seed in range(trials)]
     weights = [{name: value.detach() for name, value in own.items() if value.dim() > 1} for own in starts]
     return [draw_rotation(own, seed) for seed, own in enumerate(weights)]
+
+
+def _stack(bases: Callable[[], list[egop.Basis]], problem: DigitsProblem) -> batched.Basis:
+    return batched.Basis.stack([basis.to(problem.device) for basis in bases()])
 
 
 def _leading(basis: egop.Basis, count: int) -> torch.Tensor:
