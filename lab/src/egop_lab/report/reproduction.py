@@ -157,7 +157,10 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
     for line in _list_missing(found):
         lines += [line, ""]
     if failures := group_failures(_get_judged(found)):
-        lines += [f"**{_describe_failures(failures)}**", "", _row(HEADER), "|---|---|---|", *map(_row, failures), ""]
+        described = _describe_failures(failures)
+        lines += [f"{_link('Why claims fail', 'failures', path)}: {described}.", ""]
+        page = ["# Why claims fail", "", f"{described[0].upper()}{described[1:]}.", "", _row(HEADER), "|---|---|---|"]
+        _write_lines([*page, *map(_row, failures), ""], path.with_suffix("") / "failures.md")
     for title, items in _highlights(found):
         lines += [f"**{title}**", ""]
         lines += [
@@ -193,7 +196,9 @@ def _get_judged(found: Sequence[Section]) -> list[Judgement]:
 
 
 def _describe_failures(rows: Sequence[tuple[str, str, str]]) -> str:
-    return f"Why claims fail: {pluralize(len(rows), 'finding')}"
+    reasons = [reason for _, reason, _ in rows]
+    counts = ", ".join(f"{reason} ({reasons.count(reason)})" for reason in dict.fromkeys(reasons))
+    return f"those with one cause are one finding, of which there are {len(rows)}: {counts}"
 
 
 def _get_experiment_id(item: Judgement) -> str:
@@ -266,7 +271,7 @@ def write_html(found: Sequence[Section], path: Path) -> None:
     body += [f"<p>{escape(line)}</p>" for line in _list_missing(found)]
     if failures := group_failures(_get_judged(found)):
         cells = [tuple(map(escape, row)) for row in failures]
-        body += [f"<h2>{escape(_describe_failures(failures))}</h2>", _table(HEADER, cells)]
+        body += ["<h2>Why claims fail</h2>", f"<p>{escape(_describe_failures(failures))}.</p>", _table(HEADER, cells)]
     for title, items in _highlights(found):
         shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_get_experiment_id(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]
