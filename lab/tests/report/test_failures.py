@@ -50,6 +50,6 @@ def test_the_report_has_a_page_of_them(tmp_path):
     section = reproduction.Section(experiment("convex"), "full", (judge("convex/logistic-Adam-unchanged"),))
     reproduction.write_markdown([section], tmp_path / "r.md")
     reproduction.write_html([section], tmp_path / "r.html")
-    assert "[Why claims fail](r/failures.md): those with one cause" in (tmp_path / "r.md").read_text()
+    assert "[Why claims fail](r/failures.md): 1 finding, a strict rule (1)." in (tmp_path / "r.md").read_text()
     assert "| a strict rule | convex/logistic-Adam-unchanged (Measured) |" in (tmp_path / "r/failures.md").read_text()
     assert "a strict rule (1)" in (tmp_path / "r.html").read_text()

@@ -62,6 +62,12 @@ FINDINGS = (
         _name("layer-spectra", "similar"),
     ),
     Finding(
+        "Adam gains about as much with a quarter of d gradients as with d or 2 d, and more with 4 d only; four trials "
+        "at one learning rate.",
+        "a strict rule",
+        _name("sample-size", "Adam-suffices"),
+    ),
+    Finding(
         "EGOP helps Adam a little where the paper sees no change; no figure would show it.",
         "a strict rule",
         _name("convex", "logistic-Adam-unchanged"),

@@ -24,9 +24,8 @@ _INTRODUCTION = (
     "We repeated the paper's experiments and compared each of its claims with what we measured. A claim is judged by "
     "the paper's own criterion; results under alternative criteria, mostly ours, are listed alongside. If the paper "
     "gives no threshold, we chose one and state it. Claims and thresholds were written down after the records existed, "
-    "so none of them is a preregistered test, except on the pages that say so (controls, assumptions, sample-size, "
-    "alexnet). All numbers come from the records: egop-lab reproduce made them, and "
-    "egop-lab report wrote these pages."
+    "so none of them is a preregistered test, except on the pages that say so. All numbers come from the records: "
+    "egop-lab reproduce made them, and egop-lab report wrote these pages."
 )
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
 _HEADER = ("experiment", "claims that hold", "remarks")
@@ -159,7 +158,8 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
     if failures := group_failures(_get_judged(found)):
         described = _describe_failures(failures)
         lines += [f"{_link('Why claims fail', 'failures', path)}: {described}.", ""]
-        page = ["# Why claims fail", "", f"{described[0].upper()}{described[1:]}.", "", _row(HEADER), "|---|---|---|"]
+        words = f"Claims with one cause are one finding: {described}."
+        page = ["# Why claims fail", "", words, "", _row(HEADER), "|---|---|---|"]
         _write_lines([*page, *map(_row, failures), ""], path.with_suffix("") / "failures.md")
     for title, items in _highlights(found):
         lines += [f"**{title}**", ""]
@@ -198,7 +198,7 @@ def _get_judged(found: Sequence[Section]) -> list[Judgement]:
 def _describe_failures(rows: Sequence[tuple[str, str, str]]) -> str:
     reasons = [reason for _, reason, _ in rows]
     counts = ", ".join(f"{reason} ({reasons.count(reason)})" for reason in dict.fromkeys(reasons))
-    return f"those with one cause are one finding, of which there are {len(rows)}: {counts}"
+    return f"{pluralize(len(rows), 'finding')}, {counts}"
 
 
 def _get_experiment_id(item: Judgement) -> str:
