@@ -70,7 +70,7 @@ def summarize_verdicts(judged: Sequence[Judgement]) -> str:
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        words = worst.statement.removesuffix(".").removeprefix("Target: ").removeprefix("Control: ")
+        words = worst.statement.removesuffix(".").removeprefix("Target: ")
         parts = [f"does not hold: {words}{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
