@@ -186,7 +186,7 @@ LIMITS = {
     "docs/reproduction.md": 950,  # generated, grows with the experiments
     "lab/README.md": 700,
 }
-TOTAL = 15_600
+TOTAL = 15_800
 
 
 def count_words(path):
