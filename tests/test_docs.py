@@ -183,10 +183,10 @@ LIMITS = {
     "docs/start.md": 700,
     "docs/theory.md": 1100,
     "docs/howto/variants.md": 750,
-    "docs/reproduction.md": 900,  # generated
+    "docs/reproduction.md": 950,  # generated, grows with the experiments
     "lab/README.md": 700,
 }
-TOTAL = 15_600
+TOTAL = 15_800
 
 
 def count_words(path):

@@ -38,6 +38,7 @@ RESNET: dict[str, Builder] = {
     "EGOP up-front": _rotated(upfront=_SHARED),
     "EGOP each epoch": _rotated(upfront=_SHARED, renewed=True),
     "EGOP each epoch, scale 0.01": _rotated(upfront=_SHARED, renewed=True, scale=0.01),
+    "Random rotation": _rotated(upfront=egop.extras.RandomRotation(like=_SHARED)),
     "EGOP online": _rotated(online=_SHARED),
     "EGOP online, two-sided": _rotated(online=_BOTH_SIDES),
     "SOAP once": PackageOptimizer("SOAP", {"precondition_frequency": 10**9}),

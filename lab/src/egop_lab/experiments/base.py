@@ -11,7 +11,7 @@ from egop_lab.training.context import Context, Preset
 from egop_lab.training.records import Record, Store
 
 Verdict = Literal["holds", "does not hold", "cannot be judged"]
-Kind = Literal["claim", "reading", "target", "check"]
+Kind = Literal["claim", "reading", "target", "control", "check"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Judgement:
     statement: str
     verdict: Verdict  # by the paper's own rule; "cannot be judged" if this preset is too small
     finding: str  # the measured numbers on both sides, in a sentence made from the records
-    # A claim of the paper, our reading of one of its figures, a target of this project, or a check of the code (a
-    # failing check is an error, so all checks hold).
+    # A claim of the paper, our reading of one of its figures, a target of this project, a control of ours, or a check
+    # of the code (a failing check is an error, so all checks hold).
     kind: Kind = "claim"
     paper: str = ""  # the paper's numbers, if it gives any
     threshold: str = ""  # ours, if the paper gives none

@@ -109,6 +109,7 @@ class ConvexExperiment(TunedExperiment):
         "ones (appendix)",
         "steps": "1000",
         "stop at gradient norm": "1e-08",
+        "precision": "not named",
     }
 
     def settings(self, preset: Preset) -> dict[str, Any]:
@@ -120,6 +121,7 @@ class ConvexExperiment(TunedExperiment):
             "record every": 10,
             "record tuning every": 50,
             "stop at gradient norm": STOP,
+            "precision": "float64",
             "objectives": [
                 {"objective": LOG_SUM_EXP, "n": 100, "d": 100, "decay": 2.0, "samples": 500},
                 {"objective": LOGISTIC, "n": 100, "d": 3, "decay": 3.0, "samples": 15},

@@ -78,6 +78,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         "decay": "2",
         "samples": "1000",
         "nu": "several, not named but 0 and 0.5",
+        "precision": "not named",
     }
     cosine: ClassVar[bool] = True
 
@@ -96,6 +97,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             "samples": 1000,
             "exponents": {name: [-4, 4] if full else [-2, 2 if describe(name) else 3] for name in optimizers},
             "baselines": {name: call for name in optimizers if (call := describe(name))},
+            "precision": "float64",
         }
 
     def cases(self, preset: Preset) -> list[Case]:

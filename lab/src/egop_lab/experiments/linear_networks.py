@@ -49,6 +49,7 @@ class LinearNetworksExperiment(SweepExperiment):
         "batch": "500",
         "gradients": "4600",
         "layers": "10-50-30-10 (text), 10-30-50-10 (appendix)",
+        "precision": "not named",
     }
 
     def settings(self, preset: Preset) -> dict[str, Any]:

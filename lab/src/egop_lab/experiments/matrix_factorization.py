@@ -38,6 +38,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
         "sizes": "the same, but noise 0.01 (appendix) or √0.001 (text), samples not named",
         "starts": f"{PRINTED} printed, called the standard spectral start, which is {SPECTRAL}",
         "schedules": "cosine; others not shown",
+        "precision": "not named",
     }
     cosine: ClassVar[bool] = True
 
@@ -58,6 +59,7 @@ class MatrixFactorizationExperiment(TunedExperiment):
                 name: ([-2, 1] if name == "Shampoo" else [-4, -1]) if not full else [-5, 2] for name in optimizers
             },
             "baselines": {name: call for name in optimizers if (call := describe(name))},
+            "precision": "float64",
         }
 
     def cases(self, preset: Preset) -> list[Case]:

@@ -17,6 +17,10 @@ _PLACES = {
     "convex": "convex:ConvexExperiment",
     "fashion-mnist": "fashion_mnist:FashionMnistExperiment",
     "resnet": "resnet:ResnetExperiment",
+    "alexnet": "alexnet:AlexNetExperiment",
+    "sample-size": "sample_size:SampleSizeExperiment",
+    "assumptions": "assumptions:AssumptionsExperiment",
+    "controls": "controls:ControlsExperiment",
     "advice": "advice:AdviceExperiment",
 }
 

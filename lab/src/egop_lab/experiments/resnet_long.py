@@ -42,7 +42,7 @@ from egop_lab.training.tuning import is_tuning, search_rates
 
 # The methods of the long runs by importance: most claims are about the first ones.
 FIRST = (ADAMW, UPFRONT, PERIODIC, SOAP_100)
-_LONG = (FIRST, (SOAP_EPOCH, SOAP_ONCE), (SOAP_OURS, AROUND))
+_LONG = (FIRST, (SOAP_EPOCH, SOAP_ONCE), (SOAP_OURS, AROUND), ("Random rotation",))
 
 # Steps of about half a decade over the paper's range.
 _LADDER = [float(f"{factor}e{exponent}") for exponent in range(-5, 0) for factor in (1, 3)] + [1.0]

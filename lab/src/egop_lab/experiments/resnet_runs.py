@@ -27,7 +27,7 @@ from egop_lab.training.tuning import best_rate, is_tuning
 
 _NEAR = 1.05  # the paper's target, relative to the lowest validation loss of SOAP with frequent refreshes
 
-OPTIONAL = ("EGOP online, two-sided",)  # run last, if there is time; left out if its runs are missing
+OPTIONAL = ("EGOP online, two-sided", "Random rotation")  # run last, if there is time; left out if runs are missing
 _NEW = (SOAP_100, SOAP_OURS, AROUND)  # methods without short runs, except those for tuning
 
 Runs = dict[str, list[Record]]  # the reported runs by method

@@ -72,6 +72,7 @@ class TrajectoriesExperiment(Experiment):
         "learning rate": "30",
         "problem": "n 100, decay 1.5; neither samples nor start named",
         "shown seed": "chosen by its picture, not named",
+        "precision": "not named",
     }
 
     def settings(self, preset: Preset) -> dict[str, Any]:
@@ -85,6 +86,7 @@ class TrajectoriesExperiment(Experiment):
             "problem": {"n": 100, "decay": 1.5, "samples": 10, "radius": 40.0},
             # Like the paper, show an instance whose axes are clearly not aligned.
             "shown seed": 11,
+            "precision": "float64",
         }
 
     def run(self, store: Store, context: Context) -> None:

@@ -14,6 +14,7 @@ from egop_lab.formatting import pluralize
 from egop_lab.plots.figures import draw_picture, embed_picture, save_figure
 from egop_lab.plots.picture import Picture
 from egop_lab.report import wording
+from egop_lab.report.failures import HEADER, group_failures
 from egop_lab.training.context import Preset
 from egop_lab.training.records import Store
 
@@ -21,8 +22,8 @@ _INTRODUCTION = (
     "We repeated the paper's experiments and compared each of its claims with what we measured. A claim is judged by "
     "the paper's own criterion; results under alternative criteria, mostly ours, are listed alongside. If the paper "
     "gives no threshold, we chose one and state it. Claims and thresholds were written down after the records existed, "
-    "so none of them is a preregistered test. All numbers come from the records: egop-lab reproduce made them, and "
-    "egop-lab report wrote these pages."
+    "so none of them is a preregistered test, except on the pages that say so. All numbers come from the records: "
+    "egop-lab reproduce made them, and egop-lab report wrote these pages."
 )
 _QUICK = " Sections of the quick preset ran at small sizes with few trials."
 _HEADER = ("experiment", "claims that hold", "remarks")
@@ -93,7 +94,8 @@ def _load_section(one: Experiment, store: Store) -> Section:
 def format_counts(found: Sequence[Section]) -> str:
     """Say in a sentence how many claims hold, how many targets are met, and how many checks passed."""
     judged = [item for section in found for item in section.judged]
-    verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in ("claim", "reading", "target")}
+    kinds = ("claim", "reading", "target", "control")
+    verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in kinds}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
         f"of {pluralize(len(given), what)} {whose} {_tally(given, words)}"
@@ -101,6 +103,7 @@ def format_counts(found: Sequence[Section]) -> str:
             (verdicts["claim"], "claim", "of the paper", _CLAIMS),
             (verdicts["reading"], "reading", "of its figures by us", _CLAIMS),
             (verdicts["target"], "target", "of this project", _TARGETS),
+            (verdicts["control"], "control", "of ours", _CLAIMS),
         )
         if given
     ] + ([f"{pluralize(checks, 'check')} passed"] if checks else [])
@@ -125,7 +128,7 @@ def _list_missing(found: Sequence[Section]) -> list[str]:
 
 
 def _highlights(found: Sequence[Section]) -> list[tuple[str, list[Judgement]]]:
-    judged = [item for section in found for item in section.judged]
+    judged = _get_judged(found)
     pairs = (("The strongest confirmations", "holds"), ("The clearest failures", "does not hold"))
     return [(title, items) for title, verdict in pairs if (items := wording.select_furthest(judged, verdict))]
 
@@ -146,6 +149,12 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
             lines.append(_row((name, *_count(section))))
     for line in _list_missing(found):
         lines += ["", line]
+    if failures := group_failures(_get_judged(found)):
+        described = _describe_failures(failures)
+        lines += ["", f"[Why claims fail]({path.stem}/failures.md): {described}."]
+        words = f"Claims with one cause are one finding: {described}."
+        page = ["# Why claims fail", "", words, "", _row(HEADER), "|---|---|---|", *map(_row, failures), ""]
+        _write_text("\n".join(page), path.with_suffix("") / "failures.md")
     for title, items in highlights:
         lines += ["", f"**{title}**", ""]
         for item in items:
@@ -172,6 +181,16 @@ def _introduce(found: Sequence[Section]) -> tuple[str, str]:
 
 def _count(section: Section) -> tuple[str, str]:
     return wording.count_holding(section.judged), wording.summarize_verdicts(section.judged)
+
+
+def _get_judged(found: Sequence[Section]) -> list[Judgement]:
+    return [item for section in found for item in section.judged]
+
+
+def _describe_failures(rows: Sequence[tuple[str, str, str]]) -> str:
+    reasons = [reason for _, reason, _ in rows]
+    counts = ", ".join(f"{reason} ({reasons.count(reason)})" for reason in dict.fromkeys(reasons))
+    return f"{pluralize(len(rows), 'finding')}, {counts}"
 
 
 def _get_experiment_id(item: Judgement) -> str:
@@ -239,6 +258,9 @@ def write_html(found: Sequence[Section], path: Path) -> None:
         rows = [(name, *map(escape, _count(section))) for name, section in zip(names, finished, strict=True)]
         body.append(_table(_HEADER, rows))
     body += [f"<p>{escape(line)}</p>" for line in _list_missing(found)]
+    if failures := group_failures(_get_judged(found)):
+        cells = [tuple(map(escape, row)) for row in failures]
+        body += ["<h2>Why claims fail</h2>", f"<p>{escape(_describe_failures(failures))}.</p>", _table(HEADER, cells)]
     for title, items in highlights:
         shown = "".join(f"<li>{escape(_highlight(item))} ({escape(_get_experiment_id(item))})</li>" for item in items)
         body += [f"<h2>{escape(title)}</h2>", f"<ul>{shown}</ul>"]

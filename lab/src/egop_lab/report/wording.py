@@ -6,6 +6,7 @@ from typing import Any
 
 from egop_lab.experiments.base import Experiment, Judgement
 from egop_lab.formatting import pluralize
+from egop_lab.report.failures import find_cause
 from egop_lab.training.context import Preset
 
 RULE = (
@@ -51,23 +52,24 @@ def format_value(value: Any) -> str:
 
 
 def count_holding(judged: Sequence[Judgement]) -> str:
-    """Count the judged claims that hold; targets if there are no claims."""
-    kind = "claim" if any(item.kind == "claim" for item in judged) else "target"
+    """Count the judged claims that hold; if there are none, the targets or the controls."""
+    kind = next((kind for kind in ("claim", "target") if any(item.kind == kind for item in judged)), "control")
     decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
     good = sum(item.verdict == "holds" for item in decided)
-    return f"{good} / {len(decided)}{'' if kind == 'claim' else ' targets'}"
+    return f"{good} / {len(decided)}{'' if kind == 'claim' else f' {kind}s'}"
 
 
 def summarize_verdicts(judged: Sequence[Judgement]) -> str:
     """Say in a line why not all claims hold."""
-    own = [item for item in judged if item.kind in ("claim", "target")]
+    own = [item for item in judged if item.kind in ("claim", "target", "control")]
     failed = [item for item in own if item.verdict == "does not hold"]
     unknown = sum(item.verdict == "cannot be judged" for item in own)
     flipped = sum(map(_has_opposite, own))
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        parts = [f"does not hold: {worst.statement.removesuffix('.').removeprefix('Target: ')}{more}"]
+        words = worst.statement.removesuffix(".").removeprefix("Target: ")
+        parts = [f"does not hold: {words}{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
@@ -113,11 +115,12 @@ def _format_factor(number: float) -> str:
 
 
 def list_findings(item: Judgement) -> list[str]:
-    """Return the finding, our threshold and the results of alternative rules, a sentence each."""
+    """Return the finding, our threshold, the results of alternative rules, and why the claim fails if it does."""
     lines = [item.finding]
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
     lines += [f"Alternative criterion ({other.rule}): {other.verdict}. {other.finding}" for other in item.alternatives]
-    return lines
+    cause = find_cause(item)
+    return lines if cause is None else [*lines, f"Which it is: {cause.reason}. {cause.words}"]
 
 
 def merge_unjudged(judged: Iterable[Judgement]) -> list[Judgement]:

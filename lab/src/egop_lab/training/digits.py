@@ -1,5 +1,6 @@
 """Trials of the digits network."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,15 +34,18 @@ def network(seed: int) -> nn.Module:
     return xavier_(digits_network(), torch.Generator().manual_seed(seed))
 
 
-def estimate(seed: int) -> egop.Basis:
-    """Estimate a trial's basis from d gradients at fresh initialisations; on the CPU, which is faster for this size."""
+def estimate(seed: int, share: float = 1.0) -> egop.Basis:
+    """Estimate a trial's basis from d gradients at fresh initialisations, or from a share of d.
+
+    This is done on the CPU, which is faster for this size.
+    """
     model = network(seed)
     batches = Batches(*digits().train.batch, size=BATCH, generator=torch.Generator().manual_seed(2 * seed + 1))
     return egop.estimate(
         egop.Objective(model, cross_entropy, batches),
         rho=egop.Initialization(init_fn=xavier_),
         structure=egop.Full(),
-        samples=sum(parameter.numel() for parameter in model.parameters()),
+        samples=math.ceil(share * sum(parameter.numel() for parameter in model.parameters())),
         generator=torch.Generator().manual_seed(seed),
         progress=False,
     )

@@ -67,7 +67,7 @@ class LinearProblem(NetworkTrials):
         partition = "global" if kind == EGOP else "parameter"
         if partition not in self._bases:
             wanted = [(seed, self.samples, self.gradients, self._to["dtype"], partition) for seed in self.seeds]
-            bases = map_in_processes(_estimate, wanted, self.workers)
+            bases = map_in_processes(estimate, wanted, self.workers)
             self._bases[partition] = [basis.to(self._to["device"]) for basis in bases]
         stacked = batched.Basis.stack(self._bases[partition])
         return batched.Basis(stacked.blocks[:1]) if kind == FIRST else stacked
@@ -82,7 +82,7 @@ def _build_network(seed: int) -> nn.Module:
     return xavier_(linear_network(*WIDTHS), _generator(seed, 0))
 
 
-def _estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
+def estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
     """Estimate the basis of a trial from its seed, samples, gradients, precision and partition."""
     seed, samples, gradients, dtype, partition = wanted
     inputs, target = (tensor.to(dtype) for tensor in _draw_data(seed, samples))

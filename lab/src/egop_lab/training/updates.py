@@ -104,13 +104,38 @@ class AdamW(Adam):
         super().step(gradients)
 
 
-# Named as in egop_lab.builders.TORCH: the paper's four optimizers, and AdamW.
+class VectorAdam(Adam):
+    """VectorAdam (Ling et al., 2022): Adam with one second moment per vector, from its squared norm.
+
+    A vector is a row, the last dimension of a leaf. Rotating all rows of a weight rotates the steps and changes nothing
+    else, so no basis of the rows can help or hurt.
+    """
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._squares = [square[..., :1].clone() for square in self._squares]
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        first, second = _BETAS
+        self._count += 1
+        rates = self.rates / (1 - first**self._count)
+        root = (1 - second**self._count).sqrt()
+        states = zip(self.leaves, self._means, self._squares, gradients, strict=True)
+        for leaf, mean, square, gradient in states:
+            mean.lerp_(gradient, 1 - first)
+            square.lerp_(gradient.square().sum(-1, keepdim=True), 1 - second)
+            leaf.sub_(_per_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
+
+
+# Named as in egop_lab.builders.TORCH: the paper's four optimizers, AdamW, and one that torch does not have.
 OPTIMIZERS: dict[str, type[Rule]] = {
     "Adam": Adam,
     "AdamW": AdamW,
     "Adagrad": Adagrad,
     "SGD": SGD,
     "SGD+momentum": Momentum,
+    "VectorAdam": VectorAdam,
 }
 
 
