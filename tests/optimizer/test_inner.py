@@ -108,6 +108,11 @@ def test_what_wraps_another_optimizer_goes_around(name):
         wrapped(other(name))
 
 
+def test_optimizers_with_other_weights_for_evaluation_are_refused():
+    with pytest.raises(TypeError, match="ScheduleFreeAdamW trains and evaluates with different weights"):
+        wrapped(other("ScheduleFreeAdamW"))
+
+
 def test_optimizers_that_need_a_closure_are_refused():
     message = "SAM evaluates the loss several times within a step, or needs its value, which egop does not support"
     with pytest.raises(TypeError, match=message):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
-from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_no_basis
+from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_of_no_effect
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
 from egop.optimizer.refreshing import Refresher
@@ -26,14 +26,13 @@ class Engine:
 
     Args:
         base: the classes and options of the inner optimizers.
-        compiled: whether the products of a step go through ``torch.compile``.
     """
 
-    def __init__(self, base: BaseOptimizer, *, compiled: bool) -> None:
-        self.base, self.compiled = base, compiled
+    def __init__(self, base: BaseOptimizer) -> None:
+        self.base = base
         self.is_for_matrices = False  # whether the class treats matrices and vectors differently
-        self.benefits_from_rotation = False
-        self.warns_of_no_basis = False  # warn at the first step if there are no blocks
+        self.has_stepped = False
+        self.may_be_plain = False  # whether it is no mistake if there are no blocks
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Role] = {}
         self.known: ModuleIndex | None = None  # the model's names and modules
@@ -68,7 +67,7 @@ class Engine:
         """The blocks, stacked by kind and shape; built when needed, not after each of many added groups."""
         if self._stacks is None:
             reused = is_own_or_torch(self.base.optimizer_class)  # others may keep a gradient until their next step
-            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=reused)
+            self._stacks = Stacks(self.blocks, reused=reused)
         return self._stacks
 
     @property
@@ -90,9 +89,7 @@ class Engine:
 
     def check_class(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise TypeError if the optimizer class does not work in coordinates with the settings of these groups."""
-        for_matrices, benefits = check_class(self.base.optimizer_class, groups, self.base.hyperparameters)
-        self.is_for_matrices |= for_matrices
-        self.benefits_from_rotation |= benefits
+        self.is_for_matrices |= check_class(self.base.optimizer_class, groups, self.base.hyperparameters)
 
     def bind(
         self,
@@ -139,13 +136,12 @@ class Engine:
 
     def step(self) -> None:
         """Collect gradients, rotate them, step the inner optimizers, rotate back and write the parameters."""
-        if self.warns_of_no_basis:
-            self.warns_of_no_basis = False
-            if not self.blocks:  # and none came with a state dict or a group
-                warn_no_basis(self.base.optimizer_class)
         refresher = self.refresher
         if refresher is not None:
             refresher.before_step(self)
+        if not self.has_stepped:
+            self.has_stepped = True
+            warn_of_no_effect(self.base.optimizer_class, self.blocks, is_intended=self.may_be_plain)
         self.inner.load_settings(self.param_groups)
         stacks = self.stacks
         try:
@@ -174,20 +170,6 @@ class Engine:
         except BaseException:  # some coordinates may have been stepped already
             stacks.invalidate()
             raise
-
-    def switch_mode(self, name: str) -> None:
-        """Call ``train`` or ``eval`` of the inner optimizers, which write other weights."""
-        self.wait_for_refresh()
-        self.inner.load_settings(self.param_groups)
-        self.pieces.sync()
-        try:
-            self.stacks.rewrite(lambda: [switch() for switch in self.inner.find_mode(name)])
-        except BaseException:  # some coordinates may have been written already
-            self.stacks.invalidate()
-            raise
-        finally:
-            self.pieces.clear_gradients()
-        self.inner.store_settings(self.param_groups)
 
     # --- for a refresh, during a step ---
 

@@ -148,10 +148,6 @@ class InnerOptimizers:
             step_inner(self.outside)
         step_inner(self.coordinates)
 
-    def find_mode(self, name: str) -> list[Any]:
-        """Return the methods ``train`` or ``eval`` of those that have one."""
-        return [method for each in self.optimizers if callable(method := getattr(each, name, None))]
-
     # --- groups and settings ---
 
     def find_groups(self, index: int) -> tuple[list[Group], Group | None]:

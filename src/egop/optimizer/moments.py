@@ -69,17 +69,6 @@ def find_momentum(state: Mapping[str, Any]) -> Tensor | None:
     return next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
 
 
-def has_only_vectors(state: Mapping[str, Any]) -> bool:
-    """Return True if a tensor's state consists of vectors, points and single numbers."""
-    return all(
-        key in LINEAR
-        or key in POINTS
-        or (isinstance(value, Tensor) and value.numel() <= 1)
-        or isinstance(value, _PLAIN)
-        for key, value in state.items()
-    )
-
-
 def find_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors inside a value of a state, and any opaque objects, each with its path."""
     if isinstance(value, Tensor):

@@ -121,10 +121,6 @@ class Refresher(abc.ABC):
         """Return the blocks that the refresh creates, their structures and the reasons; None if it creates none."""
         return None
 
-    def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
-        """Return the known eigenvalues, shape (…, n) in float64, by block name and tensor of its basis."""
-        return {}
-
     def can_renew(self, change: ChangeOfBasis) -> bool:
         """Return True if the refresh can renew a basis of this kind."""
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,25 +219,7 @@ class Stack:
                 else:
                     seen[index] = parameter.detach().clone()
 
-    # --- outside a step ---
-
-    def read_parameters(self) -> None:
-        """Bring the coordinates of all blocks up to date."""
-        if self._is_sharded:
-            self._gather()
-            for block in self.blocks:
-                block.release()
-        self.follow_parameters(self._everyone)
-
-    def write_changed(self, before: Sequence[Tensor]) -> None:
-        """Write the parameters of the blocks whose coordinates differ from what they were before."""
-        pairs = list(zip(self.coordinates, before, strict=True))
-        changed = [i for i in self._everyone if any(not torch.equal(now[i], was[i]) for now, was in pairs)]
-        if changed:
-            decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
-            for index in changed:
-                self.blocks[index].write(decoded[index])
-            self._mark_synced(changed)
+    # --- changing the basis ---
 
     def rebase(
         self, members: slice, tensors: Mapping[str, Tensor], states: States, moments: Moments, *, in_place: bool = False
@@ -319,19 +301,17 @@ class Stacks:
 
     Args:
         blocks: the blocks, in any order.
-        compiled: whether the products of a step go through ``torch.compile``, as one graph.
         reused: whether the gradients of coordinates may be overwritten in the next step.
     """
 
-    def __init__(self, blocks: Iterable[BoundBlock], *, compiled: bool = False, reused: bool = False) -> None:
+    def __init__(self, blocks: Iterable[BoundBlock], *, reused: bool = False) -> None:
         groups: dict[Any, list[BoundBlock]] = {}
         for block in blocks:
             groups.setdefault(block.signature, []).append(block)
         recorder = Recorder(branched=True)
         self._each = [Stack(members, recorder) for members in groups.values()]
         # True if every step works in the same memory, so that its products can be recorded.
-        self.still = reused and not compiled and _is_small([block for members in groups.values() for block in members])
-        self._apply_all = torch.compile(_apply_to_all) if compiled else None
+        self.still = reused and _is_small([block for members in groups.values() for block in members])
         self._recorded = {method: InPlaceGraph(_apply_in_branches, recorder) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Stack]:
@@ -390,15 +370,6 @@ class Stacks:
             for stack in active:
                 stack.finish_write(None)
 
-    def rewrite(self, write: Callable[[], object]) -> None:
-        """Let ``write`` change the coordinates outside a step, then update the parameters to match."""
-        for stack in self._each:
-            stack.read_parameters()
-        before = [[stacked.clone() for stacked in stack.coordinates] for stack in self._each]
-        write()
-        for stack, coordinates in zip(self._each, before, strict=True):
-            stack.write_changed(coordinates)
-
     def invalidate(self) -> None:
         """Compare all coordinates with their parameters at the next step."""
         for stack in self._each:
@@ -410,9 +381,7 @@ class Stacks:
             stack.drop_gradients()
 
     def _multiply_all(self, method: str, parts: Sequence[Part]) -> list[Products]:
-        """Encode or decode all stacks at once if that is compiled or recorded; otherwise return an empty list."""
-        if self._apply_all is not None:
-            return self._apply_all(method, parts)
+        """Encode or decode all stacks at once if that is recorded; otherwise return an empty list."""
         if not self.still:
             return []
         tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
@@ -438,10 +407,6 @@ def _multiply(method: str, part: Part) -> Products:
     if slots:
         results = [_match_layout(*pair) for pair in zip(results, slots, strict=True)]
     return [result.unbind() for result in results]
-
-
-def _apply_to_all(method: str, parts: Sequence[Part]) -> list[Products]:
-    return [_multiply(method, part) for part in parts]
 
 
 def _apply_in_branches(method: str, parts: Sequence[Part]) -> list[Products]:

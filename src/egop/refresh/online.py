@@ -22,7 +22,6 @@ from egop.refresh.eigenbases import (
     decompose_leading,
     iterate,
     off_diagonal_share,
-    rayleigh_quotients,
     renew_in_batches,
 )
 from egop.refresh.grams import BlockRange, GramMatrices
@@ -120,18 +119,6 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self._pending: list[_NewBases] = []  # bases that have been computed but not installed yet
         self._side_stream = SideStream()
         self._renewal = self._record_renewal()
-
-    def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
-        """Return estimated eigenvalues of the Gram matrices, except for blocks sharded over processes by rows."""
-        self.wait_for_refresh(optimizer)
-        return {
-            block.name: {
-                key: rayleigh_quotients(gram, block.change.tensors[key])
-                for key, gram in self.grams.by_block[block.name].items()
-            }
-            for block in optimizer.blocks
-            if block.name in self.grams.by_block and not block.by_rows and self.grams.has_seen(block)
-        }
 
     def observe(self, optimizer: Rebasable) -> None:
         """Update the Gram matrices, and compute the first bases of blocks that have their first gradient."""
