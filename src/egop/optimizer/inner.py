@@ -203,23 +203,26 @@ class InnerOptimizers:
                         self.state.update({tensor: state} if state else {})
 
     def make_fresh_states(
-        self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, stepped: bool = False
+        self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, steps: int = 0
     ) -> list[dict[str, Any]]:
-        """Return the states of tensors before their first step, or after one (``stepped``).
+        """Return the states that tensors have before their first step, or in the form that they have after some.
 
         Args:
             tensors: some of the group's tensors.
             optimizer: the one that steps them.
             group: the group that they are in.
-            stepped: take a step with zero gradients on copies first.
+            steps: how many steps to take with zero gradients on copies.
         """
         settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        used = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
+        used = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if steps else list(tensors)
         fresh = self.base.make([{**settings, "params": used}], outside=optimizer is self.outside)
-        if stepped:
-            take_zero_step(fresh, used)
+        for tensor in used if steps else ():
+            tensor.grad = torch.zeros_like(tensor)
+        with torch.random.fork_rng(devices=[], enabled=steps > 0):
+            for _ in range(steps):
+                step_inner(fresh)
         states = [dict(fresh.state.get(tensor, {})) for tensor in used]
-        for state in states if stepped else ():
+        for state in states if steps else ():
             if isinstance(state.get("step"), Tensor | int | float):
                 state["step"] = state["step"] * 0  # no step has been taken
         return states
@@ -253,14 +256,6 @@ class InnerOptimizers:
             state = self.outside.state
             self.coordinates.state.update({tensor: state[tensor] for tensor in members if tensor in state})
             self.outside.state = self.coordinates.state
-
-
-def take_zero_step(optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
-    """Step an optimizer with zero gradients, without changing the global random state."""
-    for tensor in tensors:
-        tensor.grad = torch.zeros_like(tensor)
-    with torch.random.fork_rng(devices=[]):
-        step_inner(optimizer)
 
 
 def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]]:

@@ -29,7 +29,7 @@ from egop.optimizer.engine import Engine
 from egop.optimizer.groups import named_parameters
 from egop.optimizer.inner import Group, InnerOptimizers
 from egop.optimizer.refreshing import Refresher
-from egop.optimizer.state_checks import StateCheck, check_settings
+from egop.optimizer.state_checks import StateCheck
 
 STATE_VERSION = 2
 
@@ -110,7 +110,7 @@ def _export_inner(
     if any(states):
         return states, True
     try:
-        return engine.inner.make_fresh_states(tensors, *groups[id(tensors[0])], stepped=True), False
+        return engine.inner.make_fresh_states(tensors, *groups[id(tensors[0])], steps=1), False
     except Exception:  # this optimizer cannot be tried, so nothing is known about its state
         return states, False
 
@@ -384,7 +384,6 @@ def _restore(
         block.restore(each.select_numbered(COORDINATES, len(block.coordinates)), rest)
     pieces = LocalShards()
     inner = InnerOptimizers(engine.base, groups, blocks, pieces)
-    check_settings(engine.base, inner)
     parameters = [parameter for group in engine.param_groups for parameter in group["params"]]
     cast = any(str(parameter.dtype) != each.about["dtype"] for parameter, each in zip(parameters, saved, strict=True))
     check, block_of = StateCheck(inner, cast=cast), map_to_blocks(blocks)
