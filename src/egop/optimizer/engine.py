@@ -13,7 +13,7 @@ from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
 from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_of_no_effect
-from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
+from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.stacks import Stack, Stacks
@@ -191,21 +191,6 @@ class Engine:
             mapped.append(pair[1])
         return momenta, mapped
 
-    def read_by_lookahead(self, stacks: Sequence[Stack]) -> tuple[list[Tensor], str] | None:
-        """Return all tensors that :meth:`lookahead` reads for these stacks, and the settings.
-
-        Return None if it cannot be recorded, because it needs the host or because tensors have moved since the last
-        step.
-        """
-        if not self.stacks.still or any(len(stack.active) < len(stack.blocks) for stack in stacks):
-            return None
-        coordinates = [tensor for stack in stacks for block in stack.blocks for tensor in block.coordinates]
-        inputs = find_lookahead_inputs(self.inner.coordinates, coordinates)
-        if inputs is None:
-            return None
-        own = [tensor for stack in stacks for tensor in (*stack.gradients, *stack.change.tensors.values())]
-        return own + inputs[0], inputs[1]
-
     # --- changing the basis ---
 
     @torch.no_grad()
@@ -258,6 +243,8 @@ class Engine:
             self.inner.reset([coordinate for block in stack.blocks[members] for coordinate in block.coordinates])
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
+        if self.refresher is not None:
+            self.refresher.check(self, [block.change for block in blocks])
         if moments != "reset" and any(self.inner.state.values()):
             raise ValueError(
                 "The new basis has other blocks, or blocks of another kind, than the one in use, so moments cannot be "

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.distributed import LocalShards
-from egop.optim import MatrixOptimizer
 from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
 from egop.optimizer.hooks import step_inner
-from egop.optimizer.moments import find_momentum
 from egop.optimizer.trial import try_optimizer
 
 # A setting of matrix optimizers: the last two dimensions are the matrices, as in coordinates.
@@ -317,12 +315,3 @@ def look_ahead(optimizer: Optimizer, tensors: Sequence[Tensor], gradients: Tenso
         momenta.append(momentum)
         mapped.append(momentum / ((squares / (1 - second**steps)).sqrt() + eps))
     return torch.stack(momenta), torch.stack(mapped)
-
-
-def find_lookahead_inputs(optimizer: Optimizer, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str] | None:
-    """Return the tensors that :func:`look_ahead` reads and the optimizer's settings; None if it needs the host."""
-    means = [find_momentum(optimizer.state.get(tensor, {})) for tensor in tensors]
-    known = [mean for mean in means if mean is not None]
-    if not isinstance(optimizer, MatrixOptimizer) or not optimizer.is_recordable or len(known) < len(means):
-        return None
-    return known, optimizer.recorded_settings

@@ -63,12 +63,6 @@ def is_known_name(name: str) -> bool:
     return any(name in kind for kind in _KINDS)
 
 
-def find_momentum(state: Mapping[str, Any]) -> Tensor | None:
-    """Return the running mean of gradients in a tensor's state, under any of its usual names."""
-    names = ("exp_avg", "momentum_buffer", "momentum", "avg_grad", "grad_avg")
-    return next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
-
-
 def find_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors inside a value of a state, and any opaque objects, each with its path."""
     if isinstance(value, Tensor):

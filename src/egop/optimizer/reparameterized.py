@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_role
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optimizer import display
 from egop.optimizer.binding import BoundBlock
-from egop.optimizer.checks import check_optimizer, complete_hyperparameters
+from egop.optimizer.checks import check_optimizer, complete_hyperparameters, find_user_level
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.inner import BaseOptimizer
@@ -25,7 +26,6 @@ from egop.optimizer.state import (
     RestoredParts,
     parse_state_dict,
     rebuild,
-    warn_of_loaded_bases,
 )
 
 
@@ -338,10 +338,14 @@ class ReparameterizedOptimizer(Optimizer):
         parts = self._engine.loading
         if parts is None:
             raise TypeError("Load a state by optimizer.load_state_dict(state_dict), not by __setstate__.")
-        before = self._engine.blocks
         self.param_groups = state["param_groups"]
         self._use(parts)
-        warn_of_loaded_bases(parts, before)
+        if parts.with_refresh and self.refresher is None:
+            warnings.warn(
+                "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
+                "fixed.",
+                stacklevel=find_user_level(),
+            )
 
     def _use(self, parts: RestoredParts) -> None:
         """Replace the working parts with those built from a state."""

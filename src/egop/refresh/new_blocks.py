@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from egop.basis import (
-    CHANGE_TYPES,
     ONLINE_CANDIDATES,
     Basis,
+    ChangeOfBasis,
     Partition,
     Plan,
     Role,
@@ -87,15 +87,20 @@ class BlockChoice:
             shapes = structure.basis_shapes(block).items()
             change = structure.change(block, {key: identity_matrices(shape, block.dtype) for key, shape in shapes})
             if not change.is_renewable():
-                raise ValueError(self._refusal(change.kind))
+                raise ValueError(self.describe_refusal([change]))
             changes.append(change)
         return Basis(changes, unrotated=plan.unrotated)
 
-    def check(self, optimizer: Rebasable) -> None:
-        """Raise an error if no basis can be renewed; warn if weights are chosen based on guessed roles."""
-        kinds = sorted({block.change.kind for block in optimizer.blocks})
-        if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
-            raise ValueError(self._refusal(", ".join(kinds)))
+    def describe_refusal(self, changes: Sequence[ChangeOfBasis]) -> str:
+        """Return an error message for bases that cannot be renewed."""
+        kinds = ", ".join(sorted({change.kind for change in changes}))
+        return (
+            f"egop.{self.refresh} cannot renew bases of structure {kinds}. Use egop.Every(...), which can renew every "
+            "structure."
+        )
+
+    def warn_of_guesses(self, optimizer: Rebasable) -> None:
+        """Warn if weights are chosen by roles that were guessed from names and shapes."""
         guessed = {name: layer for name, layer in optimizer.layers.items() if layer.is_guess}
         by_role = self.structure == "auto" or (isinstance(self.structure, Structure) and optimizer.outside is not None)
         if not by_role or optimizer.blocks or not guessed:
@@ -110,13 +115,6 @@ class BlockChoice:
             stacklevel=find_user_level(),  # the line that creates the optimizer
         )
 
-    def _refusal(self, kinds: str) -> str:
-        renewable = ", ".join(kind for kind, change in CHANGE_TYPES.items() if change.is_renewable())
-        return (
-            f"egop.{self.refresh} renews bases of structure {renewable}, not {kinds}. "
-            "Use egop.Every(...), which can renew every structure."
-        )
-
 
 class BlockCreatingRefresher(Refresher):
     """A refresher that creates blocks in original coordinates, to get their first basis from their first gradient.
@@ -127,11 +125,14 @@ class BlockCreatingRefresher(Refresher):
 
     Args:
         choice: which parameters get a block.
+        optimizer: the optimizer.
     """
 
-    def __init__(self, choice: BlockChoice) -> None:
+    def __init__(self, choice: BlockChoice, optimizer: Rebasable) -> None:
         super().__init__()
         self.choice = choice
+        self.check(optimizer, [block.change for block in optimizer.blocks])
+        choice.warn_of_guesses(optimizer)
         self._unrotated: dict[str, str] = {}
         self.restart()
 
@@ -152,6 +153,15 @@ class BlockCreatingRefresher(Refresher):
     def unrotated(self) -> dict[str, str]:
         """The weights that the refresh has left without a basis, each with the reason."""
         return self._unrotated
+
+    def can_renew(self, change: ChangeOfBasis) -> bool:
+        """Return True if the refresh can renew a basis of this structure."""
+        return change.is_renewable()
+
+    def check(self, optimizer: Rebasable, changes: Sequence[ChangeOfBasis]) -> None:
+        """Raise ValueError if none of the bases can be renewed."""
+        if changes and not any(map(self.can_renew, changes)):
+            raise ValueError(self.choice.describe_refusal(changes))
 
     def plan(self, optimizer: Rebasable) -> Plan | None:
         """Return what the first step chooses or has chosen; None if a user has given or replaced the blocks."""

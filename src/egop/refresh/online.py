@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis, Partition, StructureChoice, check_structure
+from egop.basis import Partition, StructureChoice, check_structure
 from egop.distributed import to_full
 from egop.numerics import GraphedFunction, Recorder, SideStream, check_fraction, check_positive_int, exact_products
 from egop.optimizer import BoundBlock, Moments, Rebasable, Refresh, Refresher, Stack, Stacks, check_moments
@@ -90,8 +90,7 @@ class Online(Refresh):
     def start(self, optimizer: Rebasable) -> Refresher:
         """Create the refresher for one optimizer."""
         choice = BlockChoice(type(self).__name__, self.structure, self.partition, self.memory)
-        choice.check(optimizer)
-        return _OnlineRefresher(self, choice)
+        return _OnlineRefresher(self, choice, optimizer)
 
 
 class _NewBases(NamedTuple):
@@ -109,8 +108,8 @@ class _OnlineRefresher(BlockCreatingRefresher):
     unchanged; if this would have been its first basis, the next gradient provides one.
     """
 
-    def __init__(self, config: Online, choice: BlockChoice) -> None:
-        super().__init__(choice)
+    def __init__(self, config: Online, choice: BlockChoice, optimizer: Rebasable) -> None:
+        super().__init__(choice, optimizer)
         self.config = config
         self.grams = GramMatrices(config.decay)
         self.turns: dict[str, int] = {}  # for each block the step, modulo `every`, in which it is renewed
@@ -166,9 +165,6 @@ class _OnlineRefresher(BlockCreatingRefresher):
                     members = slice(new.members.start + part.start, new.members.start + part.stop)
                     tensors = {key: tensor[part] for key, tensor in new.tensors.items()}
                     optimizer.rebase_stack(new.stack, members, tensors, "reset")
-
-    def can_renew(self, change: ChangeOfBasis) -> bool:
-        return change.is_renewable()
 
     def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = {}
