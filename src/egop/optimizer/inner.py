@@ -128,7 +128,9 @@ class InnerOptimizers:
         self.coordinates = base.make([each for inside, _ in splits for each in inside])
         outside = [each for _, each in splits if each is not None]
         self.outside = base.make(outside, outside=True) if outside else None
-        self._share_state()
+        if self.outside is not None:
+            self.coordinates.state.update(self.outside.state)
+            self.outside.state = self.coordinates.state
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -225,35 +227,10 @@ class InnerOptimizers:
                 state["step"] = state["step"] * 0  # no step has been taken
         return states
 
-    def load_state(self, tensor: Tensor, state: dict[Any, Any]) -> None:
-        """Take the state of a tensor, unless it is empty: some optimizers create states in their constructor."""
-        if state:
-            self.state[tensor] = state
-
     def take_over(self, previous: InnerOptimizers) -> None:
-        """Take the state of all tensors that earlier optimizers have stepped too, and what belongs to no tensor."""
+        """Take the state of all tensors that earlier optimizers have stepped too."""
         kept = self.map_to_groups()
-        for key, state in previous.state.items():
-            if not isinstance(key, Tensor) or id(key) in kept:
-                self.state[key] = state
-
-    @property
-    def shared_state(self) -> dict[Any, Any]:
-        """The state that belongs to no tensor."""
-        return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
-
-    @shared_state.setter
-    def shared_state(self, state: Mapping[Any, Any]) -> None:
-        for key in self.shared_state:
-            del self.state[key]
-        self.state.update(state)
-
-    def _share_state(self) -> None:
-        if self.outside is not None:
-            members = [tensor for group in self.outside.param_groups for tensor in group["params"]]
-            state = self.outside.state
-            self.coordinates.state.update({tensor: state[tensor] for tensor in members if tensor in state})
-            self.outside.state = self.coordinates.state
+        self.state.update({key: state for key, state in previous.state.items() if id(key) in kept})
 
 
 def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]]:

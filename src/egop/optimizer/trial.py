@@ -108,7 +108,7 @@ def _run(
         return None
     moved = torch.empty_like(start.flatten())
     moved[order] = (parameter.detach() - start).flatten()
-    return _Outcome(moved, _find_other_state(optimizer.state.get(parameter, {})))
+    return _Outcome(moved, _find_other_state(optimizer.state, parameter))
 
 
 def _draw_numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:
@@ -126,9 +126,12 @@ def _draw_numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:
     return numbers, order if shuffled else order.sort().values
 
 
-def _find_other_state(state: Mapping[str, Any]) -> str:
+def _find_other_state(states: Mapping[Any, Any], parameter: Tensor) -> str:
     """Describe state that is neither a single number nor of the weight's size, such as row and column factors."""
-    for key, value in state.items():
+    for key in states:
+        if key is not parameter:
+            return f"{key!r:.80}, which belongs to no parameter,"
+    for key, value in states.get(parameter, {}).items():
         for path, leaf in find_leaves(key, value):
             if not isinstance(leaf, Tensor):
                 return f"'{path}' (a {type(leaf).__name__})"
