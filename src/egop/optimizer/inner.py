@@ -42,8 +42,6 @@ class BaseOptimizer:
         # Classes of other packages may keep estimates or counters in their groups.
         self.is_foreign = not all(is_own_or_torch(kind) for kind in (optimizer_class, self.outside_class) if kind)
         self.needs_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
-        # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.
-        self.groups_per_group = 2 if self.outside_class is None and self.needs_matrices else 1
 
     @property
     def name(self) -> str:
@@ -73,16 +71,16 @@ class BaseOptimizer:
             block = block_of.get(id(parameter))
             if block is not None:
                 members |= {id(tensor): tensor for tensor in block.coordinates}
-            elif self.outside_class is not None or self.groups_per_group == 2:
+            elif self.outside_class is not None or self.needs_matrices:
                 others.append(pieces.get(parameter))
             else:
-                piece = pieces.get(parameter)
-                members[id(piece)] = piece
+                members[id(parameter)] = pieces.get(parameter)
         settings = self.inside_settings(group)
         last = {_LAST: True} if _LAST in group else {}
         inside = [settings | last | {"params": list(members.values())}]
         if self.outside_class is None:
-            return inside + [settings | {"params": others}] * (self.groups_per_group - 1), None
+            # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.
+            return inside + ([settings | {"params": others}] if self.needs_matrices else []), None
         outside = complete_hyperparameters(self.outside_class, {}, self.outside_options) | {"params": others}
         return inside, outside | self.outside_settings(group, outside)
 
@@ -131,6 +129,11 @@ class InnerOptimizers:
         if self.outside is not None:
             self.coordinates.state.update(self.outside.state)
             self.outside.state = self.coordinates.state
+        made = [iter(each.param_groups) for each in (self.coordinates, self.outside) if each is not None]
+        # The inner groups of each of the user's groups.
+        self._groups = [
+            ([next(made[0]) for _ in inside], next(made[1]) if outside else None) for inside, outside in splits
+        ]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -150,12 +153,6 @@ class InnerOptimizers:
 
     # --- groups and settings ---
 
-    def find_groups(self, index: int) -> tuple[list[Group], Group | None]:
-        """Return the inner groups of one of the user's groups."""
-        count = self.base.groups_per_group
-        inside = self.coordinates.param_groups[count * index : count * (index + 1)]
-        return inside, None if self.outside is None else self.outside.param_groups[index]
-
     def map_to_groups(self) -> dict[int, tuple[Optimizer, Group]]:
         """Map each stepped tensor, by its ``id``, to its optimizer and group."""
         return {
@@ -167,8 +164,7 @@ class InnerOptimizers:
 
     def load_settings(self, groups: Sequence[Group]) -> None:
         """Copy the hyper-parameters of the user's groups to the inner groups."""
-        for index, group in enumerate(groups):
-            inside, outside = self.find_groups(index)
+        for group, (inside, outside) in zip(groups, self._groups, strict=True):
             settings = self.base.inside_settings(group)
             for target in inside:
                 target.update(settings)
@@ -177,16 +173,14 @@ class InnerOptimizers:
 
     def store_settings(self, groups: Sequence[Group]) -> None:
         """Copy the inner groups' values to the user's groups: some optimizers keep estimates or counters there."""
-        for index, group in enumerate(groups):
-            inside, outside = self.find_groups(index)
+        for group, (inside, outside) in zip(groups, self._groups, strict=True):
             group.update(self.base.inside_settings(inside[0]))
             if outside is not None:
                 group.update(self.base.exposed_settings(outside))
 
     def expose_outside_settings(self, groups: Sequence[Group]) -> None:
         """Add all settings of the outside optimizer to the user's groups: torch's tools load only existing keys."""
-        for index, group in enumerate(groups):
-            _, outside = self.find_groups(index)
+        for group, (_, outside) in zip(groups, self._groups, strict=True):
             if outside is not None:
                 group.update(self.base.exposed_settings(outside) | group)
 

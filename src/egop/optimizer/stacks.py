@@ -187,17 +187,14 @@ class Stack:
         columns = zip(self._parameters, self._seen, strict=True)
         if is_usual and all(all(map(torch.equal, *column)) for column in columns):
             return []
-        written = []
-        for place, parameters in enumerate(self._parameters):
-            for index in indices:
-                seen, parameter = self._seen[place][index], parameters[index]
-                if isinstance(seen, Tensor):
-                    same = seen.dtype is parameter.dtype and torch.equal(parameter, seen)
-                else:
-                    same = seen is not None and seen == _read_version(self.blocks[index].originals[place])
-                if not same:
-                    written.append(index)
-        return written if len(self._parameters) == 1 else sorted(set(written))
+        places = range(len(self._parameters))
+        return [index for index in indices if any(self._is_written(place, index) for place in places)]
+
+    def _is_written(self, place: int, index: int) -> bool:
+        seen, parameter = self._seen[place][index], self._parameters[place][index]
+        if isinstance(seen, Tensor):
+            return not (seen.dtype is parameter.dtype and torch.equal(parameter, seen))
+        return seen is None or bool(seen != _read_version(self.blocks[index].originals[place]))
 
     def invalidate(self, indices: Iterable[int] | None = None) -> None:
         """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
@@ -282,7 +279,6 @@ class Stack:
             block.drop_rest()
 
     def _copy_incoming(self, new: ChangeOfBasis, members: slice) -> ChangeOfBasis:
-        """Copy new bases to the memory reserved for them."""
         if not self._incoming:
             self._incoming = {name: torch.empty_like(tensor) for name, tensor in self.change.tensors.items()}
         places = {name: tensor[members] for name, tensor in self._incoming.items()}
