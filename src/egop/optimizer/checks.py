@@ -47,11 +47,6 @@ def check_class(
         Whether the class treats matrices and vectors differently, see :func:`check_blocks`.
     """
     name = optimizer_class.__name__
-    if next(iter(inspect.signature(optimizer_class).parameters), "params") in ("optimizer", "base_optimizer"):
-        raise TypeError(
-            f"{name} wraps another optimizer. Give egop the class of that optimizer and wrap the result: "
-            f"{name}(egop.ReparameterizedOptimizer(...))."
-        )
     if callable(getattr(optimizer_class, "eval", None)):
         raise TypeError(
             f"{name} trains and evaluates with different weights (it has a method eval()), which egop does not support."
@@ -59,10 +54,6 @@ def check_class(
     works_on_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
     differs_on_vectors = False
     for settings in map(get_settings, groups):
-        if settings.get("maximize") and "maximize" not in complete_hyperparameters(
-            optimizer_class, settings, hyperparameters
-        ):
-            raise ValueError(f"{name} has no maximize, so it would minimize. Negate the loss instead.")
         trial = try_optimizer(optimizer_class, settings, hyperparameters)
         if trial.needs_closure:
             raise TypeError(
@@ -115,7 +106,8 @@ def complete_hyperparameters(
     except Exception as error:
         raise TypeError(
             f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
-            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is."
+            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is. If this one "
+            "wraps another optimizer, give egop that optimizer's class and wrap the result."
         ) from error
 
 

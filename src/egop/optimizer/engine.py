@@ -23,9 +23,6 @@ class Engine:
     """Everything that an optimizer works with, in one object.
 
     Frameworks wrap an optimizer by copying its attributes to another object. Wrapper and original then share this one.
-
-    Args:
-        base: the classes and options of the inner optimizers.
     """
 
     def __init__(self, base: BaseOptimizer) -> None:
@@ -104,7 +101,7 @@ class Engine:
             basis: the basis.
             groups: some of the parameter groups, or one that is to be added.
             first_group: the position of the first.
-            layers: the roles of their parameters, if not known already.
+            layers: the roles of their parameters, if they are not yet known.
         """
         blocks = bind_blocks(basis, groups, first_group, needs_matrices=self.base.needs_matrices)
         check_padding(blocks, groups, self.layers if layers is None else layers)
@@ -130,7 +127,7 @@ class Engine:
                 inner.take_over(self._inner)
         self.blocks, self.pieces, self._inner, self._stacks = blocks, pieces, inner, None
         inner.expose_outside_settings(self.param_groups)
-        self.bound = BoundParameters.from_groups(self.param_groups)
+        self.bound = BoundParameters(self.param_groups)
 
     # --- a step ---
 
@@ -154,7 +151,12 @@ class Engine:
                     stacks = self.stacks
                     stacks.collect()
             stacks.encode_gradients()
-            self._step_coordinates(stacks)
+            try:
+                self.inner.step()
+                stacks.decode_coordinates()
+            except BaseException:  # some coordinates may have been stepped already
+                stacks.invalidate()
+                raise
         finally:
             stacks.drop_gradients()
             self.pieces.clear_gradients()
@@ -162,14 +164,6 @@ class Engine:
             self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
-
-    def _step_coordinates(self, stacks: Stacks) -> None:
-        try:
-            self.inner.step()
-            stacks.decode_coordinates()
-        except BaseException:  # some coordinates may have been stepped already
-            stacks.invalidate()
-            raise
 
     # --- for a refresh, during a step ---
 
@@ -186,9 +180,9 @@ class Engine:
         momenta, mapped = [], []
         for place, gradient in enumerate(stack.active_part()[0].encode(stack.gradients)):
             tensors = [stack.blocks[index].coordinates[place] for index in stack.active]
-            pair = look_ahead(self.inner.coordinates, tensors, gradient)
-            momenta.append(pair[0])
-            mapped.append(pair[1])
+            momentum, update = look_ahead(self.inner.coordinates, tensors, gradient)
+            momenta.append(momentum)
+            mapped.append(update)
         return momenta, mapped
 
     # --- changing the basis ---
@@ -228,14 +222,7 @@ class Engine:
         self.build(self.blocks + new)
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
-        """Continue in other bases for some blocks of one stack, without the checks of :meth:`rebase`.
-
-        Args:
-            stack: one of :attr:`stacks`.
-            members: which of its blocks.
-            tensors: their new bases, stacked.
-            moments: as in :meth:`rebase`.
-        """
+        """Continue in other bases for some blocks of one stack, without the checks of :meth:`rebase`."""
         stack.rebase(members, tensors, self.inner.state, moments, in_place=self.stacks.still)
         for block in stack.blocks[members]:
             block.spectrum = None  # it belongs to the old basis
@@ -261,4 +248,4 @@ class Engine:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.bound = BoundParameters.from_groups(self.param_groups)
+        self.bound = BoundParameters(self.param_groups)

@@ -14,7 +14,6 @@ from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
 from egop.optimizer.hooks import step_inner
-from egop.optimizer.trial import try_optimizer
 
 # A setting of matrix optimizers: the last two dimensions are the matrices, as in coordinates.
 _LAST = "matrices_last"
@@ -242,8 +241,6 @@ def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]
             "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
             "give those parameters a group of their own."
         )
-    if try_optimizer(kind, {}, options).needs_closure:
-        raise TypeError(f"{kind.__name__} evaluates the loss within a step, which egop does not support.")
     return kind, dict(options)
 
 

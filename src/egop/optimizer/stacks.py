@@ -239,6 +239,11 @@ class Stack:
             [select_movable(states.get(coordinate, {}), coordinate.shape, moments) for coordinate in block.coordinates]
             for block in blocks
         ]
+        if any(list(map(list, block)) != list(map(list, moved[0])) for block in moved):  # not all have been stepped
+            for place, index in enumerate(indices):
+                own = {name: tensor[place : place + 1] for name, tensor in tensors.items()}
+                self.rebase(slice(index, index + 1), own, states, moments, in_place=in_place)
+            return
         try:
             if not old.has_rotation:
                 self._rebase_by_decoding(blocks, old, new, coordinates, moved)
