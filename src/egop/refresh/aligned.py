@@ -15,7 +15,7 @@ from egop.distributed import to_full
 from egop.numerics import GraphedFunction, Recorder, check_positive_int
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
 from egop.refresh.eigenbases import align, renew_in_batches
-from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
+from egop.refresh.new_blocks import BlockCreatingRefresher
 
 _CREATED = "created"  # saved for each block: whether this refresh created it
 
@@ -53,15 +53,14 @@ class Aligned(Refresh):
 
     def start(self, optimizer: Rebasable) -> Refresher:
         """Create the refresher for one optimizer."""
-        choice = BlockChoice(type(self).__name__, "auto", "parameter", self.memory, (Shared(side=self.side),))
         optimizer.check_lookahead()
-        return _AlignedRefresher(choice, optimizer, self.every)
+        return _AlignedRefresher(optimizer, self)
 
 
 class _AlignedRefresher(BlockCreatingRefresher):
-    def __init__(self, choice: BlockChoice, optimizer: Rebasable, every: int) -> None:
-        super().__init__(choice, optimizer)
-        self.every = every
+    def __init__(self, optimizer: Rebasable, config: Aligned) -> None:
+        super().__init__(optimizer, config, "auto", "parameter", config.memory, (Shared(side=config.side),))
+        self.every = config.every
         self._renewal = GraphedFunction(align, Recorder())
 
     def observe(self, optimizer: Rebasable) -> None:

@@ -25,7 +25,7 @@ from egop.refresh.eigenbases import (
     renew_in_batches,
 )
 from egop.refresh.grams import BlockRange, GramMatrices
-from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
+from egop.refresh.new_blocks import BlockCreatingRefresher
 
 _PHASE = (
     "phase"  # saved for each block: has it seen a gradient, does it wait for a basis, was it created here, its turn
@@ -89,8 +89,7 @@ class Online(Refresh):
 
     def start(self, optimizer: Rebasable) -> Refresher:
         """Create the refresher for one optimizer."""
-        choice = BlockChoice(type(self).__name__, self.structure, self.partition, self.memory)
-        return _OnlineRefresher(self, choice, optimizer)
+        return _OnlineRefresher(optimizer, self)
 
 
 class _NewBases(NamedTuple):
@@ -108,8 +107,8 @@ class _OnlineRefresher(BlockCreatingRefresher):
     unchanged; if this would have been its first basis, the next gradient provides one.
     """
 
-    def __init__(self, config: Online, choice: BlockChoice, optimizer: Rebasable) -> None:
-        super().__init__(choice, optimizer)
+    def __init__(self, optimizer: Rebasable, config: Online) -> None:
+        super().__init__(optimizer, config, config.structure, config.partition, config.memory)
         self.config = config
         self.grams = GramMatrices(config.decay)
         self.turns: dict[str, int] = {}  # for each block the step, modulo `every`, in which it is renewed
