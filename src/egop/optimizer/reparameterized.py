@@ -20,6 +20,7 @@ from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.inner import BaseOptimizer
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
+from egop.optimizer.stacks import Stacks
 from egop.optimizer.state import (
     ExportedState,
     RestoredParts,
@@ -186,6 +187,11 @@ class ReparameterizedOptimizer(Optimizer):
     @outside_inference_mode
     def __str__(self) -> str:
         return display.format_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
+
+    @property
+    def stacks(self) -> Stacks:
+        """The blocks, stacked by kind and shape."""
+        return self._engine.stacks
 
     @property
     def inner(self) -> Optimizer:

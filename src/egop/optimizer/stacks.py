@@ -62,7 +62,9 @@ class Stack:
         self._is_known = False  # whether none of these is None
         self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if the memory is reused
         self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
-        self._share_basis()
+        # The blocks hold views, so that everything is there once.
+        for index, block in enumerate(blocks):
+            block.change = block.change.with_tensors({name: tensor[index] for name, tensor in bases.items()})
         for column, stacked in zip(self._blocks_coordinates, self.coordinates, strict=True):
             for coordinate, view in zip(column, stacked, strict=True):
                 coordinate.data = view
@@ -290,12 +292,6 @@ class Stack:
         copy_all(list(places.values()), [new.tensors[name] for name in places])
         return new.with_tensors(places)
 
-    def _share_basis(self) -> None:
-        for index, block in enumerate(self.blocks):  # views, so that every basis is held once
-            block.change = block.change.with_tensors(
-                {name: tensor[index] for name, tensor in self.change.tensors.items()}
-            )
-
 
 class Stacks:
     """All blocks of an optimizer, stacked by kind and shape.
@@ -317,9 +313,6 @@ class Stacks:
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self._each)
-
-    def __len__(self) -> int:
-        return len(self._each)
 
     def find_moved(self, basis: Mapping[str, ChangeOfBasis]) -> Iterator[tuple[Stack, slice, Mapping[str, Tensor]]]:
         """Yield the blocks whose tensors differ in a basis, with the new tensors: a whole stack, or block by block."""

@@ -252,24 +252,19 @@ class _OnlineRefresher(BlockCreatingRefresher):
             if wanted := [index for index, block in enumerate(stack.blocks) if block.name in ready]:
                 traces = self.grams.traces(stack)
                 ranges += self.grams.find_ranges(stack, [index for index in wanted if traces[index] != 0])
-        sound = self._decompose_first(ranges) if ranges else set()
+        sound: set[str] = set()
+        if ranges:
+            # Leading eigenvectors alone would count as drifted.
+            self._renew(ranges, decompose_leading if self.config.tolerance is None else decompose)
+            self._side_stream.join()
+            self._pending = [_refine_first_bases(new) for new in self._pending]
+            for new in self._pending:
+                flags = zip(new.stack.blocks[new.members], _list_sound_blocks(new.sound), strict=True)
+                sound |= {block.name for block, is_sound in flags if is_sound}
+            self.renewals += 1
         self.wait_for_refresh(optimizer)
-        self.renewals += bool(ranges)
         self.waiting = self.waiting - sound
         self.grams.forget(ready - sound)
-
-    def _decompose_first(self, ranges: list[BlockRange]) -> set[str]:
-        """Compute first bases; return the names of the blocks for which they are sound."""
-        # Leading eigenvectors alone would count as drifted.
-        self._renew(ranges, decompose_leading if self.config.tolerance is None else decompose)
-        self._side_stream.join()
-        self._pending = [_refine_first_bases(new) for new in self._pending]
-        return {
-            block.name
-            for new in self._pending
-            for block, is_sound in zip(new.stack.blocks[new.members], _list_sound_blocks(new.sound), strict=True)
-            if is_sound
-        }
 
     def _renew(self, ranges: list[BlockRange], renewal: Renewal) -> bool:
         """Compute new bases. Return True if a GPU computes them during training and the next step installs them."""
