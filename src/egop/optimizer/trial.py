@@ -21,6 +21,8 @@ _MATRIX, _OTHER_MATRIX, _VECTOR = (4, 3), (3, 4), (12,)
 # Relative to the largest step. Sums in another order differ by rounding, about 1e-16 of the weights.
 _TOLERANCE = 1e-6
 
+Items = tuple[tuple[str, Any], ...]
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -47,21 +49,17 @@ def try_optimizer(
         settings: the settings of a parameter group.
         hyperparameters: the arguments of the class.
     """
+    arguments = optimizer_class, tuple(settings.items()), tuple(hyperparameters.items())
     try:
-        return _try_cached((optimizer_class, tuple(settings.items()), tuple(hyperparameters.items())))
+        return _try(*arguments)
     except TypeError:  # not hashable, such as a list of betas
-        return _try(optimizer_class, settings, hyperparameters)
+        return _try.__wrapped__(*arguments)
 
 
 @functools.lru_cache(maxsize=64)
-def _try_cached(key: tuple[Any, ...]) -> Trial:
-    optimizer_class, settings, hyperparameters = key
-    return _try(optimizer_class, dict(settings), dict(hyperparameters))
-
-
-def _try(optimizer_class: type[Optimizer], settings: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Trial:
+def _try(optimizer_class: type[Optimizer], settings: Items, hyperparameters: Items) -> Trial:
     def build(parameter: Tensor) -> Optimizer:
-        return optimizer_class([{**settings, "params": [parameter]}], **hyperparameters)
+        return optimizer_class([{**dict(settings), "params": [parameter]}], **dict(hyperparameters))
 
     # Do not compile anything for these few numbers, and ignore the default device.
     with warnings.catch_warnings(), RandomStream(0), torch.compiler.set_stance("force_eager"), torch.device("cpu"):
