@@ -126,7 +126,8 @@ class InnerOptimizers:
         outside = [each for _, each in splits if each is not None]
         self.outside = base.make(outside, outside=True) if outside else None
         if self.outside is not None:
-            self.coordinates.state.update(self.outside.state)
+            own = {key: state for key, state in self.outside.state.items() if isinstance(key, Tensor)}
+            self.coordinates.state.update(own)
             self.outside.state = self.coordinates.state
         made = [iter(each.param_groups) for each in (self.coordinates, self.outside) if each is not None]
         # The inner groups of each of the user's groups.
@@ -220,10 +221,28 @@ class InnerOptimizers:
                 state["step"] = state["step"] * 0  # no step has been taken
         return states
 
+    def load_state(self, tensor: Tensor, state: dict[Any, Any]) -> None:
+        """Take the state of a tensor, unless it is empty: some optimizers create states in their constructor."""
+        if state:
+            self.state[tensor] = state
+
     def take_over(self, previous: InnerOptimizers) -> None:
-        """Take the state of all tensors that earlier optimizers have stepped too."""
+        """Take the state of all tensors that earlier optimizers have stepped too, and what belongs to no tensor."""
         kept = self.map_to_groups()
-        self.state.update({key: state for key, state in previous.state.items() if id(key) in kept})
+        for key, state in previous.state.items():
+            if not isinstance(key, Tensor) or id(key) in kept:
+                self.state[key] = state
+
+    @property
+    def shared_state(self) -> dict[Any, Any]:
+        """The state that belongs to no tensor."""
+        return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+
+    @shared_state.setter
+    def shared_state(self, state: Mapping[Any, Any]) -> None:
+        for key in self.shared_state:
+            del self.state[key]
+        self.state.update(state)
 
 
 def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]]:

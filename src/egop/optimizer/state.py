@@ -81,7 +81,7 @@ def export_state(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
         entry[CLOCK] = torch.tensor([*counts, stepped], device=parameter.device)
         entry[ABOUT] = encode_about(about).to(parameter.device)
         states[parameter] = entry
-    return states
+    return states | engine.inner.shared_state
 
 
 def _export_block(block: BoundBlock, states: Sequence[Mapping[str, Any]], *, complete: bool) -> Entry:
@@ -136,12 +136,12 @@ class ExportedState:
     def __init__(self, engine: Engine, *, complete: bool = False) -> None:
         self._before = export_state(engine, complete=complete)
         self.states: defaultdict[Any, Any] = defaultdict(
-            dict, {parameter: dict(entry) for parameter, entry in self._before.items()}
+            dict, {key: dict(entry) if isinstance(key, Tensor) else entry for key, entry in self._before.items()}
         )
         self._versions = {
             id(value): value._version  # torch's counter of in-place writes
-            for entry in self._before.values()
-            for key, value in entry.items()
+            for parameter, entry in self._before.items()
+            for key, value in (entry.items() if isinstance(parameter, Tensor) else ())
             if str(key).startswith(BASIS)
         }
 
@@ -156,10 +156,11 @@ class ExportedState:
         edits = {}
         for parameter, before in self._before.items():
             now = self.states.get(parameter, {})
-            if not isinstance(now, Mapping):
+            if isinstance(parameter, Tensor) and not isinstance(now, Mapping):
                 raise ValueError(f"optimizer.state[parameter] must be a dict, got {now!r:.80}.")
-            if self._is_changed(before, now):
+            if isinstance(parameter, Tensor) and self._is_changed(before, now):
                 edits[parameter] = now
+        engine.inner.shared_state = {key: value for key, value in self.states.items() if not isinstance(key, Tensor)}
         return edits
 
     def _is_changed(self, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> bool:
@@ -259,12 +260,12 @@ def read_about(entry: Mapping[str, Any]) -> dict[str, Any]:
 def parse_state_dict(engine: Engine, state_dict: dict[str, Any]) -> tuple[RestoredParts, list[Group]]:
     """Build the working parts that a state dict describes and its parameter groups, without changing anything."""
     try:
-        entries = _read_entries(state_dict, engine)
+        entries, others = _read_entries(state_dict, engine)
         groups = [
             group | {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             for group, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
         ]
-        parts = _restore(engine, entries, groups)
+        parts = _restore(engine, entries, others, groups)
         # Torch copies the groups and puts the parameters back.
         groups = [group | {"params": list(range(len(group["params"])))} for group in groups]
     except Exception as error:
@@ -289,7 +290,7 @@ def rebuild(engine: Engine, edits: Mapping[Tensor, Mapping[Any, Any]]) -> Restor
             group["param_names"] = [next(names) for _ in group["params"]]
         ordered = [entries[name] for group in groups for name in group["param_names"]]
         _check_about([read_about(entry) for entry in ordered], groups, engine.base.name)
-        parts = _restore(engine, ordered, groups)
+        parts = _restore(engine, ordered, states, groups)
     except BaseException as error:
         for group, names_before in zip(groups, before, strict=True):
             group.update({} if names_before is None else {"param_names": names_before})
@@ -300,8 +301,8 @@ def rebuild(engine: Engine, edits: Mapping[Tensor, Mapping[Any, Any]]) -> Restor
     return parts
 
 
-def _read_entries(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
-    """Return the checked state of each parameter in a state dict.
+def _read_entries(state_dict: Any, engine: Engine) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """Return the checked state of each parameter in a state dict, and the state that belongs to no parameter.
 
     Torch's tools leave out frozen parameters; these keep their current state.
     """
@@ -326,9 +327,10 @@ def _read_entries(state_dict: Any, engine: Engine) -> list[Mapping[str, Any]]:
             current = current or export_state(engine, complete=True)
         entries.append(current[parameter] if current is not None and key not in state else state[key])
     _check_about(list(map(read_about, entries)), groups, engine.base.name)
-    if wrong := [key for key in state if key not in keys]:
+    others = {key: value for key, value in state.items() if key not in keys}
+    if wrong := [key for key in others if not isinstance(key, str)]:
         raise ValueError(f"It has state of {wrong}, which are not parameters.")
-    return entries
+    return entries, others
 
 
 def _check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], inner_name: str) -> None:
@@ -355,12 +357,15 @@ def _check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
         )
 
 
-def _restore(engine: Engine, entries: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> RestoredParts:
+def _restore(
+    engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mapping[Any, Any], groups: Sequence[Group]
+) -> RestoredParts:
     """Build the working parts that states describe for the groups' current parameters, without side effects.
 
     Args:
         engine: the engine of the optimizer.
         entries: the state of each parameter.
+        others: the inner optimizer's state that belongs to no parameter.
         groups: the parameter groups, with the hyper-parameters to use.
     """
     saved = [_SavedEntry(entry) for entry in entries]
@@ -378,19 +383,18 @@ def _restore(engine: Engine, entries: Sequence[Mapping[str, Any]], groups: Seque
     parameters = [parameter for group in engine.param_groups for parameter in group["params"]]
     cast = any(str(parameter.dtype) != each.about["dtype"] for parameter, each in zip(parameters, saved, strict=True))
     check, block_of = StateCheck(inner, cast=cast), map_to_blocks(blocks)
-    loaded: dict[Tensor, dict[Any, Any]] = {}
     for parameter, each in zip(parameters, saved, strict=True):
         owner = block_of.get(id(parameter))
         if owner is None:
             piece = pieces.get(parameter)
             local = _take_local(each.find_inner(0), parameter, is_cut=True)
-            loaded[piece] = check.adapt(local, piece, f"parameter '{each.about['name']}'")
+            inner.load_state(piece, check.adapt(local, piece, f"parameter '{each.about['name']}'"))
         elif owner.originals[0] is parameter:
             originals = owner.originals if owner.by_rows else [parameter] * len(owner.coordinates)
             for place, (coordinate, original) in enumerate(zip(owner.coordinates, originals, strict=True)):
                 local = _take_local(each.find_inner(place), original, is_cut=owner.by_rows)
-                loaded[coordinate] = check.adapt(local, coordinate, f"block '{owner.name}'")
-    inner.state.update({tensor: state for tensor, state in loaded.items() if state})  # or as the constructor left it
+                inner.load_state(coordinate, check.adapt(local, coordinate, f"block '{owner.name}'"))
+    inner.shared_state = copy.deepcopy(dict(others))
     with_refresh = any(each.about["refresh"] for each in saved)
     refresher = copy.copy(engine.refresher)
     if refresher is not None and with_refresh:

@@ -21,8 +21,6 @@ _MATRIX, _OTHER_MATRIX, _VECTOR = (4, 3), (3, 4), (12,)
 # Relative to the largest step. Sums in another order differ by rounding, about 1e-16 of the weights.
 _TOLERANCE = 1e-6
 
-Items = tuple[tuple[str, Any], ...]
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -49,17 +47,21 @@ def try_optimizer(
         settings: the settings of a parameter group.
         hyperparameters: the arguments of the class.
     """
-    arguments = optimizer_class, tuple(settings.items()), tuple(hyperparameters.items())
     try:
-        return _try(*arguments)
+        return _try_cached((optimizer_class, tuple(settings.items()), tuple(hyperparameters.items())))
     except TypeError:  # not hashable, such as a list of betas
-        return _try.__wrapped__(*arguments)
+        return _try(optimizer_class, settings, hyperparameters)
 
 
 @functools.lru_cache(maxsize=64)
-def _try(optimizer_class: type[Optimizer], settings: Items, hyperparameters: Items) -> Trial:
+def _try_cached(key: tuple[Any, ...]) -> Trial:
+    optimizer_class, settings, hyperparameters = key
+    return _try(optimizer_class, dict(settings), dict(hyperparameters))
+
+
+def _try(optimizer_class: type[Optimizer], settings: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Trial:
     def build(parameter: Tensor) -> Optimizer:
-        return optimizer_class([{**dict(settings), "params": [parameter]}], **dict(hyperparameters))
+        return optimizer_class([{**settings, "params": [parameter]}], **hyperparameters)
 
     # Do not compile anything for these few numbers, and ignore the default device.
     with warnings.catch_warnings(), RandomStream(0), torch.compiler.set_stance("force_eager"), torch.device("cpu"):
@@ -106,7 +108,7 @@ def _run(
         return None
     moved = torch.empty_like(start.flatten())
     moved[order] = (parameter.detach() - start).flatten()
-    return _Outcome(moved, _find_other_state(optimizer.state, parameter))
+    return _Outcome(moved, _find_other_state(optimizer.state.get(parameter, {})))
 
 
 def _draw_numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:
@@ -124,12 +126,9 @@ def _draw_numbers(*, shuffled: bool) -> tuple[Tensor, Tensor]:
     return numbers, order if shuffled else order.sort().values
 
 
-def _find_other_state(states: Mapping[Any, Any], parameter: Tensor) -> str:
+def _find_other_state(state: Mapping[str, Any]) -> str:
     """Describe state that is neither a single number nor of the weight's size, such as row and column factors."""
-    for key in states:
-        if key is not parameter:
-            return f"{key!r:.80}, which belongs to no parameter,"
-    for key, value in states.get(parameter, {}).items():
+    for key, value in state.items():
         for path, leaf in find_leaves(key, value):
             if not isinstance(leaf, Tensor):
                 return f"'{path}' (a {type(leaf).__name__})"
