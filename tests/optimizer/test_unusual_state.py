@@ -124,19 +124,3 @@ def test_a_state_loads_into_a_model_of_another_precision():
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, side.optimizer.basis, lr=0.01)
     optimizer.load_state_dict(state)
     assert optimizer.inner.state[optimizer.blocks[0].coordinates[0]]["exp_avg"].dtype == torch.float32
-
-
-def test_state_that_belongs_to_no_parameter_is_saved():
-    """As MADGRAD's count of steps is."""
-
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            self.state["k"] = self.state.get("k", 0) + 1
-            self.param_groups[0]["lr"] = 0.1 / self.state["k"]
-            return super().step(closure)
-
-    counting = OptimizerCase("Counting", Counting, {"lr": 0.1})
-    side = make_side(counting)
-    train(side, MLP.batches(), 3)
-    assert side.optimizer.state_dict()["state"]["k"] == 3
-    assert resume(side, counting)
