@@ -4,12 +4,6 @@ import gc
 import logging
 
 import pytest
-import torch
-
-from egop.optimizer import checks
-
-# That no basis helps these is said in the tests of that alone: everywhere else they are there to be compared with.
-checks._warned |= {torch.optim.SGD, torch.optim.ASGD}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -225,7 +225,7 @@ def made(refresh, given=lambda model: model.named_parameters(), basis=None, **op
     params, options = given(model), {"model": model} if options.get("told") else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = egop.ReparameterizedOptimizer(params, torch.optim.SGD, basis, refresh=refresh, lr=0.1, **options)
+        optimizer = egop.ReparameterizedOptimizer(params, torch.optim.AdamW, basis, refresh=refresh, lr=0.1, **options)
         cases.train(model, optimizer, cases.MLP.batches(), 2)
     return [str(each.message) for each in caught], [each.filename for each in caught]
 

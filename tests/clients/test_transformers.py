@@ -10,7 +10,6 @@ import torch
 import runs
 
 transformers = pytest.importorskip("transformers", reason=runs.MISSING)
-ScheduleFreeAdamW = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW
 pytest.importorskip("accelerate", reason=runs.MISSING)
 
 import egop
@@ -148,44 +147,3 @@ def test_a_run_resumed_from_a_checkpoint_ends_as_the_whole_one(kind, tmp_path):
     run(whole)
     run(resumed, resume=str(tmp_path / "checkpoint-3"))
     assert runs.same(whole, resumed)
-
-
-def test_evaluation_is_at_the_averaged_weights_of_a_schedule_free_optimizer(tmp_path):
-    model, plain = gpt2(), gpt2()
-    optimizer = egop.ReparameterizedOptimizer(decay_groups(model), ScheduleFreeAdamW, lr=LR, model=model)
-    its = trained(model, tmp_path, optimizers=(optimizer, None))
-    theirs = trained(plain, tmp_path, optimizers=(ScheduleFreeAdamW(nameless(plain), lr=LR), None))
-    while_training = runs.weights(model)
-    assert runs.distance(model, plain) < 1e-6
-    assert its.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)
-    assert runs.distance(model, plain) < 1e-6
-    assert runs.distance(model, while_training) > 1e-4
-
-
-def nameless(model):
-    return [group | {"params": [parameter for _, parameter in group["params"]]} for group in decay_groups(model)]
-
-
-@pytest.mark.parametrize("kind", ["fixed", "online"])
-def test_looking_at_the_averaged_weights_leaves_training_alone(kind, tmp_path):
-    looked, unlooked = gpt2(), gpt2()
-    for model, looking in ((looked, {"eval_strategy": "steps", "eval_steps": 1}), (unlooked, {})):
-        made = trainer_optimizer(model, ScheduleFreeAdamW, lr=LR, **settings_of(kind))
-        trained(model, tmp_path, arguments=looking, optimizer_cls_and_kwargs=made).optimizer.train()
-    assert runs.distance(looked, unlooked) < 1e-6
-
-
-def test_averaged_weights_in_a_basis_are_those_of_the_literal_reparameterisation(tmp_path):
-    model, literal = gpt2(), gpt2()
-    made = trainer_optimizer(model, ScheduleFreeAdamW, rotation(), lr=LR)
-    its = trained(model, tmp_path, arguments={"weight_decay": 0.0}, optimizer_cls_and_kwargs=made)
-    egop.extras.parametrize(literal, rotation())
-    theirs = trained(literal, tmp_path, optimizers=(ScheduleFreeAdamW(literal.parameters(), lr=LR), None))
-    assert runs.distance(matrices(model), matrices(literal)) < 1e-7
-    assert its.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-6)
-    assert runs.distance(matrices(model), matrices(literal)) < 1e-7
-
-
-def matrices(model):
-    """Also of a parametrised model, where they are no parameters."""
-    return {name: model.get_submodule(name.removesuffix(".weight")).weight.detach().clone() for name in MATRICES}

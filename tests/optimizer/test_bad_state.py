@@ -141,11 +141,11 @@ REFUSED = {
     ),
     "with a moment of another shape": (
         lambda: changed(torch.ones(5, 6).double(), "state", 0, "exp_avg"),
-        r"'exp_avg' of block '0\.weight' is a .* of shape \(5, 6\) .*\. Must be a tensor of shape \(30,\)",
+        r"'exp_avg' of block '0\.weight' is a .* of shape \(5, 6\)\. Must be a tensor of shape \(30,\)",
     ),
     "with a moment of another dtype": (
         lambda: changed(torch.ones(30), "state", 0, "exp_avg"),
-        r"'exp_avg' of block '0\.weight' is .* torch\.float32\. Must be of torch\.float64",
+        r"'exp_avg' of block '0\.weight' is of torch\.float32\. Must be of torch\.float64",
     ),
     "with a moment that is text": (
         lambda: changed("abc", "state", 1, "exp_avg"),
@@ -157,27 +157,15 @@ REFUSED = {
     ),
     "with a negative count of steps": (
         lambda: changed(torch.tensor(-1.0), "state", 0, "step"),
-        r"'step' of block '0\.weight' is tensor\(-1\.\)\. Must be a count",
+        r"'step' of block '0\.weight' is -1\.0\. Must be a count",
     ),
     "with lr as text": (
         lambda: changed("abc", "param_groups", 0, "lr"),
-        r"Its parameter group 0 has lr='abc'\. Must be a number",
-    ),
-    "with lr that is no number": (
-        lambda: changed(float("nan"), "param_groups", 0, "lr"),
-        "Its parameter group 0 has hyper-parameters that AdamW refuses: Invalid learning rate: nan",
-    ),
-    "with a negative lr": (
-        lambda: changed(-1.0, "param_groups", 0, "lr"),
-        "Its parameter group 0 has hyper-parameters that AdamW refuses: Invalid learning rate: -1.0",
+        "AdamW cannot step with the hyper-parameters of a group",
     ),
     "with one beta": (
         lambda: changed((0.9,), "param_groups", 0, "betas"),
-        "Its parameter group 0 has hyper-parameters that AdamW refuses",
-    ),
-    "with a beta above one": (
-        lambda: changed((0.9, 1.5), "param_groups", 0, "betas"),
-        "hyper-parameters that AdamW refuses: Invalid beta parameter at index 1: 1.5",
+        "AdamW cannot step with the hyper-parameters of a group",
     ),
     "with a basis cut short": (
         lambda: changed(torch.eye(7), "state", 0, "egop/basis/basis"),

@@ -284,11 +284,6 @@ def test_settings_of_one_name_that_mean_something_else_stay_apart():
     assert adafactor is not None
 
 
-def test_one_that_needs_the_loss_is_refused_when_it_is_made():
-    with pytest.raises(TypeError, match="LBFGS evaluates the loss within a step"):
-        made(network(), outside=torch.optim.LBFGS)
-
-
 def test_a_group_may_have_a_key_of_that_name():
     model = network()
     groups = [{"params": list(model.named_parameters()), "outside": "mine"}]

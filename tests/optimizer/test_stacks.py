@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -91,20 +90,6 @@ def test_gram_matrices_of_a_stack_are_those_of_its_blocks(structure, skip):
     together = egop.ReparameterizedOptimizer(models[0], torch.optim.SGD, basis(structure), refresh=refreshes[0])
     apart = one_at_a_time(models[1], basis(structure), torch.optim.SGD, refresh=refreshes[1])
     results = [train(each, model, skip=skip) for each, model in zip((together, apart), models, strict=True)]
-    assert distance(*results) < 1e-12
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_step_gives_the_same_result():
-    models = network(), network()
-    refresh, arguments = egop.Online(every=2, structure=egop.Shared()), {"lr": 0.01}
-    optimizers = [
-        egop.ReparameterizedOptimizer(
-            model, torch.optim.AdamW, basis(egop.Shared()), refresh=refresh, compile=compiled, **arguments
-        )
-        for model, compiled in zip(models, (False, True), strict=True)
-    ]
-    results = [train(each, model) for each, model in zip(optimizers, models, strict=True)]
     assert distance(*results) < 1e-12
 
 

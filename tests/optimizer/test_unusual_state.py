@@ -27,17 +27,6 @@ def resume(side, optimizer=ADAMW, change=lambda state: None):
     return identical(*(train(each, MLP.batches(), 4) for each in (side, resumed)))
 
 
-def test_steps_may_be_plain_numbers():
-    side = make_side()
-    train(side, MLP.batches(), 3)
-
-    def change(state):
-        for place, entry in enumerate(state["state"].values()):
-            entry["step"] = [float, int, torch.clone, torch.Tensor.double][place % 4](entry["step"])
-
-    assert resume(side, change=change)
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_amsgrad_is_what_the_state_says(before):
     cases = [

@@ -191,22 +191,22 @@ def test_lookahead_predicts_adams_momentum(base, options):
         optimizer.step()
 
 
-def test_bases_that_cannot_be_aligned_are_refused_or_warned_about():
+def test_bases_that_cannot_be_aligned_are_refused():
     model = network()
     blocks = blocks_of(model)
     sides = [{"left": torch.eye(block.shapes[0][0]), "right": torch.eye(block.shapes[0][1])} for block in blocks]
     pairs = [{key: side.double() for key, side in tensors.items()} for tensors in sides]
     kronecker = [egop.Kronecker().change(*pair) for pair in zip(blocks, pairs, strict=True)]
     basis = egop.Basis(kronecker)
-    with pytest.raises(ValueError, match="a basis of structure Shared, not Kronecker"):
+    with pytest.raises(ValueError, match="Aligned cannot renew bases of structure Kronecker"):
         egop.ReparameterizedOptimizer(model, torch.optim.AdamW, basis, refresh=egop.Aligned(), lr=0.01)
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=egop.Aligned(), lr=0.01)
     loss_of(model, 0).backward()
     optimizer.step()
-    optimizer.rebase(basis, moments="reset")
-    with pytest.warns(UserWarning, match="found no basis that it can rotate. Bases of structure Kronecker stay"):
-        optimizer.step()
-    assert optimizer.refresher.renewals == 1
+    with pytest.raises(ValueError, match="Aligned cannot renew bases of structure Kronecker"):
+        optimizer.rebase(basis, moments="reset")
+    optimizer.step()
+    assert optimizer.refresher.renewals == 2
 
 
 class Experts(nn.Module):

@@ -57,11 +57,6 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """True if the class itself declares that its step can be recorded."""
         return bool(vars(type(self)).get("recordable"))
 
-    @property
-    def recorded_settings(self) -> str:
-        """The hyper-parameters that are part of a recording."""
-        return _recorded_settings(self.param_groups)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of weights, each of two or more dimensions."""
         super().add_param_group(param_group)

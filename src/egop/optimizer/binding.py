@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +41,9 @@ class BoundBlock:
         self.originals = list(originals)
         self.spectrum: Spectrum | None = None  # of the current basis, if known
         self.sharded = any(is_sharded(original) for original in originals)
-        self.rowwise = change.is_rowwise and change.block.has_outputs_first and not needs_matrices
-        self.by_rows = (
-            self.sharded
-            and self.rowwise
-            and all(is_sharded(original) and is_sharded_by_rows(original) for original in originals)
-        )
+        rowwise = change.is_rowwise and change.block.has_outputs_first and not needs_matrices
+        # Whether this process works on its own rows only.
+        self.by_rows = rowwise and all(is_sharded(each) and is_sharded_by_rows(each) for each in originals)
         self.parameters = [to_local(original) if self.by_rows else to_full(original) for original in originals]
         # The current dtype of the parameters: the model may have been cast since the basis was estimated.
         dtype = functools.reduce(torch.promote_types, [original.dtype for original in originals], torch.float32)
@@ -229,20 +225,13 @@ def _rounds_to(value: Tensor, parameter: Tensor) -> bool:
     return bool(((low <= parameter) & (parameter <= high)).all())
 
 
-@dataclass
 class BoundParameters:
     """The parameters of all groups as they were bound."""
 
-    names: list[str] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    kinds: list[tuple[torch.dtype, torch.device]] = field(default_factory=list)
-
-    @classmethod
-    def from_groups(cls, groups: Groups) -> Self:
-        """Record the parameters that the groups have now."""
-        tensors = _list_parameters(groups)
-        names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
-        return cls(names, tensors, list(map(_get_kind, tensors)))
+    def __init__(self, groups: Groups = ()) -> None:
+        self.names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
+        self.tensors = _list_parameters(groups)
+        self.kinds = list(map(_get_kind, self.tensors))
 
     def matches(self, groups: Groups) -> bool:
         """Return True if the groups still hold the same tensors, with the same dtype and device."""

@@ -1,4 +1,4 @@
-"""Check that an optimizer class can run in coordinates, and warn when a basis cannot help it."""
+"""Check that an optimizer class can run in coordinates, and warn if a basis has no effect on it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from egop.basis import Structure
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.trial import try_optimizer
 
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
-_warned: set[type[Optimizer]] = set()  # classes that have been warned about
+_ROTATION_INVARIANT = (torch.optim.SGD, torch.optim.ASGD)
 _NOT_SETTINGS = ("params", "param_names", "basis")
 
 
@@ -36,7 +35,7 @@ def is_own_or_torch(optimizer_class: type[Optimizer]) -> bool:
 
 def check_class(
     optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any]
-) -> tuple[bool, bool]:
+) -> bool:
     """Raise TypeError for a class that does not work coordinate by coordinate.
 
     Args:
@@ -45,22 +44,16 @@ def check_class(
         hyperparameters: the arguments of the class.
 
     Returns:
-        Whether the class treats matrices and vectors differently (see :func:`check_blocks`), and whether a rotation
-        changes its steps in at least one group.
+        Whether the class treats matrices and vectors differently, see :func:`check_blocks`.
     """
     name = optimizer_class.__name__
-    if next(iter(inspect.signature(optimizer_class).parameters), "params") in ("optimizer", "base_optimizer"):
+    if callable(getattr(optimizer_class, "eval", None)):
         raise TypeError(
-            f"{name} wraps another optimizer. Give egop the class of that optimizer and wrap the result: "
-            f"{name}(egop.ReparameterizedOptimizer(...))."
+            f"{name} trains and evaluates with different weights (it has a method eval()), which egop does not support."
         )
     works_on_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
-    differs_on_vectors = benefits = False
+    differs_on_vectors = False
     for settings in map(get_settings, groups):
-        if settings.get("maximize") and "maximize" not in complete_hyperparameters(
-            optimizer_class, settings, hyperparameters
-        ):
-            raise ValueError(f"{name} has no maximize, so it would minimize. Negate the loss instead.")
         trial = try_optimizer(optimizer_class, settings, hyperparameters)
         if trial.needs_closure:
             raise TypeError(
@@ -74,8 +67,7 @@ def check_class(
                 "coordinates that are matrices, set works_on_matrices = True on the class."
             )
         differs_on_vectors |= trial.differs_on_vectors
-        benefits |= not trial.is_rotation_invariant
-    return works_on_matrices or differs_on_vectors, benefits
+    return works_on_matrices or differs_on_vectors
 
 
 def check_blocks(optimizer_class: type[Optimizer], blocks: Iterable[BoundBlock]) -> None:
@@ -114,38 +106,31 @@ def complete_hyperparameters(
     except Exception as error:
         raise TypeError(
             f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
-            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is."
+            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is. If this one "
+            "wraps another optimizer, give egop that optimizer's class and wrap the result."
         ) from error
 
 
-def warn_rotation_invariant(optimizer_class: type[Optimizer], blocks: Sequence[BoundBlock], refresh: object) -> None:
-    """Warn once per class that a rotation does not change its steps, unless the basis leaves directions out."""
-    if optimizer_class in _warned or any(not block.change.is_complete for block in blocks):
-        return
-    structure = getattr(refresh, "structure", None)
-    wanted = structure.values() if isinstance(structure, Mapping) else [structure]
-    if any(isinstance(each, Structure) and not each.change_type.is_complete for each in wanted):
-        return
-    if refresh is None and all(block.change.kind == "Identity" for block in blocks):
-        return  # nothing is rotated
-    _warned.add(optimizer_class)
+def warn_of_no_effect(optimizer_class: type[Optimizer], blocks: Sequence[BoundBlock], *, is_intended: bool) -> None:
+    """Warn if nothing is rotated and that may be a mistake, or if rotations do not change the optimizer's steps."""
     name = optimizer_class.__name__
-    warnings.warn(
-        f"{name} takes the same steps in every rotation, with these settings: a change of basis costs time and gains "
-        "nothing. Use an optimizer that scales each coordinate separately, such as Adam, AdamW or Adagrad; or "
-        f"egop.EGOP(model); or {name} without a basis.",
-        stacklevel=find_user_level(),
-    )
-
-
-def warn_no_basis(optimizer_class: type[Optimizer]) -> None:
-    """Warn that an optimizer with neither a basis nor a refresh does nothing of its own."""
-    name = optimizer_class.__name__
-    warnings.warn(
-        f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(). "
-        f"If plain {name} is what you want, pass basis=egop.Basis([]).",
-        stacklevel=find_user_level(),
-    )
+    if not blocks and not is_intended:
+        text = (
+            f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(). "
+            f"If plain {name} is what you want, pass basis=egop.Basis([])."
+        )
+    elif (
+        optimizer_class in _ROTATION_INVARIANT
+        and any(block.change.kind != "Identity" for block in blocks)
+        and all(block.change.is_complete for block in blocks)
+    ):
+        text = (
+            f"{name} takes the same steps in every rotation: a change of basis costs time and gains nothing. Use an "
+            "optimizer that scales each coordinate separately, such as Adam, AdamW or Adagrad; or egop.EGOP(model)."
+        )
+    else:
+        return
+    warnings.warn(text, stacklevel=find_user_level())
 
 
 def find_user_level() -> int:

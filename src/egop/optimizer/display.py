@@ -1,21 +1,15 @@
-"""Show an optimizer: as a line, as text, as a plan, and as a plot of its spectra."""
+"""Show an optimizer as a line, as text and as a plan."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from egop.basis import BlockInfo, Plan, format_blocks
 from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
-from egop.plots import plot_spectra
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -36,25 +30,6 @@ def format_text(name: str, engine: Engine) -> str:
     blocks, unrotated, note = _list_blocks(engine)
     table = [format_blocks(blocks, unrotated)] if blocks or unrotated else []
     return "\n".join([format_line(name, engine), *_list_facts(engine), *([note] if note else []), *table])
-
-
-def plot_engine(engine: Engine) -> Figure:
-    """Plot the spectra of all blocks that have one."""
-    spectra = _find_spectra(engine)
-    known: dict[str, list[float]] = {}
-    for block in engine.blocks:
-        sides = spectra.get(block.name, {})
-        for key, values in sides.items():
-            label = block.name if len(sides) == 1 else f"{block.name}, {key}"
-            known[label] = values.flatten().sort(descending=True).values.tolist()
-        if not sides and block.spectrum is not None:
-            known[block.name] = block.spectrum.eigenvalues.tolist()
-    if not known:
-        raise ValueError(
-            "There are no spectra yet. They come with a basis from egop.estimate, and with the first step under "
-            "refresh=egop.Online()."
-        )
-    return plot_spectra(known, "Eigenvalues of the gradients' Gram matrices" if spectra else "Eigenvalues")
 
 
 def _list_facts(engine: Engine) -> Iterator[str]:
@@ -91,34 +66,8 @@ def _list_blocks(engine: Engine) -> tuple[list[BlockInfo], Mapping[str, str], st
             return [], {}, f"the first step will fail: {error}"
         if plan is not None:
             return plan.block_info(), plan.unrotated, "planned for the first step:"
-    spectra = _find_spectra(engine)
-    shown = []
-    for block in engine.blocks:
-        row = BlockInfo.from_change(block.whole_change(), block.spectrum)
-        shown.append(_add_stable_rank(row, spectra[block.name]) if block.name in spectra else row)
-    return shown, engine.unrotated, ""
-
-
-def _find_spectra(engine: Engine) -> dict[str, dict[str, Tensor]]:
-    return {} if engine.refresher is None else engine.refresher.spectra(engine)
-
-
-def _add_stable_rank(shown: BlockInfo, sides: Mapping[str, Tensor]) -> BlockInfo:
-    """Add the stable rank of the Gram matrices that a refresh follows, or of the Kronecker product of two sides."""
-    roots = [values.sqrt() for values in sides.values()]
-    sums = tops = torch.ones((), dtype=torch.float64, device="cpu")
-    for root in roots:
-        sums, tops = sums * root.sum(-1).cpu(), tops * root.amax(-1).cpu()
-    if len(roots) > 1:  # each side has the trace of the whole, expert by expert
-        trace = roots[0].square().sum(-1).cpu().clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-        sums, tops = sums / trace, tops / trace
-    top = float(tops.max())
-    dimension = 1
-    for root in roots:
-        dimension *= root.shape[-1]
-    dimension *= sums.numel()
-    rank = float(sums.sum()) / top if top > 0 else 0.0
-    return dataclasses.replace(shown, stable_rank=rank, dimension=dimension, draws=None)
+    rows = [BlockInfo.from_change(block.whole_change(), block.spectrum) for block in engine.blocks]
+    return rows, engine.unrotated, ""
 
 
 def make_plan(engine: Engine) -> Plan:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
-from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_no_basis
-from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, find_lookahead_inputs, look_ahead
+from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_of_no_effect
+from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
 from egop.optimizer.refreshing import Refresher
 from egop.optimizer.stacks import Stack, Stacks
@@ -23,17 +23,13 @@ class Engine:
     """Everything that an optimizer works with, in one object.
 
     Frameworks wrap an optimizer by copying its attributes to another object. Wrapper and original then share this one.
-
-    Args:
-        base: the classes and options of the inner optimizers.
-        compiled: whether the products of a step go through ``torch.compile``.
     """
 
-    def __init__(self, base: BaseOptimizer, *, compiled: bool) -> None:
-        self.base, self.compiled = base, compiled
+    def __init__(self, base: BaseOptimizer) -> None:
+        self.base = base
         self.is_for_matrices = False  # whether the class treats matrices and vectors differently
-        self.benefits_from_rotation = False
-        self.warns_of_no_basis = False  # warn at the first step if there are no blocks
+        self.has_stepped = False
+        self.may_be_plain = False  # whether it is no mistake if there are no blocks
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Role] = {}
         self.known: ModuleIndex | None = None  # the model's names and modules
@@ -68,7 +64,7 @@ class Engine:
         """The blocks, stacked by kind and shape; built when needed, not after each of many added groups."""
         if self._stacks is None:
             reused = is_own_or_torch(self.base.optimizer_class)  # others may keep a gradient until their next step
-            self._stacks = Stacks(self.blocks, compiled=self.compiled, reused=reused)
+            self._stacks = Stacks(self.blocks, reused=reused)
         return self._stacks
 
     @property
@@ -90,9 +86,7 @@ class Engine:
 
     def check_class(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise TypeError if the optimizer class does not work in coordinates with the settings of these groups."""
-        for_matrices, benefits = check_class(self.base.optimizer_class, groups, self.base.hyperparameters)
-        self.is_for_matrices |= for_matrices
-        self.benefits_from_rotation |= benefits
+        self.is_for_matrices |= check_class(self.base.optimizer_class, groups, self.base.hyperparameters)
 
     def bind(
         self,
@@ -107,7 +101,7 @@ class Engine:
             basis: the basis.
             groups: some of the parameter groups, or one that is to be added.
             first_group: the position of the first.
-            layers: the roles of their parameters, if not known already.
+            layers: the roles of their parameters, if they are not yet known.
         """
         blocks = bind_blocks(basis, groups, first_group, needs_matrices=self.base.needs_matrices)
         check_padding(blocks, groups, self.layers if layers is None else layers)
@@ -133,19 +127,18 @@ class Engine:
                 inner.take_over(self._inner)
         self.blocks, self.pieces, self._inner, self._stacks = blocks, pieces, inner, None
         inner.expose_outside_settings(self.param_groups)
-        self.bound = BoundParameters.from_groups(self.param_groups)
+        self.bound = BoundParameters(self.param_groups)
 
     # --- a step ---
 
     def step(self) -> None:
         """Collect gradients, rotate them, step the inner optimizers, rotate back and write the parameters."""
-        if self.warns_of_no_basis:
-            self.warns_of_no_basis = False
-            if not self.blocks:  # and none came with a state dict or a group
-                warn_no_basis(self.base.optimizer_class)
         refresher = self.refresher
         if refresher is not None:
             refresher.before_step(self)
+        if not self.has_stepped:
+            self.has_stepped = True
+            warn_of_no_effect(self.base.optimizer_class, self.blocks, is_intended=self.may_be_plain)
         self.inner.load_settings(self.param_groups)
         stacks = self.stacks
         try:
@@ -158,7 +151,12 @@ class Engine:
                     stacks = self.stacks
                     stacks.collect()
             stacks.encode_gradients()
-            self._step_coordinates(stacks)
+            try:
+                self.inner.step()
+                stacks.decode_coordinates()
+            except BaseException:  # some coordinates may have been stepped already
+                stacks.invalidate()
+                raise
         finally:
             stacks.drop_gradients()
             self.pieces.clear_gradients()
@@ -166,28 +164,6 @@ class Engine:
             self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
-
-    def _step_coordinates(self, stacks: Stacks) -> None:
-        try:
-            self.inner.step()
-            stacks.decode_coordinates()
-        except BaseException:  # some coordinates may have been stepped already
-            stacks.invalidate()
-            raise
-
-    def switch_mode(self, name: str) -> None:
-        """Call ``train`` or ``eval`` of the inner optimizers, which write other weights."""
-        self.wait_for_refresh()
-        self.inner.load_settings(self.param_groups)
-        self.pieces.sync()
-        try:
-            self.stacks.rewrite(lambda: [switch() for switch in self.inner.find_mode(name)])
-        except BaseException:  # some coordinates may have been written already
-            self.stacks.invalidate()
-            raise
-        finally:
-            self.pieces.clear_gradients()
-        self.inner.store_settings(self.param_groups)
 
     # --- for a refresh, during a step ---
 
@@ -204,25 +180,10 @@ class Engine:
         momenta, mapped = [], []
         for place, gradient in enumerate(stack.active_part()[0].encode(stack.gradients)):
             tensors = [stack.blocks[index].coordinates[place] for index in stack.active]
-            pair = look_ahead(self.inner.coordinates, tensors, gradient)
-            momenta.append(pair[0])
-            mapped.append(pair[1])
+            momentum, update = look_ahead(self.inner.coordinates, tensors, gradient)
+            momenta.append(momentum)
+            mapped.append(update)
         return momenta, mapped
-
-    def read_by_lookahead(self, stacks: Sequence[Stack]) -> tuple[list[Tensor], str] | None:
-        """Return all tensors that :meth:`lookahead` reads for these stacks, and the settings.
-
-        Return None if it cannot be recorded, because it needs the host or because tensors have moved since the last
-        step.
-        """
-        if not self.stacks.still or any(len(stack.active) < len(stack.blocks) for stack in stacks):
-            return None
-        coordinates = [tensor for stack in stacks for block in stack.blocks for tensor in block.coordinates]
-        inputs = find_lookahead_inputs(self.inner.coordinates, coordinates)
-        if inputs is None:
-            return None
-        own = [tensor for stack in stacks for tensor in (*stack.gradients, *stack.change.tensors.values())]
-        return own + inputs[0], inputs[1]
 
     # --- changing the basis ---
 
@@ -261,14 +222,7 @@ class Engine:
         self.build(self.blocks + new)
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
-        """Continue in other bases for some blocks of one stack, without the checks of :meth:`rebase`.
-
-        Args:
-            stack: one of :attr:`stacks`.
-            members: which of its blocks.
-            tensors: their new bases, stacked.
-            moments: as in :meth:`rebase`.
-        """
+        """Continue in other bases for some blocks of one stack, without the checks of :meth:`rebase`."""
         stack.rebase(members, tensors, self.inner.state, moments, in_place=self.stacks.still)
         for block in stack.blocks[members]:
             block.spectrum = None  # it belongs to the old basis
@@ -276,6 +230,8 @@ class Engine:
             self.inner.reset([coordinate for block in stack.blocks[members] for coordinate in block.coordinates])
 
     def _replace_blocks(self, blocks: list[BoundBlock], moments: Moments) -> None:
+        if self.refresher is not None:
+            self.refresher.check(self, [block.change for block in blocks])
         if moments != "reset" and any(self.inner.state.values()):
             raise ValueError(
                 "The new basis has other blocks, or blocks of another kind, than the one in use, so moments cannot be "
@@ -292,4 +248,4 @@ class Engine:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.bound = BoundParameters.from_groups(self.param_groups)
+        self.bound = BoundParameters(self.param_groups)

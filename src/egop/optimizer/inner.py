@@ -11,12 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from egop.distributed import LocalShards
-from egop.optim import MatrixOptimizer
 from egop.optimizer.binding import BoundBlock, map_to_blocks
 from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
 from egop.optimizer.hooks import step_inner
-from egop.optimizer.moments import find_momentum
-from egop.optimizer.trial import try_optimizer
 
 # A setting of matrix optimizers: the last two dimensions are the matrices, as in coordinates.
 _LAST = "matrices_last"
@@ -44,8 +41,6 @@ class BaseOptimizer:
         # Classes of other packages may keep estimates or counters in their groups.
         self.is_foreign = not all(is_own_or_torch(kind) for kind in (optimizer_class, self.outside_class) if kind)
         self.needs_matrices = bool(getattr(optimizer_class, "works_on_matrices", False))
-        # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.
-        self.groups_per_group = 2 if self.outside_class is None and self.needs_matrices else 1
 
     @property
     def name(self) -> str:
@@ -75,16 +70,16 @@ class BaseOptimizer:
             block = block_of.get(id(parameter))
             if block is not None:
                 members |= {id(tensor): tensor for tensor in block.coordinates}
-            elif self.outside_class is not None or self.groups_per_group == 2:
+            elif self.outside_class is not None or self.needs_matrices:
                 others.append(pieces.get(parameter))
             else:
-                piece = pieces.get(parameter)
-                members[id(piece)] = piece
+                members[id(parameter)] = pieces.get(parameter)
         settings = self.inside_settings(group)
         last = {_LAST: True} if _LAST in group else {}
         inside = [settings | last | {"params": list(members.values())}]
         if self.outside_class is None:
-            return inside + [settings | {"params": others}] * (self.groups_per_group - 1), None
+            # An optimizer for matrices that steps everything has one group of coordinates and one of kernels.
+            return inside + ([settings | {"params": others}] if self.needs_matrices else []), None
         outside = complete_hyperparameters(self.outside_class, {}, self.outside_options) | {"params": others}
         return inside, outside | self.outside_settings(group, outside)
 
@@ -130,7 +125,15 @@ class InnerOptimizers:
         self.coordinates = base.make([each for inside, _ in splits for each in inside])
         outside = [each for _, each in splits if each is not None]
         self.outside = base.make(outside, outside=True) if outside else None
-        self._share_state()
+        if self.outside is not None:
+            own = {key: state for key, state in self.outside.state.items() if isinstance(key, Tensor)}
+            self.coordinates.state.update(own)
+            self.outside.state = self.coordinates.state
+        made = [iter(each.param_groups) for each in (self.coordinates, self.outside) if each is not None]
+        # The inner groups of each of the user's groups.
+        self._groups = [
+            ([next(made[0]) for _ in inside], next(made[1]) if outside else None) for inside, outside in splits
+        ]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -148,17 +151,7 @@ class InnerOptimizers:
             step_inner(self.outside)
         step_inner(self.coordinates)
 
-    def find_mode(self, name: str) -> list[Any]:
-        """Return the methods ``train`` or ``eval`` of those that have one."""
-        return [method for each in self.optimizers if callable(method := getattr(each, name, None))]
-
     # --- groups and settings ---
-
-    def find_groups(self, index: int) -> tuple[list[Group], Group | None]:
-        """Return the inner groups of one of the user's groups."""
-        count = self.base.groups_per_group
-        inside = self.coordinates.param_groups[count * index : count * (index + 1)]
-        return inside, None if self.outside is None else self.outside.param_groups[index]
 
     def map_to_groups(self) -> dict[int, tuple[Optimizer, Group]]:
         """Map each stepped tensor, by its ``id``, to its optimizer and group."""
@@ -171,8 +164,7 @@ class InnerOptimizers:
 
     def load_settings(self, groups: Sequence[Group]) -> None:
         """Copy the hyper-parameters of the user's groups to the inner groups."""
-        for index, group in enumerate(groups):
-            inside, outside = self.find_groups(index)
+        for group, (inside, outside) in zip(groups, self._groups, strict=True):
             settings = self.base.inside_settings(group)
             for target in inside:
                 target.update(settings)
@@ -181,16 +173,14 @@ class InnerOptimizers:
 
     def store_settings(self, groups: Sequence[Group]) -> None:
         """Copy the inner groups' values to the user's groups: some optimizers keep estimates or counters there."""
-        for index, group in enumerate(groups):
-            inside, outside = self.find_groups(index)
+        for group, (inside, outside) in zip(groups, self._groups, strict=True):
             group.update(self.base.inside_settings(inside[0]))
             if outside is not None:
                 group.update(self.base.exposed_settings(outside))
 
     def expose_outside_settings(self, groups: Sequence[Group]) -> None:
         """Add all settings of the outside optimizer to the user's groups: torch's tools load only existing keys."""
-        for index, group in enumerate(groups):
-            _, outside = self.find_groups(index)
+        for group, (_, outside) in zip(groups, self._groups, strict=True):
             if outside is not None:
                 group.update(self.base.exposed_settings(outside) | group)
 
@@ -207,23 +197,26 @@ class InnerOptimizers:
                         self.state.update({tensor: state} if state else {})
 
     def make_fresh_states(
-        self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, stepped: bool = False
+        self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, steps: int = 0
     ) -> list[dict[str, Any]]:
-        """Return the states of tensors before their first step, or after one (``stepped``).
+        """Return the states that tensors have before their first step, or in the form that they have after some.
 
         Args:
             tensors: some of the group's tensors.
             optimizer: the one that steps them.
             group: the group that they are in.
-            stepped: take a step with zero gradients on copies first.
+            steps: how many steps to take with zero gradients on copies.
         """
         settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        used = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if stepped else list(tensors)
+        used = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if steps else list(tensors)
         fresh = self.base.make([{**settings, "params": used}], outside=optimizer is self.outside)
-        if stepped:
-            take_zero_step(fresh, used)
+        for tensor in used if steps else ():
+            tensor.grad = torch.zeros_like(tensor)
+        with torch.random.fork_rng(devices=[], enabled=steps > 0):
+            for _ in range(steps):
+                step_inner(fresh)
         states = [dict(fresh.state.get(tensor, {})) for tensor in used]
-        for state in states if stepped else ():
+        for state in states if steps else ():
             if isinstance(state.get("step"), Tensor | int | float):
                 state["step"] = state["step"] * 0  # no step has been taken
         return states
@@ -251,21 +244,6 @@ class InnerOptimizers:
             del self.state[key]
         self.state.update(state)
 
-    def _share_state(self) -> None:
-        if self.outside is not None:
-            members = [tensor for group in self.outside.param_groups for tensor in group["params"]]
-            state = self.outside.state
-            self.coordinates.state.update({tensor: state[tensor] for tensor in members if tensor in state})
-            self.outside.state = self.coordinates.state
-
-
-def take_zero_step(optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
-    """Step an optimizer with zero gradients, without changing the global random state."""
-    for tensor in tensors:
-        tensor.grad = torch.zeros_like(tensor)
-    with torch.random.fork_rng(devices=[]):
-        step_inner(optimizer)
-
 
 def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]]:
     """Return the class and the options of the outside optimizer."""
@@ -282,8 +260,6 @@ def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]
             "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
             "give those parameters a group of their own."
         )
-    if try_optimizer(kind, {}, options).needs_closure:
-        raise TypeError(f"{kind.__name__} evaluates the loss within a step, which egop does not support.")
     return kind, dict(options)
 
 
@@ -326,12 +302,3 @@ def look_ahead(optimizer: Optimizer, tensors: Sequence[Tensor], gradients: Tenso
         momenta.append(momentum)
         mapped.append(momentum / ((squares / (1 - second**steps)).sqrt() + eps))
     return torch.stack(momenta), torch.stack(mapped)
-
-
-def find_lookahead_inputs(optimizer: Optimizer, tensors: Sequence[Tensor]) -> tuple[list[Tensor], str] | None:
-    """Return the tensors that :func:`look_ahead` reads and the optimizer's settings; None if it needs the host."""
-    means = [find_momentum(optimizer.state.get(tensor, {})) for tensor in tensors]
-    known = [mean for mean in means if mean is not None]
-    if not isinstance(optimizer, MatrixOptimizer) or not optimizer.is_recordable or len(known) < len(means):
-        return None
-    return known, optimizer.recorded_settings

@@ -63,23 +63,6 @@ def is_known_name(name: str) -> bool:
     return any(name in kind for kind in _KINDS)
 
 
-def find_momentum(state: Mapping[str, Any]) -> Tensor | None:
-    """Return the running mean of gradients in a tensor's state, under any of its usual names."""
-    names = ("exp_avg", "momentum_buffer", "momentum", "avg_grad", "grad_avg")
-    return next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
-
-
-def has_only_vectors(state: Mapping[str, Any]) -> bool:
-    """Return True if a tensor's state consists of vectors, points and single numbers."""
-    return all(
-        key in LINEAR
-        or key in POINTS
-        or (isinstance(value, Tensor) and value.numel() <= 1)
-        or isinstance(value, _PLAIN)
-        for key, value in state.items()
-    )
-
-
 def find_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors inside a value of a state, and any opaque objects, each with its path."""
     if isinstance(value, Tensor):
@@ -157,33 +140,22 @@ def move_states(
     Args:
         old: the current bases.
         new: the bases to move to.
-        states: the state tensors.
+        states: the state tensors; all blocks have the same.
         rotation: the rotation between the bases, if there is one.
         rest: the part of the blocks' tensors outside the old bases.
         changed: which blocks have another basis; the states of the others keep their values.
     """
-    kinds: dict[tuple[tuple[str, ...], ...], list[int]] = {}  # nearly always one: all have been stepped, or none
-    for index, entry in enumerate(states):
-        kinds.setdefault(tuple(tuple(state) for state in entry), []).append(index)
+    stacked = [
+        {key: stack_tensors([block[place][key] for block in states]) for key in state}
+        for place, state in enumerate(states[0])
+    ]
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    for kind, places in kinds.items():
-        stacked = [
-            {key: stack_tensors([states[i][place][key] for i in places]) for key in keys}
-            for place, keys in enumerate(kind)
-        ]
-        whole = len(kinds) == 1
-        sides = (
-            (old, new, rotation, rest)
-            if whole
-            else (old.part(places), new.part(places), None, rest and [part[places] for part in rest])
-        )
-        for k, fresh in enumerate(rotate_states(stacked, *sides)):
-            for key, value in fresh.items():
-                targets += [states[index][k][key] for index in places]
-                if changed is not None:
-                    value = _select(changed if whole else changed[places], value, stacked[k][key])
-                sources += value.unbind()
+    for place, fresh in enumerate(rotate_states(stacked, old, new, rotation, rest)):
+        for key, value in fresh.items():
+            targets += [block[place][key] for block in states]
+            value = value if changed is None else _select(changed, value, stacked[place][key])
+            sources += value.unbind()
     return targets, sources
 
 

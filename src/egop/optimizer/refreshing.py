@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ChangeOfBasis, Plan, Role, Structure, call_hint
+from egop.basis import Basis, ChangeOfBasis, Plan, Role, call_hint
 from egop.formatting import pluralize
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
@@ -50,9 +50,6 @@ class Rebasable(Protocol):
 
     def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
         """Return the momentum of this step and what the inner optimizer maps it to; for :meth:`Refresher.observe`."""
-
-    def read_by_lookahead(self, stacks: Sequence[Stack]) -> tuple[list[Tensor], str] | None:
-        """Return all tensors that :meth:`lookahead` reads, and the settings; None if it cannot be recorded."""
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Continue in other bases for some blocks of one stack."""
@@ -121,23 +118,6 @@ class Refresher(abc.ABC):
         """Return the blocks that the refresh creates, their structures and the reasons; None if it creates none."""
         return None
 
-    def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
-        """Return the known eigenvalues, shape (…, n) in float64, by block name and tensor of its basis."""
-        return {}
-
-    def can_renew(self, change: ChangeOfBasis) -> bool:
-        """Return True if the refresh can renew a basis of this kind."""
-        return True
-
-    def has_structure(self, blocks: Sequence[BoundBlock]) -> bool:
-        """Return True if the blocks have structures that the refresh names, or if it leaves the choice open."""
-        choice = getattr(self.refresh, "structure", "auto")
-        named: list[Any] = list(choice.values()) if isinstance(choice, Mapping) else [choice]
-        if not all(isinstance(each, Structure) for each in named):
-            return True
-        changes = [block.change for block in blocks]
-        return all(any(each.empty_change(own.block).matches(own) for each in named) for own in changes)
-
     @property
     def failures(self) -> int:
         """The number of renewals that have failed so far."""
@@ -176,8 +156,8 @@ class Refresher(abc.ABC):
         self.steps, self.renewals, self._failures = counts
         self._device_failures = self._copied_failures = None
 
-    def check(self, optimizer: Rebasable) -> None:  # noqa: B027 - optional
-        """Raise an error if the refresh cannot continue with the parameters that the optimizer has now."""
+    def check(self, optimizer: Rebasable, changes: Sequence[ChangeOfBasis]) -> None:  # noqa: B027 - optional
+        """Raise an error if the refresh cannot continue with the optimizer's current parameters and these bases."""
 
     def reset(self) -> None:
         """Start over, as after loading a state that was saved without a refresh."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_role
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optimizer import display
 from egop.optimizer.binding import BoundBlock
-from egop.optimizer.checks import check_optimizer, complete_hyperparameters, warn_rotation_invariant
+from egop.optimizer.checks import check_optimizer, complete_hyperparameters, find_user_level
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.inner import BaseOptimizer
@@ -26,11 +26,7 @@ from egop.optimizer.state import (
     RestoredParts,
     parse_state_dict,
     rebuild,
-    warn_of_loaded_bases,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -62,7 +58,6 @@ class ReparameterizedOptimizer(Optimizer):
             groups as ``"outside/betas"`` and so on.
         refresh: how the basis is kept current: ``egop.Every(...)``, ``egop.Online(...)`` or ``egop.Aligned(...)``; by
             default it is fixed.
-        compile: whether the basis products of a step go through ``torch.compile``.
         **hyperparameters: arguments of ``optimizer_class``, including ``foreach`` and ``fused``.
 
     Example:
@@ -84,7 +79,6 @@ class ReparameterizedOptimizer(Optimizer):
         model: nn.Module | None = None,
         refresh: Refresh | None = None,
         outside: type[Optimizer] | tuple[type[Optimizer], Mapping[str, Any]] | None = None,
-        compile: bool = False,
         **hyperparameters: Any,
     ) -> None:
         check_refresh(refresh, basis)
@@ -105,8 +99,8 @@ class ReparameterizedOptimizer(Optimizer):
                 f"basis=. To use {optimizer_class.__name__} without a rotation, make one optimizer of each class."
             )
         # Frameworks copy attributes to wrappers, so everything is in one object, which wrapper and optimizer share.
-        self._engine = engine = Engine(BaseOptimizer(optimizer_class, hyperparameters, outside), compiled=compile)
-        engine.warns_of_no_basis = not given
+        self._engine = engine = Engine(BaseOptimizer(optimizer_class, hyperparameters, outside))
+        engine.may_be_plain = given
         engine.check_class(groups)
         super().__init__(groups, complete_hyperparameters(optimizer_class, groups[0], hyperparameters))
         module = params if model is None and isinstance(params, nn.Module) else model
@@ -123,8 +117,6 @@ class ReparameterizedOptimizer(Optimizer):
         if refresh is not None:
             engine.refresher = refresh.start(engine)
             engine.refresher.refresh = refresh
-        if not engine.benefits_from_rotation:
-            warn_rotation_invariant(optimizer_class, blocks, refresh)
         for block in blocks:  # last, since it changes the model
             block.drop_rest()
 
@@ -187,12 +179,6 @@ class ReparameterizedOptimizer(Optimizer):
     def plan(self) -> Plan:
         """The weights that are rotated (before the first step: will be rotated), their structures, and the reasons."""
         return display.make_plan(self._engine)
-
-    @outside_inference_mode
-    def plot_spectra(self) -> Figure:
-        """Plot the spectra of all blocks: those of their basis, or of the gradients that the refresh follows."""
-        self._engine.wait_for_refresh()
-        return display.plot_engine(self._engine)
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -275,41 +261,14 @@ class ReparameterizedOptimizer(Optimizer):
             basis: new changes of basis for some or all of the blocks. A basis with other blocks, or blocks of another
                 kind, replaces all of them; it needs ``moments="reset"`` once steps have been taken.
             moments: ``"rotate"`` moves the inner optimizer's state to the new coordinates: vectors (momentum) and
-                points (averages of weights, ``z`` of schedule-free optimizers) exactly, squared moments by the squared
-                rotation; unknown state is an error. ``"keep"`` moves points only, ``"reset"`` resets the state. See
-                :mod:`egop.optimizer.moments` for each kind of state.
+                points (averages of weights) exactly, squared moments by the squared rotation; unknown state is an
+                error. ``"keep"`` moves points only, ``"reset"`` resets the state. See :mod:`egop.optimizer.moments`.
         """
         self._sync_external_changes()
         before = self._engine.blocks
         self._engine.rebase(basis, moments=moments)
         if self.refresher is not None:
             self.refresher.on_rebase(list(basis), replaced=self._engine.blocks is not before)
-
-    @property
-    def train(self) -> Callable[[], None]:
-        """The inner optimizer's ``train`` method, if it has one: switch a schedule-free optimizer to training."""
-        return self._mode("train")
-
-    @property
-    def eval(self) -> Callable[[], None]:
-        """The inner optimizer's ``eval`` method, if it has one: switch to the weights for evaluating and saving."""
-        return self._mode("eval")
-
-    def _mode(self, name: str) -> Callable[[], None]:
-        engine = self._engine
-        if not engine.is_built or not engine.inner.find_mode(name):
-            # hasattr then gives the same answer as for the inner optimizer.
-            raise AttributeError(f"{engine.base.optimizer_class.__name__} has no {name}()")
-        return partial(self._switch, name)
-
-    @outside_inference_mode
-    @torch.no_grad()
-    def _switch(self, name: str) -> None:
-        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
-            return  # nothing to switch: trainers call this before every step
-        self._sync_external_changes()
-        with without_autocast():
-            self._engine.switch_mode(name)
 
     @outside_inference_mode
     def renew_basis(self) -> None:
@@ -379,10 +338,14 @@ class ReparameterizedOptimizer(Optimizer):
         parts = self._engine.loading
         if parts is None:
             raise TypeError("Load a state by optimizer.load_state_dict(state_dict), not by __setstate__.")
-        before = self._engine.blocks
         self.param_groups = state["param_groups"]
         self._use(parts)
-        warn_of_loaded_bases(parts, before)
+        if parts.with_refresh and self.refresher is None:
+            warnings.warn(
+                "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
+                "fixed.",
+                stacklevel=find_user_level(),
+            )
 
     def _use(self, parts: RestoredParts) -> None:
         """Replace the working parts with those built from a state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,9 @@ class Stack:
         self._is_known = False  # whether none of these is None
         self._incoming: dict[str, Tensor] = {}  # where new bases arrive, if the memory is reused
         self._rebases: dict[tuple[int | None, int | None], InPlaceGraph[..., None]] = {}
-        self._share_basis()
+        # The blocks hold views, so that everything is there once.
+        for index, block in enumerate(blocks):
+            block.change = block.change.with_tensors({name: tensor[index] for name, tensor in bases.items()})
         for column, stacked in zip(self._blocks_coordinates, self.coordinates, strict=True):
             for coordinate, view in zip(column, stacked, strict=True):
                 coordinate.data = view
@@ -187,17 +189,14 @@ class Stack:
         columns = zip(self._parameters, self._seen, strict=True)
         if is_usual and all(all(map(torch.equal, *column)) for column in columns):
             return []
-        written = []
-        for place, parameters in enumerate(self._parameters):
-            for index in indices:
-                seen, parameter = self._seen[place][index], parameters[index]
-                if isinstance(seen, Tensor):
-                    same = seen.dtype is parameter.dtype and torch.equal(parameter, seen)
-                else:
-                    same = seen is not None and seen == _read_version(self.blocks[index].originals[place])
-                if not same:
-                    written.append(index)
-        return written if len(self._parameters) == 1 else sorted(set(written))
+        places = range(len(self._parameters))
+        return [index for index in indices if any(self._is_written(place, index) for place in places)]
+
+    def _is_written(self, place: int, index: int) -> bool:
+        seen, parameter = self._seen[place][index], self._parameters[place][index]
+        if isinstance(seen, Tensor):
+            return not (seen.dtype is parameter.dtype and torch.equal(parameter, seen))
+        return seen is None or bool(seen != _read_version(self.blocks[index].originals[place]))
 
     def invalidate(self, indices: Iterable[int] | None = None) -> None:
         """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
@@ -219,25 +218,7 @@ class Stack:
                 else:
                     seen[index] = parameter.detach().clone()
 
-    # --- outside a step ---
-
-    def read_parameters(self) -> None:
-        """Bring the coordinates of all blocks up to date."""
-        if self._is_sharded:
-            self._gather()
-            for block in self.blocks:
-                block.release()
-        self.follow_parameters(self._everyone)
-
-    def write_changed(self, before: Sequence[Tensor]) -> None:
-        """Write the parameters of the blocks whose coordinates differ from what they were before."""
-        pairs = list(zip(self.coordinates, before, strict=True))
-        changed = [i for i in self._everyone if any(not torch.equal(now[i], was[i]) for now, was in pairs)]
-        if changed:
-            decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
-            for index in changed:
-                self.blocks[index].write(decoded[index])
-            self._mark_synced(changed)
+    # --- changing the basis ---
 
     def rebase(
         self, members: slice, tensors: Mapping[str, Tensor], states: States, moments: Moments, *, in_place: bool = False
@@ -260,6 +241,11 @@ class Stack:
             [select_movable(states.get(coordinate, {}), coordinate.shape, moments) for coordinate in block.coordinates]
             for block in blocks
         ]
+        if any(list(map(list, block)) != list(map(list, moved[0])) for block in moved):  # not all have been stepped
+            for place, index in enumerate(indices):
+                own = {name: tensor[place : place + 1] for name, tensor in tensors.items()}
+                self.rebase(slice(index, index + 1), own, states, moments, in_place=in_place)
+            return
         try:
             if not old.has_rotation:
                 self._rebase_by_decoding(blocks, old, new, coordinates, moved)
@@ -300,18 +286,11 @@ class Stack:
             block.drop_rest()
 
     def _copy_incoming(self, new: ChangeOfBasis, members: slice) -> ChangeOfBasis:
-        """Copy new bases to the memory reserved for them."""
         if not self._incoming:
             self._incoming = {name: torch.empty_like(tensor) for name, tensor in self.change.tensors.items()}
         places = {name: tensor[members] for name, tensor in self._incoming.items()}
         copy_all(list(places.values()), [new.tensors[name] for name in places])
         return new.with_tensors(places)
-
-    def _share_basis(self) -> None:
-        for index, block in enumerate(self.blocks):  # views, so that every basis is held once
-            block.change = block.change.with_tensors(
-                {name: tensor[index] for name, tensor in self.change.tensors.items()}
-            )
 
 
 class Stacks:
@@ -319,26 +298,21 @@ class Stacks:
 
     Args:
         blocks: the blocks, in any order.
-        compiled: whether the products of a step go through ``torch.compile``, as one graph.
         reused: whether the gradients of coordinates may be overwritten in the next step.
     """
 
-    def __init__(self, blocks: Iterable[BoundBlock], *, compiled: bool = False, reused: bool = False) -> None:
+    def __init__(self, blocks: Iterable[BoundBlock], *, reused: bool = False) -> None:
         groups: dict[Any, list[BoundBlock]] = {}
         for block in blocks:
             groups.setdefault(block.signature, []).append(block)
         recorder = Recorder(branched=True)
         self._each = [Stack(members, recorder) for members in groups.values()]
         # True if every step works in the same memory, so that its products can be recorded.
-        self.still = reused and not compiled and _is_small([block for members in groups.values() for block in members])
-        self._apply_all = torch.compile(_apply_to_all) if compiled else None
+        self.still = reused and _is_small([block for members in groups.values() for block in members])
         self._recorded = {method: InPlaceGraph(_apply_in_branches, recorder) for method in ("encode", "decode")}
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self._each)
-
-    def __len__(self) -> int:
-        return len(self._each)
 
     def find_moved(self, basis: Mapping[str, ChangeOfBasis]) -> Iterator[tuple[Stack, slice, Mapping[str, Tensor]]]:
         """Yield the blocks whose tensors differ in a basis, with the new tensors: a whole stack, or block by block."""
@@ -390,15 +364,6 @@ class Stacks:
             for stack in active:
                 stack.finish_write(None)
 
-    def rewrite(self, write: Callable[[], object]) -> None:
-        """Let ``write`` change the coordinates outside a step, then update the parameters to match."""
-        for stack in self._each:
-            stack.read_parameters()
-        before = [[stacked.clone() for stacked in stack.coordinates] for stack in self._each]
-        write()
-        for stack, coordinates in zip(self._each, before, strict=True):
-            stack.write_changed(coordinates)
-
     def invalidate(self) -> None:
         """Compare all coordinates with their parameters at the next step."""
         for stack in self._each:
@@ -410,9 +375,7 @@ class Stacks:
             stack.drop_gradients()
 
     def _multiply_all(self, method: str, parts: Sequence[Part]) -> list[Products]:
-        """Encode or decode all stacks at once if that is compiled or recorded; otherwise return an empty list."""
-        if self._apply_all is not None:
-            return self._apply_all(method, parts)
+        """Encode or decode all stacks at once if that is recorded; otherwise return an empty list."""
         if not self.still:
             return []
         tensors = [tensor for change, inputs, slots in parts for tensor in (*change.tensors.values(), *inputs, *slots)]
@@ -438,10 +401,6 @@ def _multiply(method: str, part: Part) -> Products:
     if slots:
         results = [_match_layout(*pair) for pair in zip(results, slots, strict=True)]
     return [result.unbind() for result in results]
-
-
-def _apply_to_all(method: str, parts: Sequence[Part]) -> list[Products]:
-    return [_multiply(method, part) for part in parts]
 
 
 def _apply_in_branches(method: str, parts: Sequence[Part]) -> list[Products]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ from torch.utils._pytree import tree_map_only
 from egop.basis import Basis, build_change
 from egop.distributed import LocalShards, take_shard, to_full, to_local
 from egop.optimizer.binding import BoundBlock, map_to_blocks
-from egop.optimizer.checks import find_user_level
 from egop.optimizer.engine import Engine
 from egop.optimizer.groups import named_parameters
 from egop.optimizer.inner import Group, InnerOptimizers
 from egop.optimizer.refreshing import Refresher
-from egop.optimizer.state_checks import StateCheck, check_settings
+from egop.optimizer.state_checks import StateCheck
 
 STATE_VERSION = 2
 
@@ -110,7 +108,7 @@ def _export_inner(
     if any(states):
         return states, True
     try:
-        return engine.inner.make_fresh_states(tensors, *groups[id(tensors[0])], stepped=True), False
+        return engine.inner.make_fresh_states(tensors, *groups[id(tensors[0])], steps=1), False
     except Exception:  # this optimizer cannot be tried, so nothing is known about its state
         return states, False
 
@@ -293,8 +291,6 @@ def rebuild(engine: Engine, edits: Mapping[Tensor, Mapping[Any, Any]]) -> Restor
         ordered = [entries[name] for group in groups for name in group["param_names"]]
         _check_about([read_about(entry) for entry in ordered], groups, engine.base.name)
         parts = _restore(engine, ordered, states, groups)
-        if engine.refresher is not None:
-            engine.refresher.check(engine)
     except BaseException as error:
         for group, names_before in zip(groups, before, strict=True):
             group.update({} if names_before is None else {"param_names": names_before})
@@ -384,7 +380,6 @@ def _restore(
         block.restore(each.select_numbered(COORDINATES, len(block.coordinates)), rest)
     pieces = LocalShards()
     inner = InnerOptimizers(engine.base, groups, blocks, pieces)
-    check_settings(engine.base, inner)
     parameters = [parameter for group in engine.param_groups for parameter in group["params"]]
     cast = any(str(parameter.dtype) != each.about["dtype"] for parameter, each in zip(parameters, saved, strict=True))
     check, block_of = StateCheck(inner, cast=cast), map_to_blocks(blocks)
@@ -407,6 +402,8 @@ def _restore(
         refresher.load(saved[0].counts, refresh_states, blocks)
     elif refresher is not None:
         refresher.reset()
+    if refresher is not None:
+        refresher.check(engine, [block.change for block in blocks])
     return RestoredParts(blocks, pieces, inner, refresher, with_refresh)
 
 
@@ -417,32 +414,3 @@ def _take_local(state: Mapping[Any, Any], original: Tensor, *, is_cut: bool) -> 
         return take_shard(value, original) if is_cut and value.dim() > 0 else to_full(value)
 
     return _map_tensors(take, state)
-
-
-def warn_of_loaded_bases(parts: RestoredParts, before: Sequence[BoundBlock]) -> None:
-    """Warn if the loaded bases will not be renewed, or are not of the structure that the refresh names.
-
-    Args:
-        parts: what was loaded.
-        before: the earlier blocks; if they had other structures than the refresh names, the user gave them.
-    """
-    refresher, blocks = parts.refresher, parts.blocks
-    found = ", ".join(sorted({repr(block.change.structure()) for block in blocks}))
-    if refresher is None:
-        fixed = "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay"
-        text = f"{fixed} fixed." if parts.with_refresh else ""
-    elif blocks and not any(refresher.can_renew(block.change) for block in blocks):
-        text = (
-            f"The state has bases of structure {found}, which {refresher} cannot renew, so they stay fixed. "
-            "egop.Every(...) can renew every structure."
-        )
-    elif refresher.has_structure(before) and not refresher.has_structure(blocks):
-        text = (
-            f"The state has bases of structure {found}, and training continues with these. The structure= of the "
-            "refresh applies to an optimizer without a basis. To use it, load the model's weights alone and start with "
-            "a new optimizer."
-        )
-    else:
-        text = ""
-    if text:
-        warnings.warn(text, stacklevel=find_user_level())

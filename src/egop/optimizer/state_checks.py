@@ -1,46 +1,21 @@
-"""Check that the inner optimizers can use the state and settings in a state dict, and copy the state for them."""
+"""Check that the inner optimizers can use a loaded state, and copy it for them."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from egop.optimizer.checks import complete_hyperparameters, is_own_or_torch
-from egop.optimizer.inner import BaseOptimizer, Group, InnerOptimizers
+from egop.optimizer.checks import is_own_or_torch
+from egop.optimizer.inner import InnerOptimizers
 from egop.optimizer.moments import is_known_name
 
 _COUNT = "step"  # by convention the number of steps, in torch and elsewhere
-
-
-def check_settings(base: BaseOptimizer, inner: InnerOptimizers) -> None:
-    """Raise ValueError for loaded hyper-parameters that the inner optimizers' classes refuse.
-
-    Classes of other packages are not asked: they may refuse a value that is valid later in training, such as a learning
-    rate of 0.
-    """
-    for optimizer in filter(_is_known, inner.optimizers):
-        optimizer_class = type(optimizer)
-        known = inspect.signature(optimizer_class).parameters
-        options = base.outside_options if optimizer is inner.outside else base.hyperparameters
-        for index, group in enumerate(optimizer.param_groups):
-            settings = {key: value for key, value in group.items() if key in known and key != "params"}
-            for key in settings.keys() & optimizer.defaults.keys():
-                if _is_number(optimizer.defaults[key]) and not _is_number(settings[key]):
-                    raise ValueError(f"Its parameter group {index} has {key}={settings[key]!r:.80}. Must be a number.")
-            try:
-                complete_hyperparameters(optimizer_class, {}, {**options, **settings})
-            except Exception as error:
-                raise ValueError(
-                    f"Its parameter group {index} has hyper-parameters that {optimizer_class.__name__} refuses: {error}"
-                ) from error
 
 
 class StateCheck:
@@ -70,46 +45,50 @@ class StateCheck:
         Raises:
             ValueError: if the state does not fit the tensor.
         """
-        optimizer, group = self._groups[id(tensor)]
-        if not state or not _is_known(optimizer):
+        optimizer_class = type(self._groups[id(tensor)][0])
+        if not state or not is_own_or_torch(optimizer_class):
             return {
                 key: tree_map_only(Tensor, functools.partial(self._copy, tensor=tensor, key=key), value)
                 for key, value in state.items()
             }
-        shape = torch.Size(min(size, 2) for size in tensor.shape)
-        template, name = self._find_template(optimizer, group, tensor, shape), type(optimizer).__name__
+        template, name = self._find_template(tensor), optimizer_class.__name__
         for key in template.keys() - state.keys():
             raise ValueError(f"It has no '{key}' of {label}, which {name} keeps.")
-        adapted = {}
-        for key, value in state.items():
-            where, wanted = f"'{key}' of {label}", template.get(key)
-            if _is_number(wanted):
-                adapted[key] = _adapt_number(value, wanted, where, is_count=key == _COUNT)
-            elif isinstance(wanted, Tensor) or (key not in template and is_known_name(key)):  # or no longer used
-                adapted[key] = self._adapt_tensor(value, tensor, wanted, where)
-            elif key not in template:
-                raise ValueError(f"It has {where}, which {name} does not keep.")
-            else:
-                adapted[key] = value
-        return adapted
+        for key in state.keys() - template.keys():
+            if not is_known_name(key):  # others may have been used before a setting was changed
+                raise ValueError(f"It has '{key}' of {label}, which {name} does not keep.")
+        return {
+            key: self._adapt_value(value, template.get(key), tensor, f"'{key}' of {label}", is_count=key == _COUNT)
+            for key, value in state.items()
+        }
 
-    def _find_template(
-        self, optimizer: Optimizer, group: Group, tensor: Tensor, shape: torch.Size
-    ) -> Mapping[str, Any]:
-        """Return the state of a small tensor after a step."""
-        key = id(group), shape, tensor.dtype, tensor.device
+    def _find_template(self, tensor: Tensor) -> Mapping[str, Any]:
+        """Return the state of a small tensor after two steps with the loaded hyper-parameters."""
+        optimizer, group = self._groups[id(tensor)]
+        small = tensor.new_zeros(_shrink(tensor.shape))
+        key = id(group), small.shape, small.dtype, small.device
         if key not in self._templates:
-            fresh = self._inner.make_fresh_states([tensor.new_zeros(shape)], optimizer, group, stepped=True)
-            self._templates[key] = fresh[0]
+            try:
+                (self._templates[key],) = self._inner.make_fresh_states([small], optimizer, group, steps=2)
+            except Exception as error:
+                raise ValueError(
+                    f"{type(optimizer).__name__} cannot step with the hyper-parameters of a group: {error}"
+                ) from error
         return self._templates[key]
 
-    def _adapt_tensor(self, value: Any, tensor: Tensor, wanted: Tensor | None, where: str) -> Tensor:
-        dtype = tensor.dtype if wanted is None else wanted.dtype
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.shape != tensor.shape:
-            raise ValueError(f"{where} is {_show(value)}. Must be a tensor of shape {tuple(tensor.shape)}.")
+    def _adapt_value(self, value: Any, wanted: Tensor | None, tensor: Tensor, label: str, *, is_count: bool) -> Tensor:
+        like = tensor if wanted is None or wanted.shape == _shrink(tensor.shape) else wanted  # a single number
+        shape, dtype = like.shape, tensor.dtype if wanted is None else wanted.dtype
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.shape != shape:
+            given = f"{value!r:.80}"
+            if isinstance(value, Tensor):
+                given = f"a {str(value.layout).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+            raise ValueError(f"{label} is {given}. Must be a tensor of shape {tuple(shape)}.")
         if value.dtype != dtype and not (self._cast and value.is_floating_point()):
-            raise ValueError(f"{where} is {_show(value)}. Must be of {dtype}.")
-        return self._copy(value, tensor, "")
+            raise ValueError(f"{label} is of {value.dtype}. Must be of {dtype}.")
+        if is_count and not 0 <= float(value) < math.inf:
+            raise ValueError(f"{label} is {float(value)}. Must be a count.")
+        return self._copy(value, tensor, "") if like is tensor else value.to(like, copy=True)
 
     def _copy(self, value: Tensor, tensor: Tensor, key: Any) -> Tensor:
         if value.shape == tensor.shape:
@@ -119,29 +98,5 @@ class StateCheck:
         return value.clone() if key == _COUNT else value.to(tensor.device, copy=True)
 
 
-def _is_known(optimizer: Optimizer) -> bool:
-    return is_own_or_torch(type(optimizer))
-
-
-def _is_number(value: Any) -> bool:
-    """Return True for a real number or a tensor of one."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _adapt_number(value: Any, wanted: Any, where: str, *, is_count: bool) -> Any:
-    """Return a number in the wanted form, since older states have counts as plain numbers."""
-    if not _is_number(value) or (is_count and not 0 <= float(value) < math.inf):
-        raise ValueError(f"{where} is {_show(value)}. Must be {'a count' if is_count else 'a number'}.")
-    if not isinstance(wanted, Tensor):
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().to(wanted, copy=True).reshape(wanted.shape)
-    return torch.full_like(wanted, value)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() > 1:
-        return f"a {str(value.layout).removeprefix('torch.')} tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return f"{value!r:.80}"
+def _shrink(shape: torch.Size) -> torch.Size:
+    return torch.Size(min(size, 2) for size in shape)

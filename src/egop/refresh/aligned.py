@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis, Shared, Side
 from egop.distributed import to_full
-from egop.numerics import InPlaceGraph, Recorder, check_positive_int
+from egop.numerics import GraphedFunction, Recorder, check_positive_int
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
 from egop.refresh.eigenbases import align, renew_in_batches
-from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
+from egop.refresh.new_blocks import BlockCreatingRefresher
 
 _CREATED = "created"  # saved for each block: whether this refresh created it
 
@@ -54,28 +53,15 @@ class Aligned(Refresh):
 
     def start(self, optimizer: Rebasable) -> Refresher:
         """Create the refresher for one optimizer."""
-        choice = BlockChoice(type(self).__name__, "auto", "parameter", self.memory, (Shared(side=self.side),))
         optimizer.check_lookahead()
-        kinds = sorted({block.change.kind for block in optimizer.blocks})
-        if kinds and not any(_can_align(block.change) for block in optimizer.blocks):
-            raise ValueError(
-                f"egop.Aligned rotates one side of a weight, a basis of structure Shared, not {', '.join(kinds)}. "
-                "Leave basis= out, or use egop.Online() or egop.Every(...) to renew these."
-            )
-        choice.check(optimizer)
-        return _AlignedRefresher(choice, self.every)
-
-
-def _can_align(change: ChangeOfBasis) -> bool:
-    return isinstance(change.structure(), Shared)
+        return _AlignedRefresher(optimizer, self)
 
 
 class _AlignedRefresher(BlockCreatingRefresher):
-    def __init__(self, choice: BlockChoice, every: int) -> None:
-        super().__init__(choice)
-        self.every = every
-        self._has_warned = False
-        self._recorded = InPlaceGraph(_compute_rotations, Recorder())
+    def __init__(self, optimizer: Rebasable, config: Aligned) -> None:
+        super().__init__(optimizer, config, "auto", "parameter", config.memory, (Shared(side=config.side),))
+        self.every = config.every
+        self._renewal = GraphedFunction(align, Recorder())
 
     def observe(self, optimizer: Rebasable) -> None:
         self.report_failures()
@@ -87,21 +73,20 @@ class _AlignedRefresher(BlockCreatingRefresher):
 
     def renew(self, optimizer: Rebasable) -> None:
         """Rotate now, using the gradients of the current step. Outside a step there are none, so nothing happens."""
-        stacks = [stack for stack in optimizer.stacks if stack.active and _can_align(stack.change)]
-        if stacks:
-            self._align(optimizer, stacks)
-            self.renewals += 1
-        elif not self._has_warned and any(stack.active for stack in optimizer.stacks):
-            self._has_warned = True
-            kinds = sorted({block.change.kind for block in optimizer.blocks if not _can_align(block.change)})
-            warnings.warn(
-                "egop.Aligned found no basis that it can rotate. Bases of structure "
-                f"{', '.join(kinds)} stay as they are.",
-                stacklevel=2,
-            )
+        stacks = [stack for stack in optimizer.stacks if stack.active and self.can_renew(stack.change)]
+        if not stacks:
+            return
+        self.renewals += 1
+        rotations = renew_in_batches(self._renewal, [_compute_image(optimizer, stack) for stack in stacks])
+        self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
+        for stack, (fresh, _) in zip(stacks, rotations, strict=True):
+            for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
+                places, members = zip(*run, strict=True)
+                tensors = {"basis": fresh[places[0] : places[-1] + 1]}
+                optimizer.rebase_stack(stack, slice(members[0], members[-1] + 1), tensors, "rotate")
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
-        return _can_align(change)
+        return isinstance(change.structure(), Shared)
 
     def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         created = self.find_created(optimizer)
@@ -121,27 +106,9 @@ class _AlignedRefresher(BlockCreatingRefresher):
         super().reset()
         self.restart()
 
-    def _align(self, optimizer: Rebasable, stacks: Sequence[Stack]) -> None:
-        read = optimizer.read_by_lookahead(stacks)
-        if read is None:
-            rotations = _compute_rotations(optimizer, stacks, "")
-        else:
-            rotations = self._recorded.run(read[0], optimizer, stacks, read[1])
-        self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
-        for stack, (fresh, _) in zip(stacks, rotations, strict=True):
-            for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
-                places, members = zip(*run, strict=True)
-                tensors = {"basis": fresh[places[0] : places[-1] + 1]}
-                optimizer.rebase_stack(stack, slice(members[0], members[-1] + 1), tensors, "rotate")
-
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the recordings out of copies: they belong to the stacks of this optimizer."""
-        return super().__getstate__() | {"_recorded": InPlaceGraph(_compute_rotations, Recorder())}
-
-
-def _compute_rotations(optimizer: Rebasable, stacks: Sequence[Stack], settings: str) -> list[tuple[Tensor, Tensor]]:
-    """Return new rotations of each stack's active blocks, and which are sound."""
-    return renew_in_batches(align, [_compute_image(optimizer, stack) for stack in stacks])
+        """Leave the recordings out of copies."""
+        return super().__getstate__() | {"_renewal": GraphedFunction(align, Recorder())}
 
 
 def _compute_image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:

@@ -95,12 +95,6 @@ def off_diagonal_share(gram: Tensor, basis: Tensor) -> Tensor:
     return torch.where(total == 0, 0, rest / total)
 
 
-def rayleigh_quotients(gram: Tensor, basis: Tensor) -> Tensor:
-    """Return vᵀ P v for the columns v of a basis, descending, in float64: the eigenvalues if the basis is current."""
-    quotients = ((gram @ basis) * basis).sum(-2, dtype=torch.float64).clamp_min(0)
-    return quotients.sort(dim=-1, descending=True).values
-
-
 def renew_in_batches(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Renew bases, with one call for all matrices of the same width.
 

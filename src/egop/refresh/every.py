@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from egop.basis import Basis, Partition, Plan, StructureChoice, check_structure, make_plan
+from egop.basis import Basis, ChangeOfBasis, Partition, Plan, StructureChoice, check_structure, make_plan
 from egop.estimation import (
     Distribution,
     NoGradientError,
@@ -100,7 +101,7 @@ class _EveryRefresher(Refresher):
             *partition_objective(self.objective, config.partition), config.structure, parse_bytes(config.memory)
         )
 
-    def check(self, optimizer: Rebasable) -> None:
+    def check(self, optimizer: Rebasable, changes: Sequence[ChangeOfBasis]) -> None:
         _check_parameters(self.objective, optimizer)
 
     def renew(self, optimizer: Rebasable) -> None:

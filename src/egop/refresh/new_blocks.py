@@ -5,15 +5,14 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from egop.basis import (
-    CHANGE_TYPES,
     ONLINE_CANDIDATES,
     Basis,
+    ChangeOfBasis,
     Partition,
     Plan,
     Role,
@@ -24,15 +23,19 @@ from egop.basis import (
 )
 from egop.formatting import parse_bytes
 from egop.numerics import identity_matrices
-from egop.optimizer import Rebasable, Refresher, Stacks, find_user_level, named_parameters
+from egop.optimizer import Rebasable, Refresh, Refresher, Stacks, find_user_level, named_parameters
 
 
-@dataclass(frozen=True)
-class BlockChoice:
-    """The choice of parameters that get a block, and of their structures.
+class BlockCreatingRefresher(Refresher):
+    """A refresher that creates blocks in original coordinates, to get their first basis from their first gradient.
+
+    Parameters start training late if they are unfrozen, or if their group is added. The existing blocks, the roles and
+    the settings determine which of them get a block, so a resumed run makes the same choice. Only :attr:`created` and
+    :attr:`waiting` have to be saved.
 
     Args:
-        refresh: the name of the refresh, for messages.
+        optimizer: the optimizer.
+        refresh: the refresh.
         structure: a structure, structures by name pattern, or ``"auto"``. A single structure applies to all weights; if
             another optimizer steps the parameters outside, only to those that ``"auto"`` would rotate.
         partition: which parameters form a block.
@@ -40,16 +43,96 @@ class BlockChoice:
         candidates: the structures that ``"auto"`` chooses from, richest first.
     """
 
-    refresh: str
-    structure: StructureChoice
-    partition: Partition
-    memory: int | str
-    candidates: Sequence[Structure] = ONLINE_CANDIDATES
+    def __init__(
+        self,
+        optimizer: Rebasable,
+        refresh: Refresh,
+        structure: StructureChoice,
+        partition: Partition,
+        memory: int | str,
+        candidates: Sequence[Structure] = ONLINE_CANDIDATES,
+    ) -> None:
+        super().__init__()
+        self.refresh = refresh
+        self._structure, self._partition, self._candidates = structure, partition, candidates
+        self._memory = parse_bytes(memory)
+        self._unrotated: dict[str, str] = {}
+        self.restart()
+        self.check(optimizer, [block.change for block in optimizer.blocks])
+        self._warn_of_guesses(optimizer)
 
-    def __post_init__(self) -> None:
-        parse_bytes(self.memory)  # so that an invalid size is refused here, not in the first step
+    def restart(self, created: Iterable[str] = (), waiting: Iterable[str] = ()) -> None:
+        """Start from a loaded state.
 
-    def plan(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Plan:
+        Args:
+            created: names of the blocks that were created here.
+            waiting: names of the blocks that do not have their first basis yet.
+        """
+        self.created, self.waiting = set(created), set(waiting)
+        self._decided: set[str] = set()  # parameters that have been considered already
+        self._undecided: list[tuple[str, Tensor]] = []  # the others outside every block
+        self._listed_for: tuple[Stacks, int] | None = None  # the stacks and the number of groups of that list
+
+    @property
+    def unrotated(self) -> dict[str, str]:
+        """The weights that the refresh has left without a basis, each with the reason."""
+        return self._unrotated
+
+    def can_renew(self, change: ChangeOfBasis) -> bool:
+        """Return True if the refresh can renew a basis of this structure."""
+        return change.is_renewable()
+
+    def check(self, optimizer: Rebasable, changes: Sequence[ChangeOfBasis]) -> None:
+        """Raise ValueError if none of the bases can be renewed."""
+        if changes and not any(map(self.can_renew, changes)):
+            kinds = ", ".join(sorted({change.kind for change in changes}))
+            raise ValueError(
+                f"egop.{self._name} cannot renew bases of structure {kinds}. Use egop.Every(...), which can renew "
+                "every structure."
+            )
+
+    def plan(self, optimizer: Rebasable) -> Plan | None:
+        """Return what the first step chooses or has chosen; None if a user has given or replaced the blocks."""
+        return self._choose(optimizer) if not optimizer.blocks or self.find_created(optimizer) else None
+
+    def before_step(self, optimizer: Rebasable) -> None:
+        """Install pending bases, and create blocks for parameters that have none."""
+        self.wait_for_refresh(optimizer)
+        if self.steps == 0:
+            self.prepare(optimizer)
+        self._create_late(optimizer)
+
+    def prepare(self, optimizer: Rebasable) -> None:
+        """Create the first blocks, if the optimizer has none."""
+        if optimizer.blocks or self._decided or self.steps > 0:
+            return
+        basis = self._make_basis(optimizer)
+        self._unrotated = dict(basis.unrotated)
+        optimizer.rebase(basis, moments="reset")
+        self.waiting = {block.name for block in optimizer.blocks}
+        self._mark_decided(_trained_names(optimizer), self.waiting)
+        if not basis:
+            warnings.warn(_no_weight_message(optimizer, basis.unrotated, self._name), stacklevel=2)
+
+    def find_created(self, optimizer: Rebasable) -> set[str]:
+        """Return the names of the blocks created here; none if a user has given or replaced the blocks."""
+        return self.created if self.created <= {block.name for block in optimizer.blocks} else set()
+
+    def on_rebase(self, names: Collection[str], *, replaced: bool) -> None:
+        """Stop waiting for blocks that a user has given a basis; if all were replaced, create no more blocks."""
+        self.waiting = self.waiting - set(names)
+        if replaced or self.steps == 0:
+            self.created, self._decided, self._listed_for = set(), set(), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave everything that refers to this optimizer's parameters out of copies."""
+        return self.__dict__ | {"_undecided": [], "_listed_for": None}
+
+    @property
+    def _name(self) -> str:
+        return type(self.refresh).__name__
+
+    def _choose(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Plan:
         """Choose a structure for each weight that is trained.
 
         Args:
@@ -67,129 +150,28 @@ class BlockChoice:
         layers = {name: optimizer.layers[name] for name in real}
         others = {name: optimizer.layers[name] for name in trained if name not in real}
         unrotated = dict.fromkeys(_weights(others), "complex numbers")
-        partition = _partition_for(self.partition, list(everything), list(real))
+        partition = _partition_for(self._partition, list(everything), list(real))
         if not (partition if isinstance(partition, Mapping) else _weights(layers)):
             return Plan({}, {}, unrotated)
         blocks = partition_parameters(real, layers, partition)
-        known = [*everything, *(self.partition if isinstance(self.partition, Mapping) else ())]
-        structure = _structure_for(self.structure, known, [block.name for block in blocks])
+        known = [*everything, *(self._partition if isinstance(self._partition, Mapping) else ())]
+        structure = _structure_for(self._structure, known, [block.name for block in blocks])
         used = 0 if names is None else sum(block.change.nbytes for block in optimizer.blocks)
-        memory = max(0, parse_bytes(self.memory) - used)
+        memory = max(0, self._memory - used)
         all_weights = optimizer.outside is None
-        plan = make_plan(blocks, layers, structure, memory, self.candidates, all_weights=all_weights)
+        plan = make_plan(blocks, layers, structure, memory, self._candidates, all_weights=all_weights)
         return Plan(plan.chosen, plan.why, plan.unrotated | unrotated)
 
-    def make_basis(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Basis:
-        """Return the original coordinates in the chosen structures; arguments as in :meth:`plan`."""
-        plan = self.plan(optimizer, names)
+    def _make_basis(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Basis:
+        """Return the original coordinates in the chosen structures."""
+        plan = self._choose(optimizer, names)
         changes = []
         for block, structure in plan.chosen.items():
             shapes = structure.basis_shapes(block).items()
             change = structure.change(block, {key: identity_matrices(shape, block.dtype) for key, shape in shapes})
-            if not change.is_renewable():
-                raise ValueError(self._refusal(change.kind))
+            self.check(optimizer, [change])
             changes.append(change)
         return Basis(changes, unrotated=plan.unrotated)
-
-    def check(self, optimizer: Rebasable) -> None:
-        """Raise an error if no basis can be renewed; warn if weights are chosen based on guessed roles."""
-        kinds = sorted({block.change.kind for block in optimizer.blocks})
-        if kinds and not any(block.change.is_renewable() for block in optimizer.blocks):
-            raise ValueError(self._refusal(", ".join(kinds)))
-        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.is_guess}
-        by_role = self.structure == "auto" or (isinstance(self.structure, Structure) and optimizer.outside is not None)
-        if not by_role or optimizer.blocks or not guessed:
-            return
-        rotated = [name for name, layer in guessed.items() if not layer.skip_reason]
-        skipped = [f"{name} ({layer.skip_reason})" for name, layer in guessed.items() if layer.skip_reason]
-        warnings.warn(
-            f"egop.{self.refresh} chooses weights by their roles. Without the model, the roles were guessed from names "
-            f"and shapes. Weights to rotate: {_join(rotated)}. Skipped weights: {_join(skipped)}. Rotating an "
-            "embedding or an output head slows training down. Give the optimizer the model itself, or model=model next "
-            "to the parameters; or name the weights: egop.Online(structure={'name pattern': egop.Shared()}).",
-            stacklevel=find_user_level(),  # the line that creates the optimizer
-        )
-
-    def _refusal(self, kinds: str) -> str:
-        renewable = ", ".join(kind for kind, change in CHANGE_TYPES.items() if change.is_renewable())
-        return (
-            f"egop.{self.refresh} renews bases of structure {renewable}, not {kinds}. "
-            "Use egop.Every(...), which can renew every structure."
-        )
-
-
-class BlockCreatingRefresher(Refresher):
-    """A refresher that creates blocks in original coordinates, to get their first basis from their first gradient.
-
-    Parameters start training late if they are unfrozen, or if their group is added. The existing blocks, the roles and
-    the settings determine which of them get a block, so a resumed run makes the same choice. Only :attr:`created` and
-    :attr:`waiting` have to be saved.
-
-    Args:
-        choice: which parameters get a block.
-    """
-
-    def __init__(self, choice: BlockChoice) -> None:
-        super().__init__()
-        self.choice = choice
-        self._unrotated: dict[str, str] = {}
-        self.restart()
-
-    def restart(self, created: Iterable[str] = (), waiting: Iterable[str] = ()) -> None:
-        """Start from a loaded state.
-
-        Args:
-            created: names of the blocks that were created here.
-            waiting: names of the blocks that do not have their first basis yet.
-        """
-        self.created, self.waiting = set(created), set(waiting)
-        self._has_chosen = False  # the first blocks
-        self._decided: set[str] = set()  # parameters that have been considered already
-        self._undecided: list[tuple[str, Tensor]] = []  # the others outside every block
-        self._listed_for: tuple[Stacks, int] | None = None  # the stacks and the number of groups of that list
-
-    @property
-    def unrotated(self) -> dict[str, str]:
-        """The weights that the refresh has left without a basis, each with the reason."""
-        return self._unrotated
-
-    def plan(self, optimizer: Rebasable) -> Plan | None:
-        """Return what the first step chooses or has chosen; None if a user has given or replaced the blocks."""
-        return self.choice.plan(optimizer) if not optimizer.blocks or self.find_created(optimizer) else None
-
-    def before_step(self, optimizer: Rebasable) -> None:
-        """Install pending bases, and create blocks for parameters that have none."""
-        self.wait_for_refresh(optimizer)
-        if self.steps == 0:
-            self.prepare(optimizer)
-        self._create_late(optimizer)
-
-    def prepare(self, optimizer: Rebasable) -> None:
-        """Create the first blocks, if the optimizer has none."""
-        if optimizer.blocks or self._has_chosen or self.steps > 0:
-            return
-        basis = self.choice.make_basis(optimizer)
-        self._unrotated = dict(basis.unrotated)
-        optimizer.rebase(basis, moments="reset")
-        self.waiting = {block.name for block in optimizer.blocks}
-        self._mark_decided(_trained_names(optimizer), self.waiting)
-        self._has_chosen = True
-        if not basis:
-            warnings.warn(_no_weight_message(optimizer, basis.unrotated, self.choice.refresh), stacklevel=2)
-
-    def find_created(self, optimizer: Rebasable) -> set[str]:
-        """Return the names of the blocks created here; none if a user has given or replaced the blocks."""
-        return self.created if self.created <= {block.name for block in optimizer.blocks} else set()
-
-    def on_rebase(self, names: Collection[str], *, replaced: bool) -> None:
-        """Stop waiting for blocks that a user has given a basis; if all were replaced, create no more blocks."""
-        self.waiting = self.waiting - set(names)
-        if replaced or self.steps == 0:
-            self.created, self._decided, self._listed_for = set(), set(), None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave everything that refers to this optimizer's parameters out of copies."""
-        return self.__dict__ | {"_undecided": [], "_listed_for": None}
 
     def _create_late(self, optimizer: Rebasable) -> None:
         """Create blocks for parameters that were frozen or missing when the others were created."""
@@ -202,7 +184,7 @@ class BlockCreatingRefresher(Refresher):
             return
         before = {block.name for block in optimizer.blocks}
         try:
-            basis = self.choice.make_basis(optimizer, late)
+            basis = self._make_basis(optimizer, late)
             self._unrotated = self._unrotated | basis.unrotated
             if basis:
                 optimizer.add_blocks(basis)
@@ -229,6 +211,22 @@ class BlockCreatingRefresher(Refresher):
         # New sets, because a copy of this refresher may share the old ones.
         self.created, self._decided = self.created | set(blocks), self._decided | set(names)
         self._listed_for = None
+
+    def _warn_of_guesses(self, optimizer: Rebasable) -> None:
+        """Warn if weights will be chosen by roles that were guessed from names and shapes."""
+        guessed = {name: layer for name, layer in optimizer.layers.items() if layer.is_guess}
+        is_single = isinstance(self._structure, Structure) and optimizer.outside is not None
+        if optimizer.blocks or not guessed or not (is_single or self._structure == "auto"):
+            return
+        rotated = [name for name, layer in guessed.items() if not layer.skip_reason]
+        skipped = [f"{name} ({layer.skip_reason})" for name, layer in guessed.items() if layer.skip_reason]
+        warnings.warn(
+            f"egop.{self._name} chooses weights by their roles. Without the model, the roles were guessed from names "
+            f"and shapes. Weights to rotate: {_join(rotated)}. Skipped weights: {_join(skipped)}. Rotating an "
+            "embedding or an output head slows training down. Give the optimizer the model itself, or model=model next "
+            "to the parameters; or name the weights: egop.Online(structure={'name pattern': egop.Shared()}).",
+            stacklevel=find_user_level(),  # the line that creates the optimizer
+        )
 
 
 def _trained_names(optimizer: Rebasable) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from egop.basis import ChangeOfBasis, Partition, StructureChoice, check_structure
+from egop.basis import Partition, StructureChoice, check_structure
 from egop.distributed import to_full
 from egop.numerics import GraphedFunction, Recorder, SideStream, check_fraction, check_positive_int, exact_products
 from egop.optimizer import BoundBlock, Moments, Rebasable, Refresh, Refresher, Stack, Stacks, check_moments
@@ -22,11 +22,10 @@ from egop.refresh.eigenbases import (
     decompose_leading,
     iterate,
     off_diagonal_share,
-    rayleigh_quotients,
     renew_in_batches,
 )
 from egop.refresh.grams import BlockRange, GramMatrices
-from egop.refresh.new_blocks import BlockChoice, BlockCreatingRefresher
+from egop.refresh.new_blocks import BlockCreatingRefresher
 
 _PHASE = (
     "phase"  # saved for each block: has it seen a gradient, does it wait for a basis, was it created here, its turn
@@ -90,9 +89,7 @@ class Online(Refresh):
 
     def start(self, optimizer: Rebasable) -> Refresher:
         """Create the refresher for one optimizer."""
-        choice = BlockChoice(type(self).__name__, self.structure, self.partition, self.memory)
-        choice.check(optimizer)
-        return _OnlineRefresher(self, choice)
+        return _OnlineRefresher(optimizer, self)
 
 
 class _NewBases(NamedTuple):
@@ -110,8 +107,8 @@ class _OnlineRefresher(BlockCreatingRefresher):
     unchanged; if this would have been its first basis, the next gradient provides one.
     """
 
-    def __init__(self, config: Online, choice: BlockChoice) -> None:
-        super().__init__(choice)
+    def __init__(self, optimizer: Rebasable, config: Online) -> None:
+        super().__init__(optimizer, config, config.structure, config.partition, config.memory)
         self.config = config
         self.grams = GramMatrices(config.decay)
         self.turns: dict[str, int] = {}  # for each block the step, modulo `every`, in which it is renewed
@@ -120,18 +117,6 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self._pending: list[_NewBases] = []  # bases that have been computed but not installed yet
         self._side_stream = SideStream()
         self._renewal = self._record_renewal()
-
-    def spectra(self, optimizer: Rebasable) -> dict[str, dict[str, Tensor]]:
-        """Return estimated eigenvalues of the Gram matrices, except for blocks sharded over processes by rows."""
-        self.wait_for_refresh(optimizer)
-        return {
-            block.name: {
-                key: rayleigh_quotients(gram, block.change.tensors[key])
-                for key, gram in self.grams.by_block[block.name].items()
-            }
-            for block in optimizer.blocks
-            if block.name in self.grams.by_block and not block.by_rows and self.grams.has_seen(block)
-        }
 
     def observe(self, optimizer: Rebasable) -> None:
         """Update the Gram matrices, and compute the first bases of blocks that have their first gradient."""
@@ -179,9 +164,6 @@ class _OnlineRefresher(BlockCreatingRefresher):
                     members = slice(new.members.start + part.start, new.members.start + part.stop)
                     tensors = {key: tensor[part] for key, tensor in new.tensors.items()}
                     optimizer.rebase_stack(new.stack, members, tensors, "reset")
-
-    def can_renew(self, change: ChangeOfBasis) -> bool:
-        return change.is_renewable()
 
     def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = {}
@@ -270,24 +252,19 @@ class _OnlineRefresher(BlockCreatingRefresher):
             if wanted := [index for index, block in enumerate(stack.blocks) if block.name in ready]:
                 traces = self.grams.traces(stack)
                 ranges += self.grams.find_ranges(stack, [index for index in wanted if traces[index] != 0])
-        sound = self._decompose_first(ranges) if ranges else set()
+        sound: set[str] = set()
+        if ranges:
+            # Leading eigenvectors alone would count as drifted.
+            self._renew(ranges, decompose_leading if self.config.tolerance is None else decompose)
+            self._side_stream.join()
+            self._pending = [_refine_first_bases(new) for new in self._pending]
+            for new in self._pending:
+                flags = zip(new.stack.blocks[new.members], _list_sound_blocks(new.sound), strict=True)
+                sound |= {block.name for block, is_sound in flags if is_sound}
+            self.renewals += 1
         self.wait_for_refresh(optimizer)
-        self.renewals += bool(ranges)
         self.waiting = self.waiting - sound
         self.grams.forget(ready - sound)
-
-    def _decompose_first(self, ranges: list[BlockRange]) -> set[str]:
-        """Compute first bases; return the names of the blocks for which they are sound."""
-        # Leading eigenvectors alone would count as drifted.
-        self._renew(ranges, decompose_leading if self.config.tolerance is None else decompose)
-        self._side_stream.join()
-        self._pending = [_refine_first_bases(new) for new in self._pending]
-        return {
-            block.name
-            for new in self._pending
-            for block, is_sound in zip(new.stack.blocks[new.members], _list_sound_blocks(new.sound), strict=True)
-            if is_sound
-        }
 
     def _renew(self, ranges: list[BlockRange], renewal: Renewal) -> bool:
         """Compute new bases. Return True if a GPU computes them during training and the next step installs them."""
