@@ -104,8 +104,6 @@ class Basis(Mapping[str, ChangeOfBasis]):
 
     def plot(self) -> Figure:
         """Plot the spectrum of every block; ``basis.plot().savefig("spectra.png")`` writes a file."""
-        if not self.spectrum:
-            raise ValueError("This basis has no spectra: egop.estimate computes them.")
         return plot_spectra({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
 
     def __repr__(self) -> str:

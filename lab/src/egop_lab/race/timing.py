@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=40,
         help="timed steps: multiples of 10, after which SOAP renews its bases (default: 40)",
     )
+    parser.add_argument("--no-eager", action="store_true", help="on a GPU, time only the CUDA graph or compiled network")
     parser.add_argument("--device", default="cuda", help="default: cuda")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info = {**describe_code(), "torch": torch.__version__, "device": name}
     for task in (TASKS[name] for name in options.tasks):
         methods = options.methods or [*task.guesses, "SOAP, package"]
-        for fast in (True, False) if device.type == "cuda" else (False,):
+        for fast in (False,) if device.type == "cpu" else (True,) if options.no_eager else (True, False):
             problem: Any = None  # free the last one before the next is made
             problem = make_problem(task, options.data, device, fast=fast)
             network = ("compiled" if task.compiled else "CUDA graph") if fast else "eager"
