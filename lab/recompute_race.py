@@ -43,11 +43,13 @@ def find_settings(task, method, steps):
 for task, steps in STEPS.items():
     means = {}
     for method in sorted({method for name, method, _ in final if name == task}):
-        if len(losses := find_losses(task, method, steps)) < (8 if task.startswith("gpt-6") else 5):
+        losses, seeds = find_losses(task, method, steps), 8 if task.startswith("gpt-6") else 5
+        if 2 * len(losses) < seeds:
             continue
         half = STUDENT[len(losses) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
         means[method] = statistics.fmean(losses)
-        print(f"{task}, {method}: {means[method]:.3f} ± {half:.3f}")
+        missing = f" ({len(losses)} seeds)" if len(losses) < seeds else ""
+        print(f"{task}, {method}: {means[method]:.3f} ± {half:.3f}{missing}")
     lengths = {s / steps: find_losses(task, ADAMW, s) for name, method, s in final if (name, method) == (task, ADAMW)}
     points = sorted((multiple, statistics.fmean(losses)) for multiple, losses in lengths.items() if len(losses) >= 5)
     for (short, high), (long, low) in itertools.pairwise(points):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import egop
+from egop.optim import RotatedPolarAdam
 from egop_lab.data.missing import MissingDataError
 from egop_lab.race import run as command
 from egop_lab.race import timing
@@ -142,6 +143,19 @@ def test_times_are_taken_in_turns(tmp_path, capsys):
     assert [record["method"] for record in records] == ["AdamW", "SOAP", "SOAP, package"]
     assert all(len(record["step seconds"]) == 2 for record in records)
     assert capsys.readouterr().out.count(" ms (") == 3
+
+
+def test_egop_is_timed_late_in_a_training_once_without_and_once_with_a_renewal(problem, monkeypatch):
+    renewals, real = [], RotatedPolarAdam._install
+
+    def install(self, group, weights):
+        renewals.extend(int(self.state[weight]["step"]) for weight in weights[:1])
+        real(self, group, weights)
+
+    monkeypatch.setattr(RotatedPolarAdam, "_install", install)
+    timing.time_steps(problem, TINY, "EGOP", 3, 4)
+    # Of the three steps before the timed ones, two come after a renewal.
+    assert sorted(set(renewals)) == [1, 2, 2200]
 
 
 def test_tuning_runs_never_see_the_test_part(problem):

@@ -65,19 +65,19 @@ def make_title(task: Task, records: Records) -> str:
     return TITLES[task.name] + ("" if is_tuned(task, "EGOP", read_losses(records.values())) else " *")
 
 
-def read_test_losses(runs: Sequence[Run], records: Records) -> list[float]:
-    """Return the test losses of final runs; empty unless all of them are there and none diverged."""
-    found = [records[run]["test"] for run in runs if run in records]
-    return found if len(found) == len(runs) and None not in found else []
+def read_test_losses(runs: Sequence[Run], records: Records) -> dict[int, float]:
+    """Return the test losses of final runs by seed; empty if fewer than half of them are there or one diverged."""
+    found = {run.seed: records[run]["test"] for run in runs if run in records}
+    return found if 2 * len(found) >= len(runs) and None not in found.values() else {}
 
 
-def final_losses(records: Records, task: Task, method: str) -> list[float]:
+def final_losses(records: Records, task: Task, method: str) -> dict[int, float]:
     """Return the test losses of a method as tuned, by seed."""
     choice = choose_run(task, method, read_losses(records.values()))
-    return read_test_losses(final_runs(task, choice), records) if choice else []
+    return read_test_losses(final_runs(task, choice), records) if choice else {}
 
 
-def longer_losses(records: Records, task: Task, method: str = "AdamW") -> dict[float, list[float]]:
+def longer_losses(records: Records, task: Task, method: str = "AdamW") -> dict[float, dict[int, float]]:
     """Return the test losses of longer trainings, by how many times as long they are."""
     losses = read_losses(records.values())
     choice = choose_run(task, method, losses)
@@ -104,9 +104,12 @@ def steps_needed(means: Mapping[float, float], loss: float) -> str:
     return f"> {lengths[-1]:g}×"
 
 
-def format_losses(losses: Sequence[float]) -> str:
-    """Format the mean with its 95 % interval."""
-    return "{:.3f} ± {:.3f}".format(*interval(losses)) if losses else _MISSING
+def format_losses(task: Task, losses: Mapping[int, float]) -> str:
+    """Format the mean with its 95 % interval, and the number of seeds if some are missing."""
+    if not losses:
+        return _MISSING
+    mean, half = interval(list(losses.values()))
+    return f"{mean:.3f} ± {half:.3f}" + (f" ({len(losses)} seeds)" if len(losses) < task.seeds else "")
 
 
 def make_results_table(records: Records, times: Times) -> list[list[str]]:
@@ -114,11 +117,10 @@ def make_results_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["test loss", *METHODS.values(), "AdamW matches EGOP with"]]
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in METHODS}
-        means = {multiple: statistics.fmean(some) for multiple, some in longer_losses(records, task).items()}
-        needed = (
-            f"{steps_needed(means, statistics.fmean(losses['EGOP']))} the steps" if losses["EGOP"] and means else ""
-        )
-        rows.append([make_title(task, records), *map(format_losses, losses.values()), needed or _MISSING])
+        means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
+        ours = losses["EGOP"].values()
+        needed = f"{steps_needed(means, statistics.fmean(ours))} the steps" if ours and len(means) > 1 else _MISSING
+        rows.append([make_title(task, records), *(format_losses(task, some) for some in losses.values()), needed])
     return _drop_empty_columns(rows)
 
 
@@ -127,10 +129,10 @@ def make_controls_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["test loss", *CONTROLS.values(), "EGOP minus `rotate=False`"]]
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in CONTROLS}
-        pairs = zip(losses["EGOP"], losses["PolarAdam"], strict=False)
-        differences = [ours - base for ours, base in pairs]
+        base = losses["PolarAdam"]
+        differences = [loss - base[seed] for seed, loss in losses["EGOP"].items() if seed in base]
         gain = "{:+.3f} ± {:.3f}".format(*interval(differences)) if differences else _MISSING
-        rows.append([make_title(task, records), *map(format_losses, losses.values()), gain])
+        rows.append([make_title(task, records), *(format_losses(task, some) for some in losses.values()), gain])
     return rows
 
 
@@ -154,7 +156,7 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
     multiples = sorted({multiple for losses in found.values() for multiple in losses})
     rows = [["AdamW's test loss", *(f"{multiple:g}× the steps" for multiple in multiples)]]
     rows += [
-        [TITLES[name], *(format_losses(losses.get(multiple, [])) for multiple in multiples)]
+        [TITLES[name], *(format_losses(TASKS[name], losses.get(multiple, {})) for multiple in multiples)]
         for name, losses in found.items()
     ]
     return rows

@@ -51,7 +51,7 @@ def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int)
     if renewing is None:
         return take_steps(steps)
     every = renewing.defaults["every"]
-    _move_counters(renewing, 10 * every)
+    _move_counters(renewing, 10 * every + 1)  # the step after a renewal
     without = take_steps(steps)
     _move_counters(renewing, 11 * every - steps // 2)
     return without + (take_steps(steps) - without) * steps / every
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=40,
         help="timed steps: multiples of 10, after which SOAP renews its bases (default: 40)",
     )
-    parser.add_argument("--no-eager", action="store_true", help="on a GPU, time only the CUDA graph or compiled network")
+    parser.add_argument("--no-eager", action="store_true", help="on a GPU, skip the network without a CUDA graph")
     parser.add_argument("--device", default="cuda", help="default: cuda")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
