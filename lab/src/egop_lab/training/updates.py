@@ -89,8 +89,12 @@ class Adam(Rule):
         states = zip(self.leaves, self._means, self._squares, gradients, strict=True)
         for leaf, mean, square, gradient in states:
             mean.lerp_(gradient, 1 - first)
-            square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            self.update_square(square, gradient)
             leaf.sub_(_per_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
+
+    def update_square(self, square: Tensor, gradient: Tensor) -> None:
+        """Update the running mean of squares."""
+        square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
 
 
 class AdamW(Adam):
@@ -115,17 +119,8 @@ class VectorAdam(Adam):
         super().prepare()
         self._squares = [square[..., :1].clone() for square in self._squares]
 
-    @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor]) -> None:
-        first, second = _BETAS
-        self._count += 1
-        rates = self.rates / (1 - first**self._count)
-        root = (1 - second**self._count).sqrt()
-        states = zip(self.leaves, self._means, self._squares, gradients, strict=True)
-        for leaf, mean, square, gradient in states:
-            mean.lerp_(gradient, 1 - first)
-            square.lerp_(gradient.square().sum(-1, keepdim=True), 1 - second)
-            leaf.sub_(_per_run(rates, leaf) * mean / square.sqrt().div_(root).add_(1e-8))
+    def update_square(self, square: Tensor, gradient: Tensor) -> None:
+        square.lerp_(gradient.square().sum(-1, keepdim=True), 1 - _BETAS[1])
 
 
 # Named as in egop_lab.builders.TORCH: the paper's four optimizers, AdamW, and one that torch does not have.
