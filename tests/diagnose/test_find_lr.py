@@ -82,7 +82,7 @@ def test_ctrl_c_returns_what_is_known():
     def loss(model, batch):
         nonlocal calls
         calls += 1
-        if calls == 150:
+        if calls == 300:
             raise KeyboardInterrupt
         return squares(model, batch)
 

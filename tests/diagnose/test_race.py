@@ -119,7 +119,23 @@ def test_copies_train_in_the_modes_of_the_model():
     objective.module.train()
     objective.module[1].eval()  # a frozen batch norm
     Trainer(objective, 10, 0).train(torch.optim.AdamW, 1e-2, 10, 0, 2)
-    assert modes == {(True, True, False, True, True), (False, True, False, True, True), (False, *[False] * 4)}
+    assert modes == {(True, True, False, True, True), (False, *[False] * 4)}
+
+    modes.clear()
+    objective.module[1].train()
+    Trainer(objective, 10, 0).train(torch.optim.AdamW, 1e-2, 10, 0, 2)
+    statistics = (False, False, True, False, False)  # with the dropout of an evaluation
+    assert modes == {(True, *[True] * 4), statistics, (False, *[False] * 4)}
+
+
+def test_losses_do_not_depend_on_how_slowly_batch_norm_keeps_its_statistics():
+    losses = []
+    for momentum in (1e-6, 0.5):
+        objective = make_objective()
+        objective.module.train()
+        objective.module[1].momentum = momentum
+        losses.append(Trainer(objective, 10, 0).train(torch.optim.AdamW, 1e-2, 10, 0, 2).losses)
+    assert losses[0] == losses[1]
 
 
 def test_steps_to_a_loss_are_interpolated():

@@ -69,6 +69,26 @@ def test_excluded_weights_are_left_to_adamw():
     assert optimizer.plan.unrotated == LEFT | {"up.weight": "excluded", "experts": "excluded"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"rotate": False}, "rotate is for all weights"),
+        ({"lr": -0.1}, "Invalid lr value: -0.1"),
+        ({"betas": (1.5, 2)}, r"betas\[0\]"),
+    ],
+)
+def test_settings_of_a_group_are_checked(setting, words):
+    model = network()
+    with pytest.raises(ValueError, match=words):
+        egop.EGOP([{"params": list(model.named_parameters()), **setting}], model=model)
+
+
+def test_the_size_of_updates_is_shown():
+    assert "a root mean square of 0.4 times lr\n" in str(egop.EGOP(network()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    assert "0.2 times lr; if the model normalizes activations, pass update_rms=0.4" in str(egop.EGOP(model))
+
+
 def test_tables_of_positions_are_left_to_adamw():
     model = network()
     for name, size in (("pos", 2), ("pos_embed", 3), ("position_table", 2), ("cls_token", 2), ("deposit", 2)):

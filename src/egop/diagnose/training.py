@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # the base class of all batch norms has no public name
 from torch.optim.lr_scheduler import LambdaLR
 
 from egop.estimation import Objective
@@ -25,6 +26,7 @@ Build = (
 WARM_UP, DECAY = 0.1, 0.4
 # Number of batches to train on (repeated in longer runs) and number of batches to evaluate on.
 _TRAINING, _EVALUATION = 100, 4
+_STATISTICS = 8  # number of batches from which batch norm's statistics are computed before an evaluation
 # A run ends early when its loss exceeds the initial loss by this factor.
 _RUNAWAY = 10.0
 
@@ -86,12 +88,9 @@ class Trainer:
             self._evaluation, self._training = batches[:_EVALUATION], batches[_EVALUATION:]
             model, loss_fn = objective.trainable_copy()
             _check_gradient(model, loss_fn, batches[0])
-            with torch.no_grad():
-                for batch in self._training[:10]:  # batch norm needs statistics before it can be evaluated
-                    loss_fn(model, batch)
-                began = clock()
-                self.start = self._evaluate(model, loss_fn)
-                self.evaluation_seconds = clock() - began
+            began = clock()
+            self.start = self._evaluate(model, loss_fn)
+            self.evaluation_seconds = clock() - began
         if not math.isfinite(self.start):
             raise ValueError(
                 f"The loss is {self.start} before the first step, so nothing can be trained from here. "
@@ -137,6 +136,18 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]) -> float:
+        """Return the mean loss in evaluation mode, with fresh statistics of batch norm.
+
+        In runs this short its running statistics lag behind, the more the higher the learning rate.
+        """
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain mean over all batches
+            norm.train()
+        for batch in self._training[:_STATISTICS] if norms else ():
+            loss_fn(model, batch)
         model.eval()
         return sum(float(loss_fn(model, batch)) for batch in self._evaluation) / len(self._evaluation)
 

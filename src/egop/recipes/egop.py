@@ -163,6 +163,9 @@ class EGOP(Optimizer):
         for option in ("maximize", "amsgrad", "capturable", "differentiable"):
             if param_group.get(option):
                 raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
+        if param_group.get("rotate", self.defaults["rotate"]) != self.defaults["rotate"]:
+            raise ValueError("rotate is for all weights. To leave those of a group to AdamW, name them in exclude.")
+        _make_engine(self.defaults | param_group)  # checks the settings
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
@@ -239,7 +242,9 @@ class EGOP(Optimizer):
         return f"{type(self).__name__}({matrices}, AdamW for {others}, lr={rates})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self.plan}"
+        rms = self.defaults["update_rms"]
+        note = "; if the model normalizes activations, pass update_rms=0.4" if rms == _PLAIN_RMS else ""
+        return f"{self!r}\nupdates of square matrices: a root mean square of {rms:g} times lr{note}\n{self.plan}"
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         return [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]

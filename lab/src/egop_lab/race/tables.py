@@ -141,11 +141,10 @@ def make_rates_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["learning rate", "AdamW's best", "EGOP's best", "EGOP at AdamW's: above its own best"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
-        adamw, ours = (choose_run(task, method, losses) for method in ("AdamW", "EGOP"))
-        if adamw and ours and is_tuned(task, "EGOP", losses):
-            tuning = start_tuning(task, "EGOP", losses)
-            above = tuning.median(rate=adamw.rate) - tuning.tried[tuning.best]
-            rates = [f"{run.lr:.1e}".replace("e-0", "e-") for run in (adamw, ours)]
+        if all(is_tuned(task, method, losses) for method in ("AdamW", "EGOP")):
+            adamw, tuning = (start_tuning(task, method, losses) for method in ("AdamW", "EGOP"))
+            above = tuning.median(rate=adamw.best) - tuning.tried[tuning.best]
+            rates = [f"{1e-3 * 2 ** (rate / 2):.1e}".replace("e-0", "e-") for rate in (adamw.best, tuning.best)]
             rows.append([TITLES[task.name], *rates, _MISSING if math.isnan(above) else f"{above:.3f}"])
     return rows
 
