@@ -179,14 +179,14 @@ LIMITS = {
     "CHANGELOG.md": 800,
     "CONTRIBUTING.md": 1000,
     "docs/architecture.md": 2800,
-    "docs/results.md": 1000,  # its tables grow with the race
+    "docs/results.md": 1050,  # its tables grow with the race
     "docs/start.md": 700,
     "docs/theory.md": 1100,
     "docs/howto/variants.md": 750,
     "docs/reproduction.md": 950,  # generated, grows with the experiments
     "lab/README.md": 700,
 }
-TOTAL = 15_800
+TOTAL = 15_600
 
 
 def count_words(path):
