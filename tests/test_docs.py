@@ -175,7 +175,7 @@ def test_github_renders_the_pages_that_the_readme_links(path):
 
 # Words of each page, code included. What is generated (the reproduction's details, the reference) is not counted.
 LIMITS = {
-    "README.md": 700,
+    "README.md": 720,  # its table grows with the race
     "CHANGELOG.md": 800,
     "CONTRIBUTING.md": 1000,
     "docs/architecture.md": 2800,

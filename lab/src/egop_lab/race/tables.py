@@ -126,7 +126,7 @@ def make_results_table(records: Records, times: Times) -> list[list[str]]:
 
 def make_controls_table(records: Records, times: Times) -> list[list[str]]:
     """Return the test loss of EGOP and of its controls, and their paired differences."""
-    rows = [["test loss", *CONTROLS.values(), "EGOP minus `rotate=False`"]]
+    rows = [["test loss", *CONTROLS.values(), "EGOP minus `rotate=False`, shared seeds"]]
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in CONTROLS}
         base = losses["PolarAdam"]
