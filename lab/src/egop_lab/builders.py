@@ -122,9 +122,9 @@ def build_torch_optimizer(name: str, model: nn.Module, lr: float, basis: egop.Ba
     kind, options = TORCH[name]
     if basis is None:
         return kind(model.parameters(), lr=lr, **options)  # type: ignore[call-arg]  # the base class has no lr
-    with warnings.catch_warnings():  # SGD is a control: no basis helps it, as intended
-        warnings.filterwarnings("ignore", message=".* takes the same steps in every rotation")
-        return egop.ReparameterizedOptimizer(model, kind, basis, lr=lr, **options)
+    # SGD is a control that no basis helps. It is said at the first step, so the filter has to stay.
+    warnings.filterwarnings("ignore", message=".* takes the same steps in every rotation")
+    return egop.ReparameterizedOptimizer(model, kind, basis, lr=lr, **options)
 
 
 def build_adamw(setup: Setup) -> Optimizer:
