@@ -62,6 +62,12 @@ def test_an_optimizer_that_is_really_schedule_free():
     assert min(find(optimizer=optimizers.ScheduleFreeAdamW).tried.values()) < 1
 
 
+@pytest.mark.parametrize("optimizer", ["EGOP", ("AdamW", {})])
+def test_what_is_no_optimizer_is_an_error(optimizer):
+    with pytest.raises(TypeError, match="optimizer must be an optimizer class, .* got str"):
+        find(optimizer=optimizer)
+
+
 def test_it_says_for_which_schedule_and_length_the_rates_hold():
     found = find()
     assert str(found).startswith(f"Try lr {found.rates[0]:g}, then {found.rates[1]:g} (for warm-up over the first 10 %")

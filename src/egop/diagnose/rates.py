@@ -117,7 +117,7 @@ def find_lr(
         steps: number of steps of the planned training. If unknown, runs take 60 steps, then 150.
         budget: time limit in seconds; runs are shortened to fit.
         seed: seed of the batches and of dropout.
-        rates: learning rates to try.
+        rates: learning rates to try, at least two: the result has one rate if only one of them works.
         progress: print the expected time and show a progress bar.
 
     Raises:

@@ -167,8 +167,13 @@ def build_optimizer(build: Build, model: nn.Module) -> torch.optim.Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # egop's own optimizers need the module to know which parameters are embeddings, heads and norms.
         optimizer = kind(model if getattr(kind, "has_own_basis", False) else trained, **options)  # type: ignore[arg-type]
-    else:
+    elif callable(kind):
         optimizer = kind(model, **options)
+    else:
+        raise TypeError(
+            "optimizer must be an optimizer class, a pair of a class and its options, or a function of the model that "
+            f"returns an optimizer, got {type(kind).__name__}."
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer(model) must return a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     own = {id(parameter) for parameter in model.parameters()}
