@@ -64,7 +64,7 @@ def test_an_optimizer_that_is_really_schedule_free():
 
 @pytest.mark.parametrize("optimizer", ["EGOP", ("AdamW", {})])
 def test_what_is_no_optimizer_is_an_error(optimizer):
-    with pytest.raises(TypeError, match="optimizer must be an optimizer class, .* got str"):
+    with pytest.raises(TypeError, match=r"optimizer must be an optimizer class, .* got str"):
         find(optimizer=optimizer)
 
 

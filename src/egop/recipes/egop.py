@@ -131,8 +131,8 @@ class EGOP(Optimizer):
         - ``relative_update``: norm of an update over the norm of the weight.
         - ``stable_rank``: of the momentum, relative to the smaller side of the weight; 1 if all directions are equally
           strong.
-        - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis. Between
-          renewals the momentum changes, so that values above 0.5 are normal.
+        - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis.
+          The momentum changes between renewals, so values above 0.5 are normal.
         - ``orthogonality_error``: largest entry of ``|QᵀQ − I|`` of a basis Q.
         - ``nonfinite``: number of weights whose momentum is not finite. Their bases are no longer renewed.
 
