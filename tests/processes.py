@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import torch
@@ -16,6 +18,9 @@ TIMEOUT = 120
 
 # What gloo says, now and then on a busy machine, when the processes do not find each other; nothing has begun by then.
 _NOT_MET = "connectFullMesh failed"
+# Seen once in some 2,000 trainings: "malloc(): unaligned tcache chunk detected" during a collective of gloo. No code of
+# ours is native, so this is not what the tests are about; it is tried again, and said.
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 
 
 def prepared():
@@ -43,7 +48,10 @@ def run(function, world, *arguments, timeout=TIMEOUT, attempts=3):
                 process.kill()
                 process.join()
         errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
-        if attempts > 1 and errors and all(_NOT_MET in error for error in errors):
+        crashed = any(process.exitcode in _CRASHES for process in processes)
+        if crashed and attempts > 1:
+            warnings.warn("A process crashed in native code; trying again.", stacklevel=2)
+        if attempts > 1 and (crashed or (errors and all(_NOT_MET in error for error in errors))):
             return run(function, world, *arguments, timeout=timeout, attempts=attempts - 1)
         errors.sort(key=lambda error: "Connection closed" in error)  # what only follows from another's failure last
         assert not errors, f"{len(errors)} of {world} processes failed; the first one:\n{errors[0]}"
