@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from egop_lab.race.tasks import FOLLOWERS, Run, Task
+from egop_lab.race.tasks import Run, Task
 from egop_lab.race.tune import (
     final_runs,
     list_variants,
@@ -53,7 +53,7 @@ def describe(task: Task, methods: Sequence[str], records: Records, baseline: str
     """Return lines for a terminal: the tuning of each method, and final test losses where all seeds are there."""
     losses = read_losses(records.values())
     lines = [f"== {task.name}"]
-    for method in (each for each in methods if each not in FOLLOWERS):
+    for method in (each for each in methods if each not in task.controls):
         tuning = start_tuning(task, method, losses)
         tried = ", ".join(f"{1e-3 * 2 ** (rate / 2):.2e}: {loss:.4f}" for rate, loss in sorted(tuning.tried.items()))
         lines.append(f"{method:8} rates {tried or 'none yet'}")

@@ -8,7 +8,6 @@ from typing import Any
 
 RIVALS = ("AdamW", "Muon", "NorMuon", "SOAP", "SGD")
 TUNING_SEEDS = (10000, 10001, 10002)
-FOLLOWERS = {"EGOP, random rotation": "EGOP"}  # controls, which run with the tuned values of another method
 DECAY = 0.4  # part of the run over which the learning rate falls to 0
 
 
@@ -75,6 +74,8 @@ class Task:
         clips: the values of the largest gradient norm, the base value first.
         room: how many tried rates the best one must have on both sides.
         tuning_steps: length of tuning runs, if they are shorter.
+        tuning_seeds: how many tuning seeds each setting gets.
+        controls: methods that are not tuned, with the method whose tuned values they run with.
         beta2: AdamW's, for the parameters that the method itself does not step.
         weight_decay: decoupled, for all parameters.
         multiples: further lengths at which AdamW runs, as multiples of ``steps``.
@@ -98,6 +99,8 @@ class Task:
     clips: tuple[float | None, ...] = (None, 1.0)
     room: int = 2
     tuning_steps: int | None = None
+    tuning_seeds: int = len(TUNING_SEEDS)
+    controls: Mapping[str, str] = field(default_factory=lambda: {"EGOP, random rotation": "EGOP"})
     beta2: float = 0.95
     weight_decay: float = 0.1
     multiples: tuple[float, ...] = (1.5, 2.0, 3.0)
@@ -122,6 +125,7 @@ _TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2}
 _WIKITEXT: dict[str, Any] = {"data": "wikitext-2", "model": _SMALL, "batch": 64, "seeds": 8}
 # Of the larger tasks only the rate is tuned.
 _RATE_ONLY: dict[str, Any] = {"warmups": (50,), "clips": (1.0,), "room": 1}
+_RATE_ONLY["controls"] = {"PolarAdam": "EGOP", "EGOP, random rotation": "EGOP"}
 _LARGE_BETAS: dict[str, tuple[float, ...]] = {**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)}
 _IMAGES: dict[str, Any] = {"data": "imagenette", "batch": 128, "seeds": 5, "beta2": 0.99, **_RATE_ONLY}
 _IMAGES["betas"] = _LARGE_BETAS | dict.fromkeys(_ADAMS, (0.99,)) | {"SGD": (0.9,)}
@@ -155,6 +159,7 @@ _ALL = (
         guesses=_guess(-1, 3, 2, 3, 1),
         betas=_LARGE_BETAS,
         tuning_steps=144,
+        tuning_seeds=1,
         multiples=(),
         windows=64,
         compiled=True,

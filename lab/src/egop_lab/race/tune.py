@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from egop_lab.race.tasks import FOLLOWERS, TUNING_SEEDS, Run, Task
+from egop_lab.race.tasks import TUNING_SEEDS, Run, Task
 
 RULES = """
 1. Learning rates lie on the grid 1e-3 * 2**(k/2). Tuning starts at a guess for each task and method, with two rates on
@@ -39,9 +39,12 @@ RULES = """
    sides; on GPT 124M (gpt-12x768-code), where a run takes a minute, by runs of a quarter of the steps. The rest is the
    same for all methods: 50 steps of warm-up, clipping at 1.0, momentum 0.9, beta2 0.95 on text and 0.99 on images (on
    text, what most of the rivals chose on gpt-6x384-400). (For all larger tasks since 2026-11-18, before any of their
-   runs: the full tuning of seven methods would take an hour of GPU time for each task.)
+   runs: the full tuning of seven methods would take an hour of GPU time for each task.) GPT 124M is tuned with one
+   seed. (Since 2026-11-18, before its first run: three seeds would take a further half hour.)
 8. SGD with momentum is one more rival on ResNet-34 (momentum 0.9). It steps all parameters.
 9. EGOP in a random rotation is a control: it runs with EGOP's tuned values. (Since 2026-11-18, before its first run.)
+   On the larger tasks so is PolarAdam, which is EGOP without a rotation. (Since 2026-11-18; on GPT 12x768 and
+   ResNet-34 it had run that way already.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 """
 
@@ -67,10 +70,11 @@ class Tuning:
         losses: of all runs so far.
         base: a run with the base hyper-parameters; its rate is where the search starts, its seed is ignored.
         room: how many tried rates the best one must have on both sides.
+        seeds: how many tuning seeds each setting gets.
     """
 
-    def __init__(self, losses: Losses, base: Run, room: int) -> None:
-        self.losses, self.base, self.room = losses, base, room
+    def __init__(self, losses: Losses, base: Run, room: int, seeds: int) -> None:
+        self.losses, self.base, self.room, self.seeds = losses, base, room, TUNING_SEEDS[:seeds]
         span = range(base.rate - _FARTHEST, base.rate + _FARTHEST + 1)
         medians = {rate: self.median(rate=rate) for rate in span}
         self.tried = {rate: median for rate, median in medians.items() if not math.isnan(median)}
@@ -82,7 +86,7 @@ class Tuning:
 
     def runs(self, **changes: Any) -> list[Run]:
         """Return the tuning runs for the base run with some changes."""
-        return [dataclasses.replace(self.base, **{"seed": seed, **changes}) for seed in TUNING_SEEDS]
+        return [dataclasses.replace(self.base, **{"seed": seed, **changes}) for seed in self.seeds]
 
     @property
     def best(self) -> int:
@@ -125,7 +129,7 @@ class Tuning:
             return missing
         medians = {name: self.median(rate=rate, **{name: value}) for name, value in variants.items()}
         winners = {name: variants[name] for name, median in medians.items() if median < self.tried[rate]}
-        again = Tuning(self.losses, dataclasses.replace(self.base, rate=rate, **winners), room=1)
+        again = Tuning(self.losses, dataclasses.replace(self.base, rate=rate, **winners), room=1, seeds=len(self.seeds))
         if rates := again.missing_rates():
             return again.missing_runs(rates)
         best = min(winners, key=lambda name: medians[name], default=None)
@@ -146,7 +150,7 @@ def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
         warmup=task.warmups[0],
         clip=task.clips[0],
     )
-    return Tuning(losses, base, room=task.room)
+    return Tuning(losses, base, room=task.room, seeds=task.tuning_seeds)
 
 
 def list_variants(task: Task, method: str) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def list_variants(task: Task, method: str) -> dict[str, Any]:
 
 def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[list[Run], dict[str, Run]]:
     """Return the tuning runs to make now; and, if all methods are tuned, a run of each with the tuned values."""
-    leaders = dict.fromkeys(FOLLOWERS.get(method, method) for method in methods)
+    leaders = dict.fromkeys(task.controls.get(method, method) for method in methods)
     tunings = {method: start_tuning(task, method, losses) for method in leaders}
     runs: list[Run] = []
     choices: dict[str, Run] = {}
@@ -179,13 +183,13 @@ def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[lis
     if runs:
         return runs, {}
     return [], {
-        method: dataclasses.replace(choices[FOLLOWERS.get(method, method)], method=method) for method in methods
+        method: dataclasses.replace(choices[task.controls.get(method, method)], method=method) for method in methods
     }
 
 
 def plan_longer(task: Task, choice: Run, multiple: float, losses: Losses) -> Run | list[Run]:
     """Return a longer run with its tuned rate; or, while that is open, the runs that are missing."""
-    tuning = Tuning(losses, dataclasses.replace(choice, steps=task.length(multiple)), room=1)
+    tuning = Tuning(losses, dataclasses.replace(choice, steps=task.length(multiple)), room=1, seeds=task.tuning_seeds)
     rates = tuning.missing_rates()
     return tuning.missing_runs(rates) if rates else dataclasses.replace(tuning.base, rate=tuning.best)
 
