@@ -12,9 +12,16 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-STUDENT = {3: 3.182, 4: 2.776, 7: 2.365}  # 97.5 % quantiles by degrees of freedom
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365}  # 97.5 % quantiles by degrees of freedom
 EGOP, ADAMW = "EGOP", "AdamW"
-STEPS = {"gpt-6x384-400": 400, "gpt-12x768-400": 400, "resnet-34": 730, "vit-6x384": 1168}
+# For each task: steps, steps of its tuning runs, tuning seeds, final seeds.
+TASKS = {
+    "gpt-6x384-400": (400, 400, 3, 8),
+    "gpt-12x768-400": (400, 400, 3, 5),
+    "gpt-12x768-code": (573, 144, 1, 3),
+    "resnet-34": (730, 730, 3, 5),
+    "vit-6x384": (1168, 1168, 3, 5),
+}
 
 runs = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
 tuning, final = defaultdict(dict), defaultdict(dict)
@@ -25,33 +32,31 @@ for run in runs:
     group[place].setdefault(settings, {}).setdefault(run["seed"], math.inf if run["diverged"] else run[loss])
 
 
-def find_losses(task, method, steps):
-    """Return the test losses at the settings with the lowest median in tuning; EGOP untuned has AdamW's rate."""
-    tried = {each: statistics.median(losses.values()) for each, losses in tuning[task, method, steps].items()}
-    if len(tried) < 3:
-        wanted = find_settings(task, ADAMW, steps)[0] if method == EGOP and tuning[task, ADAMW, steps] else None
-        return next((list(losses.values()) for s, losses in final[task, method, steps].items() if s[0] == wanted), [])
-    return list(final[task, method, steps].get(find_settings(task, method, steps), {}).values())
+def find_losses(task, method, steps, tuning_steps, seeds):
+    """Return the test losses at the settings with the lowest median of the tuning seeds."""
+    complete = {each: found for each, found in tuning[task, method, tuning_steps].items() if len(found) == seeds}
+    if len(complete) < 3:
+        return []
+    best = min(complete, key=lambda each: statistics.median(complete[each].values()))
+    return list(final[task, method, steps].get(best, {}).values())
 
 
-def find_settings(task, method, steps):
-    """Return the settings with the lowest median of the tuning seeds."""
-    complete = {each: found for each, found in tuning[task, method, steps].items() if len(found) == 3}
-    return min(complete, key=lambda each: statistics.median(complete[each].values()))
-
-
-for task, steps in STEPS.items():
+for task, (steps, tuning_steps, tuning_seeds, seeds) in TASKS.items():
     means = {}
     for method in sorted({method for name, method, _ in final if name == task}):
-        losses, seeds = find_losses(task, method, steps), 8 if task.startswith("gpt-6") else 5
-        if 2 * len(losses) < seeds:
+        losses = find_losses(task, method, steps, tuning_steps, tuning_seeds)
+        if not losses:
             continue
-        half = STUDENT[len(losses) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
         means[method] = statistics.fmean(losses)
-        missing = f" ({len(losses)} seeds)" if len(losses) < seeds else ""
-        print(f"{task}, {method}: {means[method]:.3f} ± {half:.3f}{missing}")
-    lengths = {s / steps: find_losses(task, ADAMW, s) for name, method, s in final if (name, method) == (task, ADAMW)}
-    points = sorted((multiple, statistics.fmean(losses)) for multiple, losses in lengths.items() if len(losses) >= 5)
+        count = "" if len(losses) == seeds else f" ({len(losses)} seed{'s' if len(losses) > 1 else ''})"
+        half = ""
+        if len(losses) > 1:
+            half = f" ± {STUDENT[len(losses) - 1] * statistics.stdev(losses) / math.sqrt(len(losses)):.3f}"
+        print(f"{task}, {method}: {means[method]:.3f}{half}{count}")
+    points = [(1, means[ADAMW])]
+    for length in sorted({length for name, method, length in final if (name, method) == (task, ADAMW)} - {steps}):
+        losses = find_losses(task, ADAMW, length, length, tuning_seeds)
+        points += [(length / steps, statistics.fmean(losses))] if losses else []
     for (short, high), (long, low) in itertools.pairwise(points):
-        if EGOP in means and low <= means[EGOP] <= high:
+        if low <= means[EGOP] <= high:
             print(f"{task}, AdamW needs: {short + (high - means[EGOP]) / (high - low) * (long - short):.2g}×")

@@ -6,7 +6,6 @@ what is between them, so that measured numbers are never typed by hand; a test c
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -22,12 +21,20 @@ from egop_lab.race.tune import Losses, final_runs, plan_longer, plan_tuning, rea
 
 PAGES = ("README.md", "docs/results.md")
 TITLES = {
+    "gpt-4x144-400": "GPT 4×144, 400 steps",
     "gpt-6x384-400": "GPT 6×384, 400 steps",
     "gpt-6x384-1600": "GPT 6×384, 1,600 steps",
     "gpt-12x768-400": "GPT 12×768, 400 steps",
     "gpt-12x768-code": "GPT 12×768, Python code",
     "resnet-34": "ResNet-34, 10 epochs",
     "vit-6x384": "ViT 6×384, 16 epochs",
+}
+PARAMETERS = {
+    "gpt-4x144-400": "1.1 M",
+    "gpt-6x384-400": "11 M",
+    "gpt-6x384-1600": "11 M",
+    "gpt-12x768-400": "86 M",
+    "gpt-12x768-code": "136 M",
 }
 # The columns, by method. EGOP comes first, where a narrow screen shows it.
 METHODS = {
@@ -38,8 +45,6 @@ METHODS = {
     "SOAP": "SOAP",
     "SGD": "SGD",
 }
-# Whose values a method runs with while it is not tuned itself: a control takes EGOP's, EGOP takes AdamW's.
-_LEADERS = {"EGOP": "AdamW", "PolarAdam": "EGOP", "EGOP, random rotation": "EGOP"}
 CONTROLS = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "EGOP, random rotation": "random rotation"}
 _MISSING = "–"
 _MARKED = re.compile(r"(<!-- race: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -48,27 +53,14 @@ Times = Mapping[tuple[str, str, str], Sequence[float]]
 
 
 def choose_run(task: Task, method: str, losses: Losses) -> Run | None:
-    """Return a run of a method as tuned; else, if it is EGOP or a control, with the values of another method."""
-    if method not in task.guesses or is_tuned(task, method, losses):
-        return plan_tuning(task, [method], losses)[1].get(method) if method in task.guesses else None
-    leader = choose_run(task, _LEADERS[method], losses) if method in _LEADERS else None
-    return dataclasses.replace(leader, method=method, beta=task.betas[method][0]) if leader else None
-
-
-def is_tuned(task: Task, method: str, losses: Losses) -> bool:
-    """Return True if the tuning of a method is finished."""
-    return method in plan_tuning(task, [method], losses)[1]
-
-
-def make_title(task: Task, records: Records) -> str:
-    """Return the name of a task, with a star where EGOP is not tuned."""
-    return TITLES[task.name] + ("" if is_tuned(task, "EGOP", read_losses(records.values())) else " *")
+    """Return a run of a method as tuned; None while it is not."""
+    return plan_tuning(task, [method], losses)[1].get(method) if method in task.guesses else None
 
 
 def read_test_losses(runs: Sequence[Run], records: Records) -> dict[int, float]:
-    """Return the test losses of final runs by seed; empty if fewer than half of them are there or one diverged."""
+    """Return the test losses of final runs by seed; empty if one diverged."""
     found = {run.seed: records[run]["test"] for run in runs if run in records}
-    return found if 2 * len(found) >= len(runs) and None not in found.values() else {}
+    return {} if None in found.values() else found
 
 
 def final_losses(records: Records, task: Task, method: str) -> dict[int, float]:
@@ -109,7 +101,17 @@ def format_losses(task: Task, losses: Mapping[int, float]) -> str:
     if not losses:
         return _MISSING
     mean, half = interval(list(losses.values()))
+    if len(losses) == 1:
+        return f"{mean:.3f} (1 seed)"
     return f"{mean:.3f} ± {half:.3f}" + (f" ({len(losses)} seeds)" if len(losses) < task.seeds else "")
+
+
+def format_difference(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
+    """Format the mean difference at shared seeds with its 95 % interval; without it if there is one such seed."""
+    differences = [loss - others[seed] for seed, loss in losses.items() if seed in others]
+    if len(differences) < 2:
+        return f"{differences[0]:+.3f} (1 seed)" if differences else _MISSING
+    return "{:+.3f} ± {:.3f}".format(*interval(differences))
 
 
 def make_results_table(records: Records, times: Times) -> list[list[str]]:
@@ -120,7 +122,7 @@ def make_results_table(records: Records, times: Times) -> list[list[str]]:
         means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
         ours = losses["EGOP"].values()
         needed = f"{steps_needed(means, statistics.fmean(ours))} the steps" if ours and len(means) > 1 else _MISSING
-        rows.append([make_title(task, records), *(format_losses(task, some) for some in losses.values()), needed])
+        rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), needed])
     return _drop_empty_columns(rows)
 
 
@@ -129,10 +131,19 @@ def make_controls_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["test loss", *CONTROLS.values(), "EGOP minus `rotate=False`, shared seeds"]]
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in CONTROLS}
-        base = losses["PolarAdam"]
-        differences = [loss - base[seed] for seed, loss in losses["EGOP"].items() if seed in base]
-        gain = "{:+.3f} ± {:.3f}".format(*interval(differences)) if differences else _MISSING
-        rows.append([make_title(task, records), *(format_losses(task, some) for some in losses.values()), gain])
+        gain = format_difference(losses["EGOP"], losses["PolarAdam"])
+        rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), gain])
+    return rows
+
+
+def make_growth_table(records: Records, times: Times) -> list[list[str]]:
+    """Return how much lower EGOP's test loss is than that of AdamW and Muon, by size and length of the training."""
+    rows = [["parameters", "steps", "EGOP minus AdamW", "EGOP minus Muon"]]
+    for task in _list_tasks(records):
+        if task.name in PARAMETERS:
+            ours, *others = (final_losses(records, task, method) for method in ("EGOP", "AdamW", "Muon"))
+            differences = [format_difference(ours, some) for some in others]
+            rows.append([PARAMETERS[task.name], f"{task.steps:,}", *differences])
     return rows
 
 
@@ -141,7 +152,7 @@ def make_rates_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["learning rate", "AdamW's best", "EGOP's best", "EGOP at AdamW's: above its own best"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
-        if all(is_tuned(task, method, losses) for method in ("AdamW", "EGOP")):
+        if all(choose_run(task, method, losses) for method in ("AdamW", "EGOP")):
             adamw, tuning = (start_tuning(task, method, losses) for method in ("AdamW", "EGOP"))
             above = tuning.median(rate=adamw.best) - tuning.tried[tuning.best]
             rates = [f"{1e-3 * 2 ** (rate / 2):.1e}".replace("e-0", "e-") for rate in (adamw.best, tuning.best)]
@@ -161,6 +172,32 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
     return rows
 
 
+def make_reach_table(records: Records, times: Times) -> list[list[str]]:
+    """Return when EGOP reaches AdamW's final loss during a run, as parts of AdamW's steps and of its time."""
+    rows = [["EGOP reaches AdamW's final validation loss after", "of the steps", "of the time"]]
+    losses = read_losses(records.values())
+    for task in _list_tasks(records):
+        choices = [choose_run(task, method, losses) for method in ("AdamW", "EGOP")]
+        pairs = zip(*(final_runs(task, choice) for choice in choices if choice), strict=True)
+        curves = [[records[run]["curve"] for run in pair] for pair in pairs if all(run in records for run in pair)]
+        parts = [find_crossing(ours, theirs[-1][1]) / task.steps for theirs, ours in curves]
+        network = "compiled" if task.compiled else "CUDA graph"
+        base, own = (times.get((task.name, network, method)) for method in ("AdamW", "EGOP"))
+        mean = statistics.fmean(parts)
+        seconds = mean * statistics.median(_divide(own, base)) if base and own else math.nan
+        time = _MISSING if math.isnan(seconds) else f"{100 * seconds:.0f} %"
+        rows.append([TITLES[task.name], f"{100 * mean:.0f} % ({_format_range(parts)})", time])
+    return rows
+
+
+def find_crossing(curve: Sequence[Sequence[float]], loss: float) -> float:
+    """Return the step at which a curve of steps and losses first falls to a loss; infinity if it never does."""
+    for (step, before), (later, after) in pairwise(curve):
+        if after <= loss:
+            return step + (later - step) * (before - loss) / (before - after)
+    return math.inf
+
+
 def make_times_table(records: Records, times: Times) -> list[list[str]]:
     """Return the time of a whole training step over AdamW's, with and without a CUDA graph; medians of the rounds."""
     shown = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "Muon": "Muon", "NorMuon": "NorMuon", "SOAP": "SOAP"}
@@ -177,7 +214,9 @@ TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
     "results": make_results_table,
     "controls": make_controls_table,
     "rates": make_rates_table,
+    "growth": make_growth_table,
     "longer": make_longer_table,
+    "reach": make_reach_table,
     "times": make_times_table,
 }
 
@@ -201,16 +240,27 @@ def fill_tables(text: str, records: Records, times: Times) -> str:
 
 
 def _list_tasks(records: Records) -> list[Task]:
-    """Return the tasks with a final run, in the order of the titles."""
-    raced = {run.task for run in records if not run.is_tuning}
-    return [TASKS[name] for name in TITLES if name in raced]
+    """Return the tasks with a final run of both AdamW and EGOP, in the order of the titles."""
+    return [
+        TASKS[name]
+        for name in TITLES
+        if all(final_losses(records, TASKS[name], method) for method in ("AdamW", "EGOP"))
+    ]
 
 
 def _format_ratio(seconds: Sequence[float] | None, base: Sequence[float]) -> str:
     if not seconds:
         return _MISSING
-    ratios = [one / other for one, other in zip(seconds, base, strict=True)]
+    ratios = _divide(seconds, base)
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _format_range(parts: Sequence[float]) -> str:
+    return f"{100 * min(parts):.0f} to {100 * max(parts):.0f} %"
+
+
+def _divide(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(seconds, base, strict=True)]
 
 
 def _drop_empty_columns(rows: list[list[str]]) -> list[list[str]]:

@@ -123,7 +123,7 @@ def _guess(adamw: int, muon: int, normuon: int, soap: int, egop: int, **further:
 _SMALL: dict[str, Any] = {"layers": 6, "width": 384, "heads": 6, "context": 256}
 _TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2}
 _WIKITEXT: dict[str, Any] = {"data": "wikitext-2", "model": _SMALL, "batch": 64, "seeds": 8}
-# Of the larger tasks only the rate is tuned.
+# Of all tasks but the first only the rate is tuned.
 _RATE_ONLY: dict[str, Any] = {"warmups": (50,), "clips": (1.0,), "room": 1}
 _RATE_ONLY["controls"] = {"PolarAdam": "EGOP", "EGOP, random rotation": "EGOP"}
 _LARGE_BETAS: dict[str, tuple[float, ...]] = {**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)}
@@ -136,7 +136,24 @@ _TEST["betas"] = IMAGE_BETAS | TEXT_BETAS
 
 _ALL = (
     Task(name="gpt-6x384-400", steps=400, guesses=_guess(2, 5, 4, 4, 2), **_WIKITEXT),
-    Task(name="gpt-6x384-1600", steps=1600, guesses=_guess(2, 4, 3, 3, 1), **_WIKITEXT),
+    Task(
+        name="gpt-6x384-1600",
+        steps=1600,
+        guesses=_guess(1, 4, 3, 3, 1),
+        betas=_LARGE_BETAS,
+        multiples=(),
+        **_WIKITEXT,
+        **_RATE_ONLY,
+    ),
+    Task(
+        name="gpt-4x144-400",
+        steps=400,
+        guesses=_guess(4, 6, 5, 5, 4),
+        betas=_LARGE_BETAS,
+        multiples=(),
+        **(_WIKITEXT | {"model": {"layers": 4, "width": 144, "heads": 3, "context": 256}, "seeds": 5}),
+        **_RATE_ONLY,
+    ),
     Task(
         name="gpt-12x768-400",
         data="wikitext-2",

@@ -35,16 +35,16 @@ RULES = """
 6. AdamW also runs at 1.5, 2 and 3 times the steps, with its other hyper-parameters as tuned and the rate tuned again
    for each length: three rates around its best one, more until the best has a tried rate on both sides; three tuning
    seeds, and then the final seeds.
-7. On the larger tasks only the rate is tuned: three rates around a guess, more until the best has a tried rate on both
+7. On all other tasks only the rate is tuned: three rates around a guess, more until the best has a tried rate on both
    sides; on GPT 124M (gpt-12x768-code), where a run takes a minute, by runs of a quarter of the steps. The rest is the
    same for all methods: 50 steps of warm-up, clipping at 1.0, momentum 0.9, beta2 0.95 on text and 0.99 on images (on
-   text, what most of the rivals chose on gpt-6x384-400). (For all larger tasks since 2026-11-18, before any of their
-   runs: the full tuning of seven methods would take an hour of GPU time for each task.) GPT 124M is tuned with one
-   seed. (Since 2026-11-18, before its first run: three seeds would take a further half hour.)
+   text, what most of the rivals chose on gpt-6x384-400). (Since 2026-11-18, before any of their runs: the full tuning
+   of seven methods would take an hour of GPU time for each task.) GPT 124M is tuned with one seed. (Since 2026-11-18,
+   before its first run: three seeds would take a further half hour.)
 8. SGD with momentum is one more rival on ResNet-34 (momentum 0.9). It steps all parameters.
 9. EGOP in a random rotation is a control: it runs with EGOP's tuned values. (Since 2026-11-18, before its first run.)
-   On the larger tasks so is PolarAdam, which is EGOP without a rotation. (Since 2026-11-18; on GPT 12x768 and
-   ResNet-34 it had run that way already.)
+   On all tasks but gpt-6x384-400 so is PolarAdam, which is EGOP without a rotation. (Since 2026-11-18; on GPT 12x768
+   and ResNet-34 it had run that way already.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 """
 
