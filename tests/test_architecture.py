@@ -21,7 +21,7 @@ import egop
 PACKAGE = Path(egop.__file__).parent
 TESTS = Path(__file__).parent
 
-# The rooms, from the ground up: each may use what the ones before it offer. Some are single files.
+# The packages, from the ground up: each may import from those before it. Some are single files.
 PACKAGES = [
     "distributed",
     "formatting",
@@ -43,7 +43,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if pa
 
 
 def imported_names(path):
-    """The dotted names of this package that a file imports, wherever in the file it does so."""
+    """Yield the dotted names that a file imports, wherever in the file it does so."""
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -52,15 +52,15 @@ def imported_names(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def offered(room):
-    """Return the names that a room offers to others: the public ones, and those imported ``as`` themselves.
+def list_exports(package):
+    """Return the names that others may import: the public ones, and those imported ``as`` themselves.
 
-    A room that is not public has no ``__all__`` and offers everything.
+    A package that is not public has no ``__all__`` and exports everything.
     """
-    file = PACKAGE / f"{room}.py"
-    file = file if file.exists() else PACKAGE / room / "__init__.py"
+    file = PACKAGE / f"{package}.py"
+    file = file if file.exists() else PACKAGE / package / "__init__.py"
     if "__all__ =" not in file.read_text():
-        return [name for name in vars(importlib.import_module(f"egop.{room}")) if not name.startswith("_")]
+        return [name for name in vars(importlib.import_module(f"egop.{package}")) if not name.startswith("_")]
     return names_in_all(file) + internal_names(file)
 
 
@@ -76,41 +76,41 @@ def names_in_all(file):
     return ast.literal_eval(names)
 
 
-def room_of(path):
-    """The room that a file is in."""
+def find_package(path):
+    """Return the package that a file is in."""
     return path.parts[0].removesuffix(".py")
 
 
-def test_every_file_is_in_a_room():
-    assert {room_of(path) for path in FILES} == set(PACKAGES)
+def test_every_file_is_in_a_package():
+    assert {find_package(path) for path in FILES} == set(PACKAGES)
 
 
-def test_the_tests_are_laid_out_as_the_rooms_are():
-    """Beside the rooms' folders: ``clients``, the frameworks that the optimizer runs in, and several processes."""
+def test_tests_mirror_the_packages():
+    """Besides the packages' folders: ``clients``, the frameworks that the optimizer runs in, and several processes."""
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
-    assert folders == {*(room for room in PACKAGES if (PACKAGE / room).is_dir()), "clients", "distributed"}
+    assert folders == {*(package for package in PACKAGES if (PACKAGE / package).is_dir()), "clients", "distributed"}
     assert (TESTS / "test_reference.py").exists()
 
 
-def test_imports_go_one_way_and_take_what_is_offered():
+def test_imports_go_one_way_and_use_exported_names():
     for path in FILES:
         check_imports(path)
 
 
 def check_imports(path):
-    own = room_of(path)
+    own = find_package(path)
     for name in imported_names(path):
         if name.partition(".")[0] != "egop" or name == "egop.__version__":
             continue
-        room, *rest = name.split(".")[1:] or [""]
-        assert room in PACKAGES, f"{path} imports {name}: rooms use each other, not the front door"
-        assert PACKAGES.index(room) <= PACKAGES.index(own), f"{path} imports {name}, which comes later"
-        if room != own:
-            assert len(rest) == 1, f"{path} imports {name}, from inside another room"
-            assert rest[0] in offered(room), f"{path} imports {name}, which that room does not offer"
+        package, *rest = name.split(".")[1:] or [""]
+        assert package in PACKAGES, f"{path} imports {name}: import from a package, not from egop itself"
+        assert PACKAGES.index(package) <= PACKAGES.index(own), f"{path} imports {name}, which comes later"
+        if package != own:
+            assert len(rest) == 1, f"{path} imports {name}, from inside another package"
+            assert rest[0] in list_exports(package), f"{path} imports {name}, which that package does not export"
 
 
-def test_structures_do_not_lean_on_the_collection_of_them():
+def test_structures_do_not_import_their_package():
     files = [path for path in FILES if "structures" in path.parts and path.name != "__init__.py"]
     assert files
     for path in files:
@@ -121,16 +121,16 @@ def test_structures_do_not_lean_on_the_collection_of_them():
     ("file", "line", "complaint"),
     [
         ("numerics/linalg.py", "def f():\n    from egop.estimation import estimate", "which comes later"),
-        ("numerics/units.py", "import egop", "not the front door"),
-        ("numerics/units.py", "from egop import estimate", "not the front door"),
-        ("refresh/online.py", "from egop.optimizer.engine import Engine", "from inside another room"),
-        ("refresh/online.py", "from egop.optimizer import named_groups", "does not offer"),
+        ("numerics/units.py", "import egop", "not from egop itself"),
+        ("numerics/units.py", "from egop import estimate", "not from egop itself"),
+        ("refresh/online.py", "from egop.optimizer.engine import Engine", "from inside another package"),
+        ("refresh/online.py", "from egop.optimizer import named_groups", "does not export"),
     ],
 )
-def test_the_check_sees_an_import_that_is_not_right(monkeypatch, tmp_path, file, line, complaint):
-    for room in ("estimation", "optimizer"):
-        (tmp_path / room).mkdir()
-        (tmp_path / room / "__init__.py").write_text('__all__ = ["estimate"]\n')
+def test_a_wrong_import_is_found(monkeypatch, tmp_path, file, line, complaint):
+    for package in ("estimation", "optimizer"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text('__all__ = ["estimate"]\n')
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text(line)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
@@ -138,24 +138,24 @@ def test_the_check_sees_an_import_that_is_not_right(monkeypatch, tmp_path, file,
         check_imports(Path(file))
 
 
-@pytest.mark.parametrize("room", PACKAGES)
-def test_every_room_says_what_it_is_for_and_is_on_the_plan(room):
-    module = importlib.import_module(f"egop.{room}")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_documented(package):
+    module = importlib.import_module(f"egop.{package}")
     assert 2 <= len(module.__doc__.strip().splitlines()) <= 6
     names = getattr(module, "__all__", [])
     assert sorted(names) == sorted(set(names))
     plan = (TESTS.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert f"`{room}/`" in plan or f"`{room}.py`" in plan
+    assert f"`{package}/`" in plan or f"`{package}.py`" in plan
 
 
-def test_no_name_that_is_offered_hides_a_module():
+def test_no_exported_name_hides_a_module():
     packages = {path.parent for path in FILES if path.name == "__init__.py"} | {Path()}
     for package in packages:
         module = importlib.import_module(".".join(["egop", *package.parts]))
         files = {path.stem for path in (PACKAGE / package).glob("*.py")} | {
             path.name for path in (PACKAGE / package).iterdir() if path.is_dir()
         }
-        # A module that is offered may not have been imported yet.
+        # An exported module may not have been imported yet.
         hidden = {
             name
             for name in getattr(module, "__all__", vars(module))
