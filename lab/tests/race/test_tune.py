@@ -170,6 +170,13 @@ def test_a_control_runs_with_the_tuned_values_of_egop():
     assert {rate for _, rate, _ in finals} == {3}
 
 
+def test_egop_also_runs_at_the_best_rate_of_adamw():
+    task = TASKS["vit-6x384"]
+    losses = finish(task, ("AdamW", "EGOP"), bowl({"AdamW": -6, "EGOP": 2}))
+    at_adamws = [run for run in losses if run.method == "EGOP" and run.rate == -6]
+    assert [run.seed for run in at_adamws] == list(TUNING_SEEDS)
+
+
 def test_tasks_know_every_method():
     for task in TASKS.values():
         assert set(task.guesses) <= set(task.betas), task.name

@@ -46,6 +46,7 @@ RULES = """
    On all tasks but gpt-6x384-400 so is PolarAdam, which is EGOP without a rotation. (Since 2026-11-18; on GPT 12x768
    and ResNet-34 it had run that way already.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
+11. EGOP also makes tuning runs at AdamW's best rate, to see what it loses there. (Since 2026-11-18.)
 """
 
 _FARTHEST = 40  # grid places from the guess at which the search for a rate gives up
@@ -212,6 +213,9 @@ def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "Ad
         baseline: the method that also runs for longer.
     """
     runs, choices = plan_tuning(task, methods, losses)
+    if {baseline, "EGOP"} <= choices.keys():
+        at_baseline = [start_tuning(task, baseline, losses).best]
+        runs += start_tuning(task, "EGOP", losses).missing_runs(at_baseline)
     finals = [final_runs(task, choice) for choice in choices.values()]
     runs += [run for seed in zip(*finals, strict=True) for run in seed]
     for multiple in task.multiples if baseline in choices else ():
