@@ -16,10 +16,11 @@ def test_a_folder_has_two_parts_or_one_file_whose_last_tenth_validates(tmp_path)
         found = load(tmp_path)
         return bytes(found.train), bytes(found.validation)
 
-    with pytest.raises(MissingDataError, match="There is no text in"):
+    with pytest.raises(MissingDataError, match="There is no text at"):
         load(tmp_path)
     (tmp_path / "book.txt").write_bytes(bytes(range(100)))
     assert both() == (bytes(range(90)), bytes(range(90, 100)))
+    assert bytes(load(tmp_path / "book.txt").train) == bytes(range(90))
     (tmp_path / "train.articles.txt.gz").write_bytes(gzip.compress(b"to train"))
     (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(b"to validate"))
     assert both() == (b"to train", b"to validate"), "two parts come before one file"

@@ -53,12 +53,12 @@ class Windows:
             yield self._text[rows + self._within]
 
 
-def load(folder: Path) -> Text:
-    """Load the text of a folder, gzipped or not: files called train... and valid..., or one file, split nine to one."""
-    files = sorted(file for file in folder.glob("*") if ".txt" in file.suffixes)
+def load(place: Path) -> Text:
+    """Load a text, gzipped or not: a folder with files called train... and valid..., or one file, split nine to one."""
+    files = [place] if place.is_file() else sorted(file for file in place.glob("*") if ".txt" in file.suffixes)
     train, validation = ([file for file in files if part in file.name] for part in ("train", "val"))
     if not files:
-        raise MissingDataError(f"There is no text in {folder}. It must have one .txt file, or train.txt and valid.txt.")
+        raise MissingDataError(f"There is no text at {place}: name a file, or a folder with train.txt and valid.txt.")
     parts = [_join(train), _join(validation)]
     if not (train and validation):
         whole = _join(files)
